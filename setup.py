@@ -19,6 +19,7 @@ REQUIRED = [
     "safetensors>=0.5",
     "transformers>=5.0",
     "rich>=13.0",
+    "jinja2>=3.1",  # chat templates
 ]
 # Imported only where they are used: a machine without them still trains.
 EXTRAS = {
@@ -41,6 +42,7 @@ EXTRAS = {
         "import-linter>=2.5",
         "mpich>=4.0",
         "mpi4py>=4.0",
+        "peft>=0.17",
     ],
 }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from common import machine
 from public_data import WHERE, data
 from sailor_judge import Judge, Verdict, spelled
+from sailor_moves import resplit_stages
 from sailor_rules import SPACE, SailorCosts, SailorScorer
 
 from hetero_megatron.cluster import load_cluster
@@ -28,7 +29,6 @@ from hetero_megatron.planner.report.comparison import text_of
 from hetero_megatron.planner.search.incumbent import Incumbent, Row
 from hetero_megatron.planner.search.local_search import EFFORT, LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
-from hetero_megatron.planner.search.tp_moves import TPMoves
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.spec import load_model
 
@@ -103,14 +103,14 @@ def plan_case(judge: Judge, case: Case) -> tuple[str, str, float, int]:
     started = time.process_time()
     model, cluster = load_model("opt-350m"), load_cluster(str(case.file))
     scorer = SailorScorer(SailorCosts(judge, model, cluster))
-    options = SearchOptions("fp32", space=SPACE, regroup=WAYS)
+    options = SearchOptions("fp32", space=SPACE)
     problem = PlanningProblem(model, cluster, SEQUENCE, BATCH, options)
     incumbent = Incumbent(problem, scorer, keep=KEPT)
     PipelineDP().propose(problem, incumbent)
     for start in _first(incumbent, 2):
         LocalSearch.climb(start, SPACE, incumbent, EFFORT)
     for _, _, template in _first(incumbent, MAKE_UPS):
-        TPMoves.resplit_stages(template, problem, incumbent, WAYS)
+        resplit_stages(template, problem, incumbent, WAYS)
     chosen = incumbent.rows[0][2]
     placed = place(chosen, scorer.pool)
     assert placed is not None, "the search counts the chips"

@@ -11,7 +11,9 @@ if [ "$cores" -lt 2 ]; then
     cluster=examples/clusters/demo_one_core.yaml
     echo "demo: one core: chips half as fast ($cluster)" >&2
 fi
-exec $python -m hetero_megatron.cli.main testbed run --cluster $cluster --chips soft -- \
+$python -m hetero_megatron.cli.main testbed run --cluster $cluster --chips soft -- \
     $python pretrain_gpt.py --cluster $cluster --plan examples/plans/demo.yaml \
     --model tiny --data-path stdlib \
     --train-iters 60 --lr 3e-3 --lr-warmup-iters 10 --lr-decay-style cosine --log-interval 10 --seed 1 --save runs/demo --overwrite-checkpoints "$@"
+$python -m hetero_megatron.cli.main report runs/demo > /dev/null
+echo "what happened, as a page: file://$PWD/runs/demo/report.html"

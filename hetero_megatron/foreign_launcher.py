@@ -7,14 +7,20 @@ some of the same variables and are one process: SLURM_NTASKS, for one, says what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from hetero_megatron.slurm_names import meeting_point
 
 _TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id JOB ..."
 
 
 @dataclass(frozen=True)
 class Task:
-    """One of several tasks. ``signs``: the variables that say so; None: a number that they do not say."""
+    """One of several tasks. ``signs``: the variables that say so; None: a number that they do not say.
+
+    ``address``, ``port``: where the tasks can meet, and ``node``: this one's host, if the launcher says so; else empty
+    and 0.
+    """
 
     launcher: str
     advice: str
@@ -23,6 +29,9 @@ class Task:
     size: int | None
     local_rank: int | None
     local_size: int | None
+    address: str = ""
+    port: int = 0
+    node: str = ""
 
     @property
     def complete(self) -> bool:
@@ -101,7 +110,12 @@ def _tasks(environment: Mapping[str, str]) -> Iterator[Task]:
         values = [_first(environment, group) for group in groups]
         signs = tuple(name for name, _ in values[:2] if name)
         if signs:
-            yield Task(names.launcher, names.advice, signs, *(number for _, number in values))
+            rank, size, local_rank, local_size = (number for _, number in values)
+            task = Task(names.launcher, names.advice, signs, rank, size, local_rank, local_size)
+            if names.launcher == "srun":
+                address, port = meeting_point(environment)
+                task = replace(task, address=address, port=port, node=environment.get("SLURMD_NODENAME", ""))
+            yield task
 
 
 def _in_step(environment: Mapping[str, str]) -> bool:

@@ -109,6 +109,9 @@ def read_launcher(environment: Mapping[str, str] = os.environ, joins: bool = Tru
     node, secret = _node(environment), _secret(environment)
     testbed, testbed_directory, diagnoses = _paths(environment)
     task = find_task(environment) if world is None and rank is None else None
+    if task is not None and task.complete:
+        node = node or task.node or None
+        address, port = (address, port) if address or port else (task.address, task.port)
     if task is not None and (joins or task.complete) and address and port and task.complete:
         world, rank, local_rank, local_world = task.size, task.rank, task.local_rank, task.local_size
     elif task is not None and joins:

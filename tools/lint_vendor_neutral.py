@@ -35,7 +35,10 @@ DISTRIBUTED_FREE_OF_RULE = (
 PICKLE_FREE_OF_RULE = ("tests/", "benchmarks/", "tools/lint_vendor_neutral.py")
 FUNCTION_FREE_OF_RULE = ("tests/",)
 # Parts of torch.distributed that are not communication, and where they may be used.
-DISTRIBUTED_PARTS = {"torch.distributed.checkpoint": ("hetero_megatron/checkpoint/",)}
+DISTRIBUTED_PARTS = {
+    "torch.distributed.checkpoint": ("hetero_megatron/checkpoint/",),
+    "torch.distributed.elastic": ("hetero_megatron/launch/",),
+}
 
 _DEVICES = "cuda|hip|rocm|npu|xpu|mlu|musa|maca|hpu|gcu|sdaa|supa|mps"
 _BACKENDS = "nccl|rccl|hccl|cncl|mccl|xccl|eccl"

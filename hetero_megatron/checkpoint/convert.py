@@ -35,7 +35,6 @@ from hetero_megatron.checkpoint.manifest import (
     sha256,
     unusable,
 )
-from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
 from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
@@ -75,7 +74,8 @@ def from_native(
         raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
     spec = spec_of(checkpoint)
     check_model(checkpoint, spec)
-    dtypes = dict.fromkeys(name_table(spec), DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
+    names = [tensor.name for tensor in logical_tensors(spec)]
+    dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
     along, chunks, nonfinite = checkpoint.companions(), _chunks(checkpoint, spec), dict[str, None]()
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:

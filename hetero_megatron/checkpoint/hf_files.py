@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.names import name_table
-from hetero_megatron.spec import ModelSpec, logical_tensors
+from hetero_megatron.checkpoint.names import name_table, stored_tensors
+from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_names import HFSource
 
 SHARD_BYTES = 4 << 30
@@ -41,26 +42,32 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _stored(spec: ModelSpec, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the Hugging Face tensors, in model order; parts of a fused tensor have a common dtype."""
-    table = name_table(spec)
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for tensor in logical_tensors(spec):
-        source, dtype = table[tensor.name], dtypes[tensor.name]
-        before = found.get(source.name, (None, dtype))[1]
-        found[source.name] = source.shape(tensor.shape), torch.promote_types(before, dtype)
-    return found
-
-
 def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: int) -> dict[str, StoredTensor]:
-    """Tensors distributed to files of at most ``shard_bytes`` (a larger tensor gets its own file), in model order.
+    """:func:`lay_out` of all tensors of a model, under transformers' file names."""
+    stored = list(stored_tensors(spec))
+    by_name = {tensor.name: dtypes[logical.name] for tensor, logical in stored}
+    return lay_out([tensor for tensor, _ in stored], name_table(spec), by_name, shard_bytes)
+
+
+def lay_out(
+    tensors: Iterable[LogicalTensor], table: Mapping[str, HFSource], dtypes: Mapping[str, torch.dtype],
+    shard_bytes: int, stem: str = "model",
+) -> dict[str, StoredTensor]:  # fmt: skip
+    """Stored tensors distributed to files of at most ``shard_bytes`` (a larger tensor gets its own file), in order.
 
     Args:
+        table: where each logical tensor is stored; parts of a fused one have a common dtype.
         dtypes: of every logical tensor.
+        stem: ``stem.safetensors``, or ``stem-00001-of-00002.safetensors`` and so on.
     """
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for logical in tensors:
+        source, dtype = table[logical.name], dtypes[logical.name]
+        before = found.get(source.name, (None, dtype))[1]
+        found[source.name] = source.shape(logical.shape), torch.promote_types(before, dtype)
     files: list[dict[str, StoredTensor]] = [{}]
     used = 0
-    for name, (shape, dtype) in _stored(spec, dtypes).items():
+    for name, (shape, dtype) in found.items():
         tensor = StoredTensor("", 0, shape, dtype)
         if files[-1] and used + tensor.nbytes > shard_bytes:
             files.append({})
@@ -69,10 +76,10 @@ def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: 
         used += tensor.nbytes
     many = len(files) > 1
     out = {}
-    for i, tensors in enumerate(files):
-        file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if many else "model.safetensors"
+    for i, inside in enumerate(files):
+        file = f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" if many else f"{stem}.safetensors"
         # Wide numbers first, as safetensors itself writes them: every tensor begins at a multiple of its item size.
-        ordered = dict(sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize))
+        ordered = dict(sorted(inside.items(), key=lambda entry: -entry[1].dtype.itemsize))
         offset = len(file_header(ordered))
         for name, tensor in ordered.items():
             out[name] = replace(tensor, file=file, offset=offset)
@@ -99,6 +106,17 @@ def file_header(entries: Mapping[str, StoredTensor]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def make_files(work: Path, plan: Mapping[str, StoredTensor]) -> None:
+    """Write the headers of all files, each of its full size, for :func:`put_box`. OSError: a full disk."""
+    for file in dict.fromkeys(t.file for t in plan.values()):
+        entries = {name: t for name, t in plan.items() if t.file == file}
+        header, size = file_header(entries), sum(t.nbytes for t in entries.values())
+        with (work / file).open("wb") as out:
+            out.write(header)
+            if size:
+                os.posix_fallocate(out.fileno(), len(header), size)  # a full disk is noticed here, not half-way
 
 
 def put_box(work: Path, where: StoredTensor, slices: tuple[slice, ...], stored: np.ndarray) -> None:

@@ -8,41 +8,27 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Any
 
-import numpy as np
 import torch
 
 from hetero_megatron.checkpoint.companions import CONFIG, Companions, from_directory, is_tokenizer
-from hetero_megatron.checkpoint.export_folder import check_work, make_work, publish_work, work_of
-from hetero_megatron.checkpoint.finite import is_finite, listed
+from hetero_megatron.checkpoint.export import Export, Owned
+from hetero_megatron.checkpoint.export_folder import check_work, make_work, publish_work
 from hetero_megatron.checkpoint.hf_files import (
-    DTYPES,
     SHARD_BYTES,
     StoredTensor,
-    as_stored,
-    bits,
-    file_header,
     main_dtype,
+    make_files,
     plan_files,
-    put_box,
 )
-from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout import Box
-from hetero_megatron.spec import ModelSpec, export_config, to_hf_config
-from hetero_megatron.spec.hf_names import HFSource
+from hetero_megatron.spec import LogicalTensor, ModelSpec, export_config, logical_tensors, to_hf_config
 from hetero_megatron.words import plural
-
-Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
 
 FLAG = "--save-hf"
 
@@ -74,37 +60,26 @@ def save_hf(
         UserError: on all ranks: the directory is not empty or cannot be written, or weights are not finite; nothing is
             left behind.
     """
-    first, final = world.index == 0, Path(directory)
-    work, table = work_of(final), name_table(spec)
-    by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
-    plan, found = plan_files(spec, by_name, shard_bytes), dict[str, None]()
-    world.comm.activity = f"writing {FLAG}"
-    _together(world, lambda: _create(final, work, spec, plan, source) if first else None)
-    if _all_see(work, world):
-        _together(world, lambda: _write(work, table, owned, plan, found))
-    else:
-        _write_on_first(work, table, owned, plan, found, world)
+    table, final = name_table(spec), Path(directory)
+    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
+    by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(logical, dtypes)
+    plan = plan_files(spec, by_name, shard_bytes)
+    export = Export(FLAG, final, world, table, plan)
+    said = export.run(
+        lambda: _create(final, export.work, spec, plan, source), _stored_pieces(owned, logical),
+        lambda: _publish(final), nonfinite is not None,
+    )  # fmt: skip
     if nonfinite is not None:
-        nonfinite |= found
-    else:
-        _require_finite(directory, work, found, world)
-    return str(_together(world, lambda: _publish(final) if first else "", str)[0])
+        nonfinite |= export.nonfinite
+    return said
 
 
-def _require_finite(directory: str, work: Path, nonfinite: Iterable[str], world: Group) -> None:
-    def check() -> None:
-        if nonfinite:
-            raise UserError(
-                f"is not written: NaN or Inf in {listed(nonfinite)}", field=FLAG, value=directory,
-                accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
-            )  # fmt: skip
-
-    try:
-        _together(world, check)
-    except UserError:
-        if world.index == 0:
-            shutil.rmtree(work, ignore_errors=True)
-        raise
+def _stored_pieces(owned: Iterable[Owned], logical: Mapping[str, LogicalTensor]) -> Iterator[Owned]:
+    """The same values by the names and boxes of the tensors in files."""
+    for name, box, values in owned:
+        parts = list(stored_boxes(logical[name], box))
+        for (stored, inside), value in zip(parts, values if len(box.lo) == 3 else [values], strict=True):
+            yield stored.name, inside, value
 
 
 def _publish(final: Path) -> str:
@@ -114,45 +89,6 @@ def _publish(final: Path) -> str:
     tokenizer = "its tokenizer" if any(is_tokenizer(p.relative_to(final).as_posix()) for p in files) else "no tokenizer"
     counted = f"{plural(len(files), 'file')}, {plural(total, 'byte')}"
     return f"saved a Hugging Face {config['model_type']} model with {tokenizer} to {final}: {counted}"
-
-
-def _together(world: Group, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
-    """Like :func:`~hetero_megatron.comm.refusals.together`, for actions that write."""
-
-    def attempt() -> Any:
-        try:
-            return action()
-        except OSError as error:
-            text = f"cannot be written on rank {world.comm.rank}: {error.strerror}"
-            raise UserError(text, field=FLAG, value=str(error.filename or "")) from None
-
-    return together(world, attempt, kind)
-
-
-def _all_see(work: Path, world: Group) -> bool:
-    """Whether every rank can write in the first rank's directory: they look for a token in it.
-
-    A rank that does not see the token yet (NFS caches names) makes the export slower, not wrong.
-    """
-    mark, word = work / ".token", secrets.token_hex(8)
-
-    def leave() -> str:
-        if world.index == 0:
-            mark.write_text(word)
-        return word
-
-    left = _together(world, leave, str)[0]
-
-    def look() -> bool:
-        try:
-            with mark.open("rb+") as file:
-                return file.read() == left.encode()
-        except OSError:  # not there, not ours, read-only
-            return False
-
-    seen = all(_together(world, look, bool))
-    _together(world, lambda: mark.unlink() if world.index == 0 else None)
-    return seen
 
 
 def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
@@ -186,13 +122,7 @@ def _create(
     make_work(final, FLAG)
     along.write(work)
     (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    for file in dict.fromkeys(t.file for t in plan.values()):
-        entries = {name: t for name, t in plan.items() if t.file == file}
-        header, size = file_header(entries), sum(t.nbytes for t in entries.values())
-        with (work / file).open("wb") as out:
-            out.write(header)
-            if size:
-                os.posix_fallocate(out.fileno(), len(header), size)  # a full disk is noticed here, not half-way
+    make_files(work, plan)
     if len({t.file for t in plan.values()}) > 1:
         total = sum(t.nbytes for t in plan.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: t.file for name, t in plan.items()}}
@@ -200,83 +130,3 @@ def _create(
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         final.rmdir()
-
-
-def _write(
-    work: Path,
-    table: dict[str, HFSource],
-    owned: Iterable[Owned],
-    plan: dict[str, StoredTensor],
-    nonfinite: dict[str, None],
-) -> None:
-    """Write this rank's boxes to their offsets."""
-    for name, box, values in owned:
-        stored = _stored(values, table[name], plan, nonfinite)
-        put_box(work, plan[table[name].name], table[name].slices(box), stored)
-
-
-def _stored(
-    values: torch.Tensor, source: HFSource, plan: dict[str, StoredTensor], nonfinite: dict[str, None]
-) -> np.ndarray:
-    """Values as stored in the files; names of tensors that are not finite are recorded."""
-    stored = as_stored(values, source, plan[source.name].dtype)
-    if not is_finite(stored):
-        nonfinite[source.name] = None
-    return bits(stored)
-
-
-def _write_on_first(
-    work: Path,
-    table: dict[str, HFSource],
-    owned: Iterable[Owned],
-    plan: dict[str, StoredTensor],
-    nonfinite: dict[str, None],
-    world: Group,
-) -> None:
-    """The first rank writes everything and holds one tensor at a time besides its own.
-
-    All ranks go through the tensors in file order. Before each, the first rank reports that the previous one is written
-    (or all raise its error), and the others announce and send their boxes of the next.
-    """
-    mine: list[Owned] = []
-    arrived: list[tuple[str, Box, np.ndarray]] = []
-    together(world, lambda: mine.extend(owned))
-
-    def turn(pieces: list[Owned]) -> list[tuple[str, Box]]:
-        while arrived:
-            name, box, stored = arrived.pop()
-            put_box(work, plan[table[name].name], table[name].slices(box), stored)
-        return [(name, box) for name, box, _ in pieces]
-
-    for tensor in plan:
-        pieces = [piece for piece in mine if table[piece[0]].name == tensor and piece[1].size]
-        offers = _together(world, partial(turn, pieces), list[tuple[str, Box]])
-        here = [(name, box, _stored(values, table[name], plan, nonfinite)) for name, box, values in pieces]
-        if world.index == 0:
-            arrived += here + _receive(offers, table, plan[tensor].dtype, world)
-        else:
-            _send([stored for _, _, stored in here], world)
-        del here
-    _together(world, partial(turn, []), list[tuple[str, Box]])
-
-
-def _send(parts: list[np.ndarray], world: Group) -> None:
-    """Send to the first rank as bytes, since not every device or backend supports every dtype."""
-    comm = world.comm
-    for stored in parts:
-        flat = torch.from_numpy(stored.reshape(-1).view(np.uint8)).to(comm.device)
-        comm.isend(flat, world.ranks[0], tag=0).wait()
-
-
-def _receive(
-    offers: list[list[tuple[str, Box]]], table: dict[str, HFSource], dtype: torch.dtype, world: Group
-) -> list[tuple[str, Box, np.ndarray]]:
-    """The announced boxes of the other ranks, one after the other in rank order."""
-    comm, out = world.comm, []
-    for rank, offered in zip(world.ranks[1:], offers[1:], strict=True):
-        for name, box in offered:
-            flat = torch.empty(box.size * dtype.itemsize, dtype=torch.uint8, device=comm.device)
-            comm.irecv(flat, rank, tag=0).wait()
-            shape = box.shape[::-1] if table[name].transpose else box.shape
-            out.append((name, box, flat.cpu().numpy().view(DTYPES[dtype][1]).reshape(shape)))
-    return out

@@ -1,7 +1,8 @@
 """Content of a checkpoint: the owners' master weights and moments as boxes, and everything else as JSON.
 
 Tensors are named ``model.<logical name>`` and ``optimizer.<moment>.<logical name>``. Every element is written by its
-owner, and read by its owner under the new plan, which sends it to the other holders.
+owner, and read by its owner under the new plan, which sends it to the other holders. Of a model with adapters only
+these are held: the base stays where it came from.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.optimizer import ShardedOptimizer
-from hetero_megatron.spec import ModelSpec, logical_tensors
+from hetero_megatron.spec import ModelSpec, trained_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
 WEIGHT_DTYPES = "weight_dtypes"  # key of the state
@@ -35,7 +36,7 @@ def owned_tensors(
     optimizer: ShardedOptimizer, spec: ModelSpec, with_optimizer: bool = True
 ) -> tuple[dict[str, BoxedTensor], dict[str, float]]:
     """(boxes by name, scalars such as Adam's step) of everything this rank owns."""
-    shapes = {t.name: t.shape for t in logical_tensors(spec)}
+    shapes = {t.name: t.shape for t in trained_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
     shared: dict[str, list[Any]] = defaultdict(list)
     inner = optimizer.inner
@@ -102,7 +103,7 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     if not names and not numbers:  # no step was taken yet
         return
     known = _MOMENTS.get(saved.get("name", ""), names)
-    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for m in known for t in logical_tensors(spec)}
+    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for m in known for t in trained_tensors(spec)}
     held = {key for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + ".")}
     wrong = sorted(key for key in held | wanted.keys() if checkpoint.shape(key) != wanted.get(key))
     if "exp_avg" in known and "step" not in numbers:
@@ -134,7 +135,7 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         UserError: listing what does not match.
     """
     problems = []
-    wanted = {f"{MODEL}.{t.name}": t.shape for t in logical_tensors(spec)}
+    wanted = {f"{MODEL}.{t.name}": t.shape for t in trained_tensors(spec)}
     for name, shape in wanted.items():
         got = checkpoint.shape(name)
         if got != shape:
@@ -160,7 +161,7 @@ def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dt
     Raises:
         UserError: malformed dtypes in the checkpoint.
     """
-    names = [t.name for t in logical_tensors(spec)]
+    names = [t.name for t in trained_tensors(spec)]
     if checkpoint.state.get(WEIGHT_DTYPES) is not None:
         said = checkpoint.state[WEIGHT_DTYPES]
     elif checkpoint.state.get("plan") is None:  # converted

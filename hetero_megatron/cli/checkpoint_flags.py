@@ -9,7 +9,8 @@ _OVERRIDE, _USE = "override_opt_param_scheduler", "use_checkpoint_opt_param_sche
 
 
 def build_checkpoint(args: Arguments) -> CheckpointConfig:
-    if args["load"] is not None and args["load_hf"] is not None:
+    adapters = args["lora_rank"] is not None or args["load_adapter"] is not None
+    if args["load"] is not None and args["load_hf"] is not None and not adapters:
         args.notices.append("--load-hf only counts if --load holds no checkpoint")
     if args[_OVERRIDE] and args[_USE]:
         raise flag_error(_USE, True, "it contradicts --override-opt_param-scheduler", "one of the two")

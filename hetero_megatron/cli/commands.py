@@ -22,9 +22,14 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("finetune", "the same on conversations; what the assistant wrote counts",
                 "hetero-megatron finetune --load-hf model --data-path chats.jsonl --split 1 --seq-length 1024 "
                 "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-5 --save-hf tuned"),
+        Command("generate", "continue prompts with a model, to look at what came out",
+                "hetero-megatron generate --load-hf tuned --prompt 'What is a pipeline?' --chat"),
         Command("run", "start the ranks of a plan here, and go on when some fail",
                 "hetero-megatron run --plan plan.yaml -- --model tiny --mock-data --train-iters 10 --lr 1e-3 "
                 "--save runs/tiny --load runs/tiny"),
+        Command("launch", "start a command on all hosts of a cluster: ssh, SLURM, Kubernetes",
+                "hetero-megatron launch --cluster cluster.yaml -- pretrain_gpt.py --cluster cluster.yaml "
+                "--plan plan.yaml --model llama3-8b --mock-data --train-iters 10 --lr 1e-4"),
         Command("report", "one page about a run: plan, timeline, loss, throughput, events",
                 "hetero-megatron report runs/tiny"),
     ),
@@ -48,6 +53,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "Machines": (
         Command("doctor", "what this machine has, what is missing, how to mend it", "hetero-megatron doctor"),
+        Command("cluster", "a cluster file of hosts that are asked what they have",
+                "hetero-megatron cluster discover 10.0.0.1 10.0.0.2 --out cluster.yaml", ("discover",)),
         Command("comm", "check that all ranks reach each other, byte by byte, and measure how fast",
                 "torchrun --nproc-per-node 2 -m hetero_megatron comm check", ("check",)),
         Command("plugins", "platforms and kernels: list, scaffold, conformance kit",

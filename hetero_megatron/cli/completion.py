@@ -9,7 +9,6 @@ from contextlib import redirect_stdout, suppress
 
 from hetero_megatron.cli.commands import COMMANDS
 from hetero_megatron.cli.main import load_command
-from hetero_megatron.cli.start import RANKS
 from hetero_megatron.cli.table import ALL
 from hetero_megatron.errors import UserError
 
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 def flags_of(command: str) -> list[str]:
     """Flags that the help of a command names; of those with Megatron's flags, all of the table."""
-    if command in RANKS:
+    if command in ("pretrain", "finetune"):
         return [flag.name for flag in ALL if flag.status == "supported"]
     out = io.StringIO()
     with redirect_stdout(out), suppress(SystemExit):

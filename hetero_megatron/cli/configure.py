@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hetero_megatron.cli import training_flags as training
+from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_spec
@@ -27,11 +28,12 @@ TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "spiece.model") 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
-def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
+def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelSpec | None = None) -> RunConfig:
     """Parse the flags and check everything that can be known before the ranks start.
 
     Args:
         environment: the launcher's, which gives the ranks.
+        model: that of a checkpoint, where flags name none.
 
     Raises:
         UserError: the first error.
@@ -49,7 +51,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     data = _own_tokenizer(args, data)
     args.values["dtype"] = dtype
     check_use(args, data)
-    spec = build_spec(args, data)
+    spec = model if model is not None else with_adapters(args, build_spec(args, data))
     if data is not None:
         refuse_bytes(data, spec.vocab_size)
         _check_vocabulary(args, data, spec)
@@ -70,6 +72,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
         evaluation=evaluation,
         exit=stop,
         checkpoint=build_checkpoint(args),
+        adapter=build_adapter(args),
         failure=build_failure(args, launcher.supervised),
         logging=logging,
         distributed=distributed,

@@ -26,8 +26,8 @@ from hetero_megatron.plan.memory import ITEM_BYTES, moments_of
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
-from hetero_megatron.planner.report.page import html_page
-from hetero_megatron.planner.report.text import format_comparisons, format_plan, format_summary, plan_text, summary_json
+from hetero_megatron.planner.report.plan_page import plan_page
+from hetero_megatron.planner.report.text import format_comparisons, format_plan, plan_text, summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -221,6 +221,4 @@ def _fallbacks(folder: str, result: SearchResult, problem: PlanningProblem, made
 
 def _write_page(args: Namespace, summary: Summary) -> None:
     if args.html:
-        page = html_page(summary.result.best.prediction, summary.model)
-        report = format_summary(summary).replace("&", "&amp;").replace("<", "&lt;")
-        write_text(args.html, "--html", page.replace("</h1>", f"</h1>\n<pre>{report}</pre>", 1))
+        write_text(args.html, "--html", plan_page(summary))

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     costs = CostModel(model, cluster, plan.seq_length, args.dtype, options)
     found = predict(plan, model, cluster, args.dtype, costs, prepared=PreparedPlan(compiled))
     if args.html:
-        write_text(args.html, "--html", html_page(found, model.name))
+        write_text(args.html, "--html", html_page(found, model.name, cluster))
     if args.trace:
         write_text(args.trace, "--trace", json.dumps(perfetto_trace(found)))
     if args.json:

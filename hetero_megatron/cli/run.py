@@ -6,13 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cluster import load_cluster
-from hetero_megatron.cluster.document import read_document
+from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.plan import Plan
@@ -22,12 +22,15 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.diagnosis import diagnoses_at
 from hetero_megatron.training.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.training.record import expectation
-from hetero_megatron.training.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor
+from hetero_megatron.training.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
+
+if TYPE_CHECKING:
+    from hetero_megatron.launch.job import Access
 
 USAGE = """\
 usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|replan] [--fallback-plan F ...]
                            [--max-restarts N] [--max-replans N] [--grace SECONDS]
-                           [--testbed] [--chips …] [--links …] -- FLAGS OF pretrain_gpt.py
+                           [--testbed] [--chips …] [--links …] [--via ssh …] -- FLAGS OF pretrain_gpt.py
 
   starts one process per rank on this host (each node of the cluster file is a label); ranks resume from --load
   --on-failure stop      end when a rank fails
@@ -40,10 +43,20 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   --max-replans N        with --replan-on-drift FACTOR among the flags: how often to plan again because ranks drift
                          from their rates (default 2); then drift is not looked for any more
   --testbed              run on a testbed of --cluster, anew in every round: nodes can really be lost, chips be slowed;
-                         --chips and --links are those of hetero-megatron testbed run"""
+                         --chips and --links are those of hetero-megatron testbed run
+  --via ssh              run on the hosts of --cluster, through ssh, one elastic agent each; the rendezvous store is
+                         here, so any of them may be lost; --save must be a directory that all hosts share
+  --ssh-command WORDS    in place of ssh and its options; it is given a host and a shell line
+  --address ADDRESS      of this host, as the others reach it (default: from where the first one is reached)
+  --connect-timeout S    seconds for all hosts to answer (default 30)
+  --lease S              seconds without a word after which a host, or this launcher, counts as lost (default 30)
+  --rejoin S             look for lost hosts every so many seconds, and go on with those that are back (default 60;
+                         0: never)"""
+_VIA_SSH = ("--ssh-command", "--address", "--connect-timeout", "--lease", "--rejoin")
 _SINGLE = (
     *("--plan", "--cluster", "--on-failure", "--max-restarts", "--max-replans", "--grace"),
     *("--chips", "--links"),
+    *("--via", *_VIA_SSH),
 )
 WORTH = 0.03  # a new plan must save this share of the step, else the old one stays
 _ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
@@ -68,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("missing", field="--plan", accepted="a plan file")
     cluster = Path(options["--cluster"]) if "--cluster" in options else None
     testbed = _testbed(options, cluster)
+    access = _access(options, cluster)
     config = _configure(words, Path(options["--plan"]), cluster, None)
     seats = _seats(config)
     for plan in fallbacks:
@@ -95,10 +109,50 @@ def main(argv: Sequence[str]) -> int:
         logs = scratch / f"testbed-round-{number}"
         return TestbedJob(setup, words, number, grace, testbed, logs, diagnoses_at(scratch, number))
 
+    def on_hosts(setup: Setup, words: Sequence[str], number: int) -> SupervisedJob:
+        from hetero_megatron.launch.job import HostsJob
+
+        assert access is not None
+        return HostsJob(setup, words, number, access, diagnoses_at(scratch, number), grace)
+
+    launch = on_testbed if testbed is not None else on_hosts if access is not None else None
+    watch = _watch(options, access) if policy == "replan" else None
     return Supervisor(
-        setup, words, policy, planner, int(restarts), grace, scratch, log, replanner, replans,
-        on_testbed if testbed is not None else None,
-    ).run()  # fmt: skip
+        setup, words, policy, planner, int(restarts), grace, scratch, log, replanner, replans, launch, watch
+    ).run()
+
+
+def _access(options: dict[str, str], cluster: Path | None) -> Access | None:
+    """How the hosts are reached; None: everything runs on this one."""
+    flags = [name for name in _VIA_SSH if name in options]
+    if "--via" not in options:
+        if flags:
+            raise UserError("it needs --via ssh", field=flags[0], value=options[flags[0]])
+        return None
+    if options["--via"] != "ssh":
+        raise UserError("unknown value", field="--via", value=options["--via"],
+                        accepted="ssh; for SLURM and Kubernetes: hetero-megatron launch")  # fmt: skip
+    if cluster is None:
+        raise UserError("needs the hosts", field="--via", value="ssh", accepted="--cluster FILE beside it")
+    if "--testbed" in options:
+        raise UserError("contradicts --via", field="--testbed", accepted="one of them")
+    from hetero_megatron.launch.job import Access
+
+    usual = Access()
+    return Access(
+        options.get("--ssh-command", usual.ssh), options.get("--address", ""),
+        _number(options, "--connect-timeout", usual.connect_seconds), _number(options, "--lease", usual.lease),
+    )  # fmt: skip
+
+
+def _watch(options: dict[str, str], access: Access | None) -> Watch | None:
+    """Looks for lost hosts that are back; None: they stay lost."""
+    interval = _number(options, "--rejoin", 60)
+    if access is None or not interval:
+        return None
+    from hetero_megatron.launch.job import Returned
+
+    return Returned(access, interval)
 
 
 def _testbed(options: dict[str, str], cluster: Path | None) -> list[str] | None:
@@ -159,7 +213,7 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
         assert setup.cluster is not None, "--replan-on-drift needs --cluster"
         before = load_cluster(str(setup.cluster))
         factors = worst_by_node(before, drift["ratios"])
-        document = with_slow_nodes(read_document(setup.cluster).plain(), before, factors, drift["dtype"])
+        document = with_slow_nodes(read_cluster_document(setup.cluster).plain(), before, factors, drift["dtype"])
         cluster = scratch / f"cluster-round-{number}.yaml"
         cluster.write_text(yaml.safe_dump(document, sort_keys=False))
         kept = scratch / f"plan-round-{number}.yaml"

@@ -13,7 +13,7 @@ from hetero_megatron.launcher import is_first
 from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
 
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher.
-RANKS = ("pretrain", "finetune")
+RANKS = ("pretrain", "finetune", "generate")
 
 
 def console() -> int:

@@ -89,6 +89,17 @@ VENDORS = {  # as the platform plugins have them, by the beginning of a chip's n
 }  # fmt: skip
 
 
+# Variables by which the vendors' communication libraries are told which network interfaces to use, like gloo's
+# GLOO_SOCKET_IFNAME; for other vendors: ``env:`` of the cluster file.
+INTERFACE_VARIABLES = {
+    "NVIDIA": ("NCCL_SOCKET_IFNAME",), "AMD": ("NCCL_SOCKET_IFNAME",), "Huawei": ("HCCL_SOCKET_IFNAME",),
+}  # fmt: skip
+# What drivers call chips whose names in the catalogue are made of other words.
+DEVICE_NAMES = {
+    "H100 80GB HBM3": "H100-SXM", "H200": "H200-SXM", "B200": "B200-SXM", "RTX 4090": "RTX4090", "RTX 3090": "RTX3090",
+    "Ascend910B": "Ascend-910B",
+}  # fmt: skip
+
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (

@@ -10,13 +10,22 @@ from functools import cached_property
 from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
-from hetero_megatron.cluster.document import Entry, from_data, read_document
+from hetero_megatron.cluster.document import Entry, from_data
+from hetero_megatron.cluster.hostfile import read_cluster_document
+from hetero_megatron.cluster.hosts import (
+    HOST_KEYS,
+    HostSettings,
+    LaunchSettings,
+    check_hosts_once,
+    read_host_settings,
+    read_launch_settings,
+)
 from hetero_megatron.cluster.rates_section import check_numbers, read_rates
 from hetero_megatron.cluster.units import quantity
 from hetero_megatron.errors import UserError
 
-CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates")
-NODE_KEYS = ("name", "count", "chip", "chips_per_node")
+CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates", "launch")
+NODE_KEYS = ("name", "count", "chip", "chips_per_node", *HOST_KEYS)
 CHIP_KEYS = (
     "memory", "tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth", "dtypes", "emulate", "rates", "source",
     "cost_per_hour", "vendor",
@@ -30,12 +39,13 @@ MAX_RANKS = 1 << 17  # of a cluster or a plan
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """``count`` equal nodes."""
+    """``count`` equal nodes. ``settings``: how launchers reach them."""
 
     name: str
     count: int
     chip: str
     chips_per_node: int
+    settings: HostSettings = field(default=HostSettings(), compare=False)
 
     def node(self, index: int) -> str:
         """Name of a node: the group's name if it has a single node, else ``name-index``."""
@@ -77,6 +87,7 @@ class Cluster:
 
     Attributes:
         pairs: links by unordered pair of node groups.
+        launch: settings of launchers for all hosts.
         ranks: in file order of the nodes.
     """
 
@@ -87,6 +98,7 @@ class Cluster:
     pairs: Mapping[frozenset[str], Link] = field(default_factory=dict)
     rates: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
+    launch: LaunchSettings = field(default=LaunchSettings(), compare=False)
     ranks: tuple[Rank, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,7 +215,7 @@ class Cluster:
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read and check a cluster file; UserError names the field, the value and file:line."""
-    return _cluster(read_document(path))
+    return _cluster(read_cluster_document(path))
 
 
 def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
@@ -231,6 +243,7 @@ def _cluster(document: Entry) -> Cluster:
         pairs=_pairs(links["pairs"], nodes) if "pairs" in links else {},
         rates=read_rates(keys["rates"]) if "rates" in keys else {},
         file=document.file,
+        launch=read_launch_settings(keys["launch"]) if "launch" in keys else LaunchSettings(),
     )
     _check_hosts(links, cluster)
     return cluster
@@ -267,6 +280,7 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
     if not items:
         entry.fail("a cluster has at least one node")
     groups: list[NodeGroup] = []
+    hosts: dict[str, Entry] = {}
     for item in items:
         keys = item.mapping(NODE_KEYS, required=("name", "chip"))
         name, chip = keys["name"].text(), keys["chip"].text()
@@ -283,10 +297,13 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
         per_node = keys["chips_per_node"].integer(1) if "chips_per_node" in keys else 1
         if count * per_node + sum(g.count * g.chips_per_node for g in groups) > MAX_RANKS:
             item.fail("too many chips", accepted=f"at most {MAX_RANKS:,} in all")
-        groups.append(NodeGroup(name, count, chip, per_node))
+        groups.append(NodeGroup(name, count, chip, per_node, read_host_settings(keys, count)))
+        if "hosts" in keys:
+            hosts[name] = keys["hosts"]
         clash = _same_node_name(groups)
         if clash:
             keys["name"].fail(f"two nodes would be called {clash!r}", accepted="another name for this group")
+    check_hosts_once(hosts, {group.name: group.settings for group in groups})
     return tuple(groups)
 
 

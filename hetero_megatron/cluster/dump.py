@@ -6,6 +6,7 @@ from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIPS, Chip
 from hetero_megatron.cluster.cluster import Cluster, Link
+from hetero_megatron.cluster.hosts import host_keys, launch_keys
 
 
 def document(cluster: Cluster) -> dict[str, Any]:
@@ -14,6 +15,7 @@ def document(cluster: Cluster) -> dict[str, Any]:
         "version": 1,
         "nodes": [
             {"name": g.name, "count": g.count, "chip": g.chip, "chips_per_node": g.chips_per_node}
+            | host_keys(g.settings)
             for g in cluster.nodes
         ],
     }
@@ -32,6 +34,8 @@ def document(cluster: Cluster) -> dict[str, Any]:
         ]
     if links:
         data["links"] = links
+    if launch := launch_keys(cluster.launch):
+        data["launch"] = launch
     if cluster.rates:
         data["rates"] = dict(cluster.rates)
     return data

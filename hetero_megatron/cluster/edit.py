@@ -30,7 +30,11 @@ def with_nodes(document: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
             nodes.append(dict(group))
             names[name] = [name]
             continue
-        nodes += [{**group, "name": m, "count": 1, "chip": now} for m, now in chips.items() if now is not None]
+        hosts = group.get("hosts") or [None] * count
+        for (member, now), host in zip(chips.items(), hosts, strict=True):
+            if now is not None:
+                more = {"hosts": [host]} if host is not None else {}
+                nodes.append({**group, "name": member, "count": 1, "chip": now, **more})
         names[name] = [m for m, now in chips.items() if now is not None]
     used, counts = {node["chip"] for node in nodes}, {n["name"]: int(n.get("count", 1)) for n in nodes}
     out = {**document, "nodes": nodes}

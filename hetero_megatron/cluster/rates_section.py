@@ -13,12 +13,14 @@ from typing import Any
 import yaml
 
 from hetero_megatron.cluster.document import Entry
+from hetero_megatron.cluster.hostfile import is_host_file, parse_host_file
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import parse_json, read_text
 
 LEAST, MOST = 1e-30, 1e30
 SECONDS = {  # by table: how many columns at the end of a row are seconds
     "gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2, "waiting": 2,
+    "split_layers": 2, "split_head": 2,
 }  # fmt: skip
 
 
@@ -80,6 +82,11 @@ def write_rates(cluster_file: str | os.PathLike[str], rates: Mapping[str, Any], 
         UserError: ``out`` cannot be written.
     """
     text = read_text(cluster_file)
+    if is_host_file(text):
+        if Path(out).resolve() == Path(cluster_file).resolve():
+            raise UserError("is a host file, which holds no rates", field="--out", value=str(out),
+                            accepted="--out FILE.yaml: a cluster file with its hosts and the rates")  # fmt: skip
+        text = yaml.safe_dump(parse_host_file(text, str(cluster_file)).plain(), sort_keys=False)
     if str(cluster_file).endswith(".json"):
         result = json.dumps({**parse_json(text, str(cluster_file)), "rates": rates}, indent=2) + "\n"
     else:

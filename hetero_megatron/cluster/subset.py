@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIPS
 from hetero_megatron.cluster.cluster import Cluster, Link, NodeGroup
+from hetero_megatron.cluster.hosts import HostSettings
 from hetero_megatron.errors import UserError
 
 DEFAULT_PER_NODE = 8
@@ -43,11 +44,12 @@ def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
                 continue
             # Consecutive numbers from 0 keep the group's name, the others stand alone under their node's name.
             if run[0][0] == 0 and len(run) > 1:
-                groups.append(NodeGroup(group.name, len(run), group.chip, run[0][1]))
+                groups.append(NodeGroup(group.name, len(run), group.chip, run[0][1], _settings(group, run)))
                 origin[group.name] = group.name
             else:
                 for index, chips in run:
-                    groups.append(NodeGroup(group.node(index), 1, group.chip, chips))
+                    settings = _settings(group, [(index, chips)])
+                    groups.append(NodeGroup(group.node(index), 1, group.chip, chips, settings))
                     origin[group.node(index)] = group.name
     pairs: dict[frozenset[str], Link] = {}
     for a in groups if cluster.pairs else ():
@@ -61,7 +63,15 @@ def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
         rates["chips"] = {name: value for name, value in rates["chips"].items() if name in left_chips}
     if rates.get("links"):
         rates["links"] = _link_rows(rates["links"], origin)
-    return Cluster(tuple(groups), left_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file)
+    return Cluster(
+        tuple(groups), left_chips, cluster.intra_node, cluster.inter_node, pairs, rates, cluster.file, cluster.launch
+    )
+
+
+def _settings(group: NodeGroup, run: Sequence[tuple[int, int]]) -> HostSettings:
+    """Of some of the group's nodes; ``run``: (index of a node, its chips)."""
+    hosts = group.settings.hosts
+    return replace(group.settings, hosts=tuple(hosts[index] for index, _ in run) if hosts else ())
 
 
 def _link_rows(rows: Sequence[Mapping[str, object]], origin: Mapping[str, str]) -> list[dict[str, object]]:
@@ -135,7 +145,9 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
     ):
         for i, group in enumerate(cluster.nodes):
             if same(group):
-                nodes = (*cluster.nodes[:i], replace(group, count=group.count + count), *cluster.nodes[i + 1 :])
+                settings = replace(group.settings, hosts=())  # nobody said where the new ones are
+                more = replace(group, count=group.count + count, settings=settings)
+                nodes = (*cluster.nodes[:i], more, *cluster.nodes[i + 1 :])
                 return replace(cluster, nodes=nodes)
     chips = [chip for chip in CHIPS if chip.lower().startswith(name.lower())]
     if not chips:

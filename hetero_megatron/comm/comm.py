@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hetero_megatron.comm.bridge import Bridge, Copies
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.handle import Handle, WaitSeconds, Works
+from hetero_megatron.comm.handle import Handle, Works
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.reach import Reach, explain
@@ -28,6 +28,7 @@ from hetero_megatron.comm.watch import TransferWatch
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.out_of_memory import out_of_memory
+from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.words import rank_ranges
 
@@ -41,12 +42,12 @@ class Comm:
         rank: global rank; device: where tensors live.
         activity: current action, for error messages (set by the executor).
         sent_bytes: bytes sent so far, by destination rank.
-        seconds: time blocked in transfers so far.
         hooks, clock: see :mod:`~hetero_megatron.comm.hooks`; without emulation they do nothing.
         reach: finds out why peers do not answer.
         launcher: the launcher's environment of this process.
         islands: which ranks share a communication library; None: all use gloo.
         copies: of this rank's device, for the bridge; None: tensors are in host memory.
+        accelerator: streams, events and pinned memory of this rank's device; None: tensors are in host memory.
         watch: detects transfers that never end without blocking the host; None: all transfers block the host.
     """
 
@@ -64,10 +65,10 @@ class Comm:
         self.clock, self.launcher = self.hooks.clock, launcher or LauncherEnvironment(rank)
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
-        self.seconds = WaitSeconds()
         self.watch: TransferWatch | None = None
         self.islands: Islands | None = None
         self.copies: Copies | None = None
+        self.accelerator: Accelerator | None = None
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
         self._channels: dict[int, tuple[Channel, Channel]] = {}  # by island of the peer: to lower ranks, to higher ones

@@ -22,35 +22,35 @@ class DeviceCopies:
     """See :class:`~hetero_megatron.comm.bridge.Copies`."""
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
-        self._accelerator, self._device, self._aside = accelerator, device, None
+        self.accelerator, self._device, self._aside = accelerator, device, None
 
     def buffer(self, size: int) -> torch.Tensor:
-        return self._accelerator.host_memory(size)
+        return self.accelerator.host_memory(size)
 
     def now(self) -> Any:
-        event = self._accelerator.event()
-        event.record(self._accelerator.module().current_stream())
+        event = self.accelerator.event()
+        event.record(self.accelerator.current_stream())
         return event
 
     def join(self, event: Any) -> None:
-        self._accelerator.module().current_stream().wait_event(event)
+        self.accelerator.current_stream().wait_event(event)
 
     def stream(self) -> Any:
-        self._accelerator.module().set_device(self._device.index or 0)  # of a new thread, the first one is current
-        return self._accelerator.stream()
+        self.accelerator.module().set_device(self._device.index or 0)  # of a new thread, the first one is current
+        return self.accelerator.stream()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """A stream of its own is the current one, for a thread that only looks."""
         self._aside = self._aside or self.stream()
-        with self._accelerator.on_stream(self._aside):
+        with self.accelerator.on_stream(self._aside):
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> Any:
-        with self._accelerator.on_stream(stream):
+        with self.accelerator.on_stream(stream):
             stream.wait_event(after)
             target.copy_(source, non_blocking=True)
-            event = self._accelerator.event()
+            event = self.accelerator.event()
             event.record(stream)
         return event
 

@@ -47,6 +47,11 @@ class Group:
     def index(self) -> int:
         return self.ranks.index(self.comm.rank)
 
+    @property
+    def in_stream_order(self) -> bool:
+        """Whether waiting for its transfers holds up the device's stream only, not the host."""
+        return self._library
+
     def _ascending(self, by_member: Sequence[T]) -> list[T]:
         """One entry per member, in torch's order of the members."""
         return [entry for _, entry in sorted(zip(self.ranks, by_member, strict=True), key=lambda pair: pair[0])]

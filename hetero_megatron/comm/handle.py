@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.hooks import Clock, Work
 from hetero_megatron.errors import UserError
+from hetero_megatron.platform.accelerator import Accelerator
 
 
 class Works:
@@ -58,28 +58,14 @@ class MessageWorks(Works):
             raise self._error
 
 
-@dataclass
-class WaitSeconds:
-    """Seconds blocked so far: in point-to-point transfers (pipeline neighbours) and in collectives."""
-
-    neighbours: float = 0.0
-    collectives: float = 0.0
-
-    def add(self, seconds: float, collective: bool) -> None:
-        if collective:
-            self.collectives += seconds
-        else:
-            self.neighbours += seconds
-
-
 class Transport(Protocol):
     """The part of :class:`~hetero_megatron.comm.comm.Comm` that groups and handles use."""
 
     rank: int
     activity: str
     device: torch.device
+    accelerator: Accelerator | None
     clock: Clock
-    seconds: WaitSeconds
     sent_bytes: dict[int, int]
 
     def start(
@@ -125,15 +111,12 @@ class Handle:
 
     def wait(self) -> torch.Tensor | None:
         if self._work is not None:
-            self._comm.clock.pause()
-            start = time.perf_counter()
+            began, start = self._comm.clock.wait_begins(), time.perf_counter()
             try:
                 self._work.wait()
             except RuntimeError as error:
                 raise self._comm.failure(self._peers, time.perf_counter() - start, error) from error
-            seconds = time.perf_counter() - start
-            self._comm.seconds.add(seconds, self._collective)
-            self._comm.clock.resume(seconds)
+            self._comm.clock.wait_ends(began, self._collective)
             self._work = None
         self._keep = None
         return self._result

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Work(Protocol):
@@ -44,6 +44,38 @@ def start_now(start: Callable[[], Work | None], sizes: Mapping[int, int], group:
     return start()
 
 
+@dataclass
+class WaitSeconds:
+    """Seconds blocked so far: in point-to-point transfers (pipeline neighbours) and in collectives."""
+
+    neighbours: float = 0.0
+    collectives: float = 0.0
+
+    def add(self, seconds: float, collective: bool) -> None:
+        if collective:
+            self.collectives += seconds
+        else:
+            self.neighbours += seconds
+
+
+class Span(NamedTuple):
+    """What passed between two moments: seconds by a clock of this rank, and of these the seconds of compute and of
+    waiting for pipeline neighbours (the rest is communication)."""
+
+    start: float
+    end: float
+    computed: float
+    neighbours: float
+
+
+class HostMoment(NamedTuple):
+    """A moment of the host: seconds of ``time.perf_counter``, and what was computed and waited for until then."""
+
+    at: float
+    computed: float
+    neighbours: float
+
+
 class Clock:
     """Times what a rank computes between two communication calls (a *segment*) at the speed of the real chip.
 
@@ -51,12 +83,14 @@ class Clock:
 
     Attributes:
         computed: seconds of all segments so far.
+        waited: seconds blocked in transfers so far.
         synchronize: waits for all work queued on the device, for exact timing of segments; without it segments measure
             host time.
     """
 
     def __init__(self) -> None:
         self.computed = 0.0
+        self.waited = WaitSeconds()
         self.synchronize: Callable[[], None] = lambda: None
         self._counting = self._running = self._working = False
         self._mark = 0.0
@@ -81,6 +115,28 @@ class Clock:
         if self._running:
             self.pause()
             self.resume()
+
+    def restart(self) -> None:
+        """A step begins: moments of earlier ones are not asked for any more."""
+
+    def moment(self) -> Any:
+        """Now, for :meth:`span`."""
+        return HostMoment(time.perf_counter(), self.computed, self.waited.neighbours)
+
+    def span(self, begin: Any, end: Any) -> Span:
+        """What passed between two moments since :meth:`restart`; on a device, once it has passed them."""
+        return Span(begin.at, end.at, end.computed - begin.computed, end.neighbours - begin.neighbours)
+
+    def wait_begins(self) -> Any:
+        """A transfer is going to be waited for; returns what :meth:`wait_ends` takes."""
+        self.pause()
+        return time.perf_counter()
+
+    def wait_ends(self, began: Any, collective: bool) -> None:
+        """The transfer has come."""
+        seconds = time.perf_counter() - began
+        self.waited.add(seconds, collective)
+        self.resume(seconds)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ def start_comm(
         lost: called in a thread when a device waits for a transfer that does not end; the host may hang anywhere.
 
     Raises:
-        UserError: two processes claim one position, or the launcher cannot renumber ranks.
+        UserError: two processes claim one position, or the launcher cannot renumber ranks (torchrun and srun can).
         CommError: not all ranks joined, or some could not connect.
     """
     if platform.device.type == "cpu":
@@ -56,9 +56,9 @@ def start_comm(
     rank = launcher.rank if position is None else position
     hooks, reach = hooks or Hooks(), Reach(rank)
     if total > 1 and not dist.is_initialized():
-        if rank != launcher.rank and not launcher.agent_store:
+        if rank != launcher.rank and not (launcher.agent_store or launcher.started_by):
             raise UserError(
-                f"the cluster file makes this process rank {rank}, and only torchrun can renumber ranks",
+                f"the cluster file makes this process rank {rank}, and only torchrun and srun can renumber ranks",
                 field="RANK", value=launcher.rank, accepted=f"{rank}, or torchrun",
             )  # fmt: skip
         if launcher.one_host:
@@ -73,8 +73,9 @@ def start_comm(
             raise meeting.failed(error) from error
         reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
     comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
+    copies = copies_of(platform)
+    comm.accelerator = copies.accelerator if copies is not None else None
     if total > 1:
-        copies = copies_of(platform)
         if copies is not None and lost is not None:
             comm.watch_devices(copies.aside, lost)
         everyone = Group(comm, tuple(range(total)), dist.group.WORLD)

@@ -40,6 +40,15 @@ def serve(listener: socket.socket, host: str, timeout: timedelta) -> dist.TCPSto
     )
 
 
+def connect_store(host: str, port: int, timeout: timedelta, prefix: str) -> dist.Store:
+    """A client of a store, for keys under ``prefix``.
+
+    Raises:
+        RuntimeError: nobody answers there in time.
+    """
+    return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+
+
 def open_listener(launcher: LauncherEnvironment) -> socket.socket:
     """The socket of rank 0's store: on the loopback interface if all ranks are on this host, else on all interfaces.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class Batch:
         loss_mask: bool [b, s], True where a token counts; None: all count.
         documents: start offsets per row, where attention must not cross documents; None: one document per row.
             They count tokens of the whole sequence, also in a batch that holds only some of its tokens.
+        counted: tokens that count in the loss, where the mask is on a device; None: the mask says.
     """
 
     tokens: torch.Tensor
@@ -37,8 +38,11 @@ class Batch:
     positions: torch.Tensor
     loss_mask: torch.Tensor | None = None
     documents: list[list[int]] | None = None
+    counted: int | None = None
 
     def num_loss_tokens(self) -> int:
+        if self.counted is not None:
+            return self.counted
         return self.labels.numel() if self.loss_mask is None else int(self.loss_mask.sum())
 
     def select(self, intervals: Sequence[tuple[int, int]]) -> Batch:
@@ -52,18 +56,6 @@ class Batch:
 
         mask = None if self.loss_mask is None else part(self.loss_mask)
         return Batch(part(self.tokens), part(self.labels), part(self.positions), mask, self.documents)
-
-    def to(self, device: torch.device) -> Batch:
-        if device.type == "cpu":
-            return self
-        mask = None if self.loss_mask is None else self.loss_mask.to(device)
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            positions=self.positions.to(device),
-            loss_mask=mask,
-        )
 
 
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:

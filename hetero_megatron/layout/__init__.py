@@ -5,7 +5,7 @@ space; everything that knows about uneven shapes lives here.
 """
 
 from hetero_megatron.layout.box import Box
-from hetero_megatron.layout.cut import cut, largest_remainder
+from hetero_megatron.layout.cut import cut, cut_in_tiles, largest_remainder
 from hetero_megatron.layout.layout import Layout
 from hetero_megatron.layout.owners import assign_owners, crossing_elements, representatives
 from hetero_megatron.layout.refine import Cell, refine
@@ -21,6 +21,7 @@ __all__ = [
     "assign_owners",
     "crossing_elements",
     "cut",
+    "cut_in_tiles",
     "largest_remainder",
     "reduction",
     "refine",

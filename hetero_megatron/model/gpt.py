@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
 
@@ -44,8 +45,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
+        return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.gemm(x, self.weight, self.bias)  # type: ignore[no-any-return]
+        return self.product(x, self.bias)
 
 
 class Norm(nn.Module):
@@ -140,7 +145,8 @@ class Attention(nn.Module):
         local = max(kv1 - kv0, 1)
         each = max(len(users) // local, 1)
         even = len(users) % local == 0 and users == [i // each for i in range(len(users))]
-        self.kv_of_query = None if even else users
+        # On the device from the start: a list would be uploaded at every use.
+        self.kv_of_query = None if even else torch.tensor(users)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
@@ -157,7 +163,7 @@ class Attention(nn.Module):
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if self.kv_of_query is not None:
-            k, v = k[:, :, self.kv_of_query], v[:, :, self.kv_of_query]
+            k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
         out = self.core_attention(q, k, v, self.sinks, context).reshape(b, s, self.heads * self.head_dim)
         return cast(torch.Tensor, self.o_proj(out))
 
@@ -180,10 +186,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
+    def __init__(self, spec: ModelSpec, columns: int, kernels: KernelPlan) -> None:
         super().__init__()
         self.kernels = kernels
-        h, f = spec.hidden_size, share.ffn[1] - share.ffn[0]
+        h, f = spec.hidden_size, columns
         self.activation = spec.activation
         self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
@@ -199,6 +205,14 @@ class MLP(nn.Module):
         else:
             y = self.kernels.gelu(self.gate_proj(x), self.activation == "geglu_tanh") * y
         return cast(torch.Tensor, self.down_proj(y))
+
+
+def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module:
+    if kind.mlp == "dense":
+        return MLP(spec, share.ffn[1] - share.ffn[0], kernels)
+    assert spec.moe is not None
+    shared = MLP(spec, share.shared_ffn[1] - share.shared_ffn[0], kernels) if spec.moe.shared_ffn else None
+    return MoEMLP(spec, share, kernels, shared)
 
 
 class Layer(nn.Module):
@@ -217,7 +231,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
-        self.mlp = MLP(spec, share, kernels)
+        self.mlp = _mlp(spec, kind, share, kernels)
         if spec.norm_placement != "pre":
             self.post_feedforward_layernorm = norm()
         names: dict[str, tuple[str | None, ...]] = {

@@ -27,7 +27,7 @@ def visible(
     """[rows or 1, length, keys] bool: which key each query sees."""
     i = torch.arange(q_start, q_start + length, device=device)[:, None]
     j = torch.arange(k_start, k_start + keys, device=device)[None]
-    seen = (j <= i) & (i - j < (window if window is not None else i.new_tensor(2**62)))
+    seen = (j <= i) & (i - j < (window if window is not None else 2**62))
     if documents is None:
         return seen[None]
     of = torch.zeros(rows, length, dtype=torch.int64, device=device)

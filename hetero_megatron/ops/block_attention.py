@@ -82,6 +82,7 @@ class BlockAttention:
         self, kernel: TileKernel, heads: KeyHeads, window: int | None = None, merge: Callable[..., Any] = attn_merge_
     ) -> None:
         self.kernel, self.heads, self.window, self.merge = kernel, heads, window, merge
+        self._lookup: torch.Tensor | None = None
 
     def forward(
         self,
@@ -99,8 +100,8 @@ class BlockAttention:
             rows, queries, keys = _slices(row, tile)
             part, part_lse = self.kernel.forward(
                 q[rows, queries],
-                _spread(k[rows, keys], self.heads),
-                _spread(v[rows, keys], self.heads),
+                self._spread(k[rows, keys]),
+                self._spread(v[rows, keys]),
                 tile.distance,
                 self.window if tile.kind == BAND else None,
             )
@@ -128,8 +129,8 @@ class BlockAttention:
             parts = self.kernel.backward(
                 grad[rows, queries],
                 q[rows, queries],
-                _spread(k[rows, keys], self.heads),
-                _spread(v[rows, keys], self.heads),
+                self._spread(k[rows, keys]),
+                self._spread(v[rows, keys]),
                 out[rows, queries],
                 lse[rows, :, queries],
                 tile.distance,
@@ -137,24 +138,29 @@ class BlockAttention:
                 None if delta is None else delta[rows, :, queries],
             )
             dq[rows, queries] += parts[0]
-            _collect(dk[rows, keys], parts[1], self.heads)
-            _collect(dv[rows, keys], parts[2], self.heads)
+            self._collect(dk[rows, keys], parts[1])
+            self._collect(dv[rows, keys], parts[2])
+
+    def _index(self, device: torch.device) -> torch.Tensor | None:
+        """``heads.lookup`` on the device, where it stays: a list would be uploaded at every use."""
+        if self._lookup is None and self.heads.lookup is not None:
+            self._lookup = torch.tensor(self.heads.lookup, device=device)
+        return self._lookup
+
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, kv_heads, d] -> the same, or one copy per query head where they do not share evenly."""
+        index = self._index(x.device)
+        return x if index is None else x.index_select(2, index)
+
+    def _collect(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """Adjoint of :meth:`_spread`, added to ``total``."""
+        index = self._index(part.device)
+        if index is None:
+            total += part
+        else:
+            total.index_add_(2, index, part.to(total.dtype))
 
 
 def _slices(row: int | None, tile: Tile) -> tuple[slice, slice, slice]:
     rows = slice(None) if row is None else slice(row, row + 1)
     return rows, slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-
-
-def _spread(x: torch.Tensor, heads: KeyHeads) -> torch.Tensor:
-    """[b, s, kv_heads, d] -> the same, or one copy per query head where they do not share evenly."""
-    return x if heads.lookup is None else x[:, :, list(heads.lookup)]
-
-
-def _collect(total: torch.Tensor, part: torch.Tensor, heads: KeyHeads) -> None:
-    """Adjoint of :func:`_spread`, added to ``total``."""
-    if heads.lookup is None:
-        total += part
-    else:
-        index = torch.tensor(heads.lookup, device=part.device)
-        total.index_add_(2, index, part.to(total.dtype))

@@ -53,8 +53,12 @@ _REFERENCE_PARTS = {
 def reference_kernel(spec: OpSpec) -> Kernel:
     """The definition itself as a provider: any device, any dtype."""
     return Kernel(
-        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, Capability(features=spec.features),
-        version=spec.version, parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
+        spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version,
+        parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
+        # Scores of every query with every key: on a device nobody gets that unasked.
+        capability=Capability(
+            automatic=("cpu", "meta") if spec.name == "attention" else None, features=spec.features
+        ),
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _scatter_sum(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, shards: tuple[int, ...]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
         ctx.group, ctx.shards = group, shards
         return _gather(x, group, shards)
 
@@ -67,7 +67,7 @@ class _GatherTokens(torch.autograd.Function):
 
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, shards: tuple[int, ...]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
         ctx.group, ctx.shards = group, shards
         return _scatter_sum(x, group, shards)
 
@@ -76,12 +76,12 @@ class _ScatterTokens(torch.autograd.Function):
         return _gather(grad, ctx.group, ctx.shards), None, None
 
 
-def gather_tokens(x: torch.Tensor, group: Group, shards: tuple[int, ...]) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
     """All tokens from sequence-parallel shards: [b, shards[index], h] -> [b, sum(shards), h]."""
     return x if group.size == 1 else _GatherTokens.apply(x, group, shards)  # type: ignore[no-any-return]
 
 
-def scatter_tokens(x: torch.Tensor, group: Group, shards: tuple[int, ...]) -> torch.Tensor:
+def scatter_tokens(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
     """Sum of all ranks' partial [b, sum(shards), h], of which each keeps its tokens [b, shards[index], h]."""
     return x if group.size == 1 else _ScatterTokens.apply(x, group, shards)  # type: ignore[no-any-return]
 

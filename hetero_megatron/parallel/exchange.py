@@ -44,6 +44,8 @@ class HopExchange:
         self.routes, self.group, self.me = routes, group, group.comm.rank
         self.sources, self.targets, self.runs = sources, targets, routes.runs
         self._handle: Handle | None = None
+        self._used: list[torch.Tensor] = []  # by the exchange, on other streams of a device than their own
+        self._queued = group.comm.accelerator is not None
 
     @property
     def size(self) -> int:
@@ -62,8 +64,8 @@ class HopExchange:
 
     @property
     def arrived(self) -> bool:
-        """Whether what was started would end without waiting."""
-        return self._handle is None or self._handle.done
+        """Whether what was started would end without the host waiting."""
+        return self._handle is None or self.group.in_stream_order or self._handle.done
 
     @property
     def packed(self) -> tuple[int, int, int]:
@@ -88,6 +90,7 @@ class HopExchange:
                 parts = [arrays[i][at] for i, at in self.routes.given]
                 rows = send.split([part.numel() for part in parts])
                 torch._foreach_copy_([row.view(part.shape) for row, part in zip(rows, parts, strict=True)], parts)
+            self._hold(send)
             self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
             return
         assert memory is not None
@@ -110,6 +113,7 @@ class HopExchange:
         if self.group.size == 1:
             return [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
         received = self._wait()
+        self._hold(received)
         if self.runs is not None:
             assert memory is not None
             own = memory[self.runs[self.group.index]]
@@ -209,6 +213,14 @@ class HopExchange:
             parts = received.split([t.numel() for t in targets])
             torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
 
+    def _hold(self, tensor: torch.Tensor) -> None:
+        if self._queued:
+            self._used.append(tensor)
+
+    def forget(self) -> None:
+        """Hold on to nothing: all streams have done what was started."""
+        self._used.clear()
+
     def _wait(self) -> torch.Tensor:
         assert self._handle is not None, "finish without start"
         received, self._handle = self._handle.wait(), None
@@ -261,12 +273,19 @@ class BucketExchange:
     def finish_reduce(self, hop: int) -> list[torch.Tensor]:
         """The sums of the hop's targets: after the last hop, of the owned pieces."""
         sums = self.hops[hop].finish(self._arrays, self._memory)
-        self._arrays = list(sums) if hop + 1 < len(self.hops) else []
+        self._arrays = list(sums) if hop + 1 < len(self.hops) else self._arrays
         return sums
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the sums lie in the memory of the gradients."""
+        return all(hop.group.size == 1 or hop.runs is not None for hop in self.hops)
+
     def forget(self) -> None:
-        """Hold on to no gradients."""
+        """Hold on to no gradients, nor to what was sent and received: all streams have done with it."""
         self._arrays, self._memory = [], torch.empty(0)
+        for hop in self.hops:
+            hop.forget()
 
     def start_spread(
         self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor], flat: FlatTensors | None

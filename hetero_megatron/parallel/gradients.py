@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.parallel.exchange import BucketExchange, FlatTensors
 from hetero_megatron.parallel.routes import HopRoutes
+from hetero_megatron.parallel.side_stream import SideStream
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, sync_actions
 from hetero_megatron.schedule import Action
 
@@ -26,8 +28,13 @@ class GradientSync:
     gradient is a matrix product get it added there by that product; others through autograd. A REDUCE starts as soon
     as all gradients of its bucket have come, of the last micro-batch in each chunk of the stage and of every product
     that was put off, and fewer than ``IN_FLIGHT`` buckets are under way. Every rank starts its REDUCEs in the order of
-    their list, which is one for all ranks, so that the first one under way anywhere can always complete; nothing waits
-    inside backward, where a neighbour may be waiting for what comes after.
+    their list, which is one for all ranks, so that the first one under way anywhere can always complete; the host never
+    waits inside backward, where a neighbour may be waiting for what comes after.
+
+    Where a device's library moves the gradients, the host does not ask whether they have come: what arrives is summed
+    up on a stream of its own, and before a bucket starts, the compute stream waits for the sums of the bucket
+    ``IN_FLIGHT`` places before it. Elsewhere a bucket is summed up when it has come, and others start later, during
+    backward or at its end.
 
     Args:
         params: local parameters by logical name; boxes: the box of each in its logical tensor. Those of a dense bucket
@@ -53,7 +60,9 @@ class GradientSync:
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
         self.reduces, self.spreads = sync_actions(buckets, comm.rank)
         self.flat = {e.bucket.index: self._flatten(e.bucket) for e in self.exchanges if e.bucket.dense}
-        self._grads: dict[int, FlatTensors] = {}  # made when the first gradient of the bucket comes
+        self._grads: dict[int, FlatTensors] = {}  # made when the first gradient of the bucket comes; kept, if in place
+        self._aside = SideStream(comm.accelerator)
+        self._summed: deque[tuple[int, Any]] = deque()  # buckets whose sums the compute stream has not waited for
         self._come: set[str] = set()  # whose gradient has a value in this step
         self._armed = False
         self._chunks = chunks or (params.keys(),)
@@ -141,13 +150,24 @@ class GradientSync:
         exchange = self.by_bucket[bucket]
         if not wait and not exchange.arrived(hop):
             return False
-        sums = exchange.finish_reduce(hop)
+        with self._aside.current():
+            sums = exchange.finish_reduce(hop)
         if hop + 1 == len(exchange.hops):
             self._owned.append(sums)
-            del self._grads[bucket]  # what is not summed up in place needs new memory for its sums
-            exchange.forget()
+            self._summed.append((bucket, self._aside.moment()))
+            if self._aside.same:
+                self._join()
         self._ended += 1
         return True
+
+    def _join(self) -> None:
+        """The compute stream waits for the sums of the oldest bucket; what it was sent and summed from is given up."""
+        bucket, moment = self._summed.popleft()
+        self._aside.join(moment)
+        exchange = self.by_bucket[bucket]
+        if not exchange.in_place:
+            del self._grads[bucket]
+        exchange.forget()
 
     def _start_next(self) -> bool:
         if self._started == len(self._queue):
@@ -158,12 +178,16 @@ class GradientSync:
         if hop:
             if bucket in under_way:  # its hop before has not ended
                 return False
-            exchange.start_reduce(hop)
+            with self._aside.current():
+                exchange.start_reduce(hop)
         else:
             if self._missing[bucket] or len(under_way) >= IN_FLIGHT:
                 return False
+            while len(self._summed) >= IN_FLIGHT:
+                self._join()
             for name in exchange.bucket.names:
                 self.gradient(name)
+            self._aside.catch_up()
             exchange.start_reduce(0, self._grads[bucket])
         self._started += 1
         return True
@@ -183,6 +207,9 @@ class GradientSync:
         while self._ended < end:
             if not self._start_next():
                 self._end_next(wait=True)
+        done = {a.micro_batch for a in self._queue[:end]} - {a.micro_batch for a in self._queue[end:]}
+        while self._summed and self._summed[0][0] in done:
+            self._join()
 
     def finish(self) -> list[list[torch.Tensor]]:
         """Complete what is left, and return the summed gradients of the owned pieces per exchange; the memory of the
@@ -194,4 +221,7 @@ class GradientSync:
         self._armed = False
         self._come.clear()
         owned, self._owned = self._owned, []
+        for sums, exchange in zip(owned, self.exchanges, strict=True):
+            for tensor in sums if not exchange.in_place else ():
+                self._aside.give(tensor)
         return owned

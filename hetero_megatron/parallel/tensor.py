@@ -15,6 +15,7 @@ from torch import nn
 
 from hetero_megatron.comm import Group
 from hetero_megatron.model.gpt import Embedding, GPTStage, Linear, sum_heads
+from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens, sum_over_ranks
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 
@@ -22,13 +23,15 @@ from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 class RowParallelLinear(nn.Module):
     """A linear layer cut along its input: partial products are summed over the group, then the bias is added once."""
 
-    def __init__(self, linear: Linear, group: Group, shards: tuple[int, ...]) -> None:
+    def __init__(self, linear: Linear, group: Group, shards: Sequence[int]) -> None:
         super().__init__()
-        self.weight, self.bias, self.kernels = linear.weight, linear.bias, linear.kernels
+        self.weight, self.bias, self.product = linear.weight, linear.bias, linear.product
+        for name, adapter in linear.named_children():
+            self.add_module(name, adapter)
         self.group, self.shards = group, shards
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = scatter_tokens(self.kernels.gemm(x, self.weight, None), self.group, self.shards)
+        y = scatter_tokens(self.product(x, None), self.group, self.shards)
         return y if self.bias is None else y + self.bias
 
 
@@ -50,14 +53,13 @@ class SumHeads:
 
 
 def apply_tensor_parallel(
-    stage: GPTStage, group: Group, shards: tuple[int, ...], vocab: tuple[int, int],
-    kv_heads: Sequence[tuple[int, int]],
-) -> None:  # fmt: skip
+    stage: GPTStage, group: Group, shards: Sequence[int], vocab: tuple[int, int], kv_heads: Sequence[tuple[int, int]]
+) -> None:
     """Make ``stage`` compute its TP rank's part.
 
     Args:
-        group: the unit's ranks; shards: tokens per rank (summing to the sequence length); vocab: this rank's rows.
-        kv_heads: of every rank.
+        group: the unit's ranks; vocab: this rank's rows; kv_heads: of every rank.
+        shards: tokens per rank (summing to the sequence length); read in every forward, so a list may change.
     """
     if group.size == 1:
         return
@@ -65,14 +67,15 @@ def apply_tensor_parallel(
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (gather_tokens(args[0], group, shards), *args[1:])
 
-    start = sum(shards[: group.index])
-
     def own_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        start = sum(shards[: group.index])
         return (args[0][:, start : start + shards[group.index]], *args[1:])
 
     for layer in stage.layers():
         layer.self_attn.sum_heads = SumHeads(group, kv_heads)
-        for block, row in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+        # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
+        mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
+        for block, row in ((layer.self_attn, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
             block.register_forward_pre_hook(gather)
             setattr(block, row, RowParallelLinear(getattr(block, row), group, shards))
     if stage.has_embed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ VOCAB_CROSS_ENTROPY: Split = bind(SPEC, KERNELS[0])
 class VocabParallelEmbedding(nn.Module):
     """Rows ``[start, stop)`` of the embedding; the output is this rank's token shard [b, shard, hidden]."""
 
-    def __init__(self, weight: nn.Parameter, group: Group, vocab: tuple[int, int], shards: tuple[int, ...]) -> None:
+    def __init__(self, weight: nn.Parameter, group: Group, vocab: tuple[int, int], shards: Sequence[int]) -> None:
         super().__init__()
         self.weight = weight  # [stop - start, hidden]; the same Parameter, so names and ties stay
         self.group, self.vocab, self.shards = group, vocab, shards

@@ -6,15 +6,15 @@ need, and posts receives ahead of time so that transfers overlap with compute.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from hetero_megatron.comm import Comm, Handle
+from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.pipeline.boundary import Boundary, Receive
@@ -80,8 +80,8 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """What an action took on this rank: ``start`` and ``end`` by ``time.perf_counter``, and ``computed``, its seconds
-    of compute by the chip's clock (the rest it spent communicating)."""
+    """What an action took on this rank: ``start`` and ``end`` in seconds of one clock, and ``computed``, its seconds of
+    compute by the chip's clock (the rest it spent communicating)."""
 
     action: Action
     start: float
@@ -91,16 +91,32 @@ class TimedAction:
 
 @dataclass
 class StepResult:
-    """Sum of token losses and number of tokens (of this rank's head stage, else 0), and seconds: computing,
-    waiting for pipeline neighbours, communicating otherwise (adding up gradients after the last backward included);
-    ``actions`` in the order in which they ran."""
+    """Sum of token losses and number of tokens (of this rank's head stage, else 0); the actions in the order in which
+    they ran, each from a moment of the rank's clock to another, and the moments at which all began and ended.
+
+    After :meth:`read`, in seconds: computing, waiting for pipeline neighbours, communicating otherwise (adding up
+    gradients after the last backward included), and ``actions``.
+    """
 
     loss_sum: float | torch.Tensor = 0.0  # a tensor [], so that the executor never waits for the device
     tokens: int = 0
+    ran: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    whole: tuple[Any, Any] | None = None
     busy_seconds: float = 0.0
     bubble_seconds: float = 0.0
     communication_seconds: float = 0.0
     actions: list[TimedAction] = field(default_factory=list)
+
+    def read(self, clock: Clock) -> None:
+        """Read the times, before the clock is used for another step. A device must have passed the last moment: else
+        this would be an error, not a wait."""
+        assert self.whole is not None, "read before the end"
+        spans = [(action, clock.span(begin, end)) for action, begin, end in self.ran]
+        self.actions = [TimedAction(action, s.start, s.end, s.computed) for action, s in spans]
+        self.busy_seconds = sum(s.computed for action, s in spans if action.kind != "REDUCE")
+        whole = clock.span(*self.whole)
+        self.bubble_seconds = whole.neighbours
+        self.communication_seconds = whole.end - whole.start - self.busy_seconds - self.bubble_seconds
 
 
 @dataclass
@@ -141,7 +157,9 @@ class PipelineExecutor:
         last = {a.chunk: i for i, a in enumerate(work.actions) if a.kind in ("B", "W")}
         # A pipeline without samples has no B: its gradients are zero, and its REDUCEs all that begins.
         begin_at, last_of = min(last.values(), default=0), {i: chunk for chunk, i in last.items()}
-        clock, start, waited = self.comm.clock, time.perf_counter(), self.comm.seconds.neighbours
+        clock = self.comm.clock
+        clock.restart()
+        started = clock.moment()
         clock.settle()
         for i, action in enumerate(work.actions):
             if action.kind == "REDUCE" and reducer is None:
@@ -158,24 +176,21 @@ class PipelineExecutor:
                     reducer.begin(reduces)
                 if i in last_of:
                     self._last_gradients(action, live, reducer)
-            begin, done = time.perf_counter(), clock.computed
+            begin = clock.moment()
             if action.kind == "REDUCE":
                 assert reducer is not None
                 reducer.complete(action)
             else:
                 self._handlers[action.kind](self, action, work, live, result)
             clock.settle()
-            spent = clock.computed - done
-            result.actions.append(TimedAction(action, begin, time.perf_counter(), spent))
-            result.busy_seconds += spent if action.kind != "REDUCE" else 0.0
+            result.ran.append((action, begin, clock.moment()))
             taken += receiving
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:
             _wait(handles)
         if live.losses:
             result.loss_sum = torch.stack([x.double() for x in live.losses]).sum()
-        result.bubble_seconds = self.comm.seconds.neighbours - waited
-        result.communication_seconds = time.perf_counter() - start - result.busy_seconds - result.bubble_seconds
+        result.whole = started, clock.moment()
         self.comm.activity = f"{self.place}, after its last action"
         return result
 
@@ -245,6 +260,8 @@ class PipelineExecutor:
             grad = torch.full_like(out, work.seed)
         else:
             grad = self.output_gradient(key, live)
+        if not out.requires_grad:  # nothing of what came before is trained
+            return
         with self.comm.clock.work():
             torch.autograd.backward(out, grad)
 

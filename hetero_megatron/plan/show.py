@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Pipeline, Plan, Stage
+from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.words import plural, rank_ranges
-
-if TYPE_CHECKING:
-    from hetero_megatron.spec import ModelSpec
 
 INNER = 24  # characters inside a box
 PER_ROW = 4  # boxes in a row: 4 x 27 + 1 = 109 columns at most
@@ -35,7 +32,7 @@ def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None)
     for members in groups[:MOST_GROUPS]:
         lines += ["", _title(plan, members)]
         stages = [
-            _box(plan, members, s, spec.num_layers, chips)
+            _box(plan, members, s, spec, chips)
             for s in range(len(plan.pipelines[members[0]].stages))
         ]
         for start in range(0, len(stages), PER_ROW):
@@ -69,7 +66,7 @@ def _title(plan: Plan, members: list[int]) -> str:
 
 
 def _box(
-    plan: Plan, members: list[int], index: int, num_layers: int, chips: Sequence[str] | None
+    plan: Plan, members: list[int], index: int, spec: ModelSpec, chips: Sequence[str] | None
 ) -> list[str]:
     """The lines inside a box, all of the same number."""
     stage = plan.pipelines[members[0]].stages[index]
@@ -81,8 +78,10 @@ def _box(
         text = f"{plural(len(ranks), 'rank')} {f'{ranks[0]}…{ranks[-1]}' if ascending else rank_ranges(ranks)}"
     kinds = list(dict.fromkeys(chips[rank] for rank in ranks)) if chips is not None else []
     chip = ", ".join(kinds) or stage.chip or ""
-    lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, num_layers)]
+    lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, spec.num_layers)]
     lines += [_content(stage), _degrees(stage), f"recompute {stage.recompute}"]
+    if any(len(set(u.tp_split)) > 1 for p in plan.pipelines for s in p.stages for u in s.units):
+        lines += _cuts(stage, spec)
     return [_short(line, INNER) for line in lines]
 
 
@@ -125,6 +124,18 @@ def _degrees(stage: Stage) -> str:
         members = [sum(u.group == g for u in units) for g in dict.fromkeys(u.group for u in units)]
         parts.append("context " + "+".join(map(str, members)))
     return "  ".join(parts)
+
+
+def _cuts(stage: Stage, spec: ModelSpec) -> list[str]:
+    """What the ranks of a TP group get of MLP and vocabulary, on two lines, which are empty where shares are equal."""
+    found = []
+    for name, wanted in (("ffn", True), ("vocab", stage.embed or stage.head)):
+        sizes = {
+            ":".join(str(b - a) for a, b in (getattr(share, name) for share in shares(spec, split)))
+            for split in dict.fromkeys(u.tp_split for u in stage.units) if len(set(split)) > 1
+        }  # fmt: skip
+        found.append(f"{name} {', '.join(sorted(sizes))}" if sizes and wanted else "")
+    return found
 
 
 def _row(boxes: list[list[str]], first: int) -> list[str]:

@@ -22,7 +22,6 @@ class SearchOptions:
         space: the choices that plans may make.
         costs: assumptions of the cost model.
         exhaustive: False: never enumerate the whole space; None: enumerate where it is small enough.
-        regroup: alternative TP degrees tried per pipeline of the best templates (see ``tp_moves``); 0: none.
         seed: of graph partitioning, the only randomised part."""
 
     dtype: str = "bf16"
@@ -31,7 +30,6 @@ class SearchOptions:
     space: SearchSpace = SearchSpace()
     costs: CostOptions = CostOptions()
     exhaustive: bool | None = None
-    regroup: int = 0
     seed: int = 0
 
 

@@ -103,6 +103,7 @@ class _Search:
         timing = time_orders(times, self.orders)
         assert timing is not None, "1F1B does not deadlock"
         self.seconds, self.timed = timing.seconds, self.size
+        self.splits_cost = any(s.split_seconds > 0 for s in times.stages)
         self.rule, self.rule_seconds = ListRule.uniform(len(times.stages), math.inf, False, 0.0), math.inf
 
     def ended(self) -> bool:
@@ -159,6 +160,12 @@ class _Search:
             return
         seconds, orders = list_schedule(self.times, self.count, rule)
         self.timed += self.size
+        if self.splits_cost and self.timed + self.size <= self.effort:
+            joined = tuple(map(join_backwards, orders))
+            timing = time_orders(self.times, joined)
+            self.timed += self.size
+            if timing is not None and timing.seconds < seconds:
+                seconds, orders = timing.seconds, joined
         if seconds <= self.rule_seconds:
             self.rule, self.rule_seconds = rule, seconds
         self._offer(seconds, orders)

@@ -59,8 +59,9 @@ class StageTimes(StageMemory):
     Args:
         forward_seconds: F.
         input_gradient_seconds: B_INPUT, recomputed activations included.
-        weight_gradient_seconds: W. A whole B takes ``input_gradient_seconds + weight_gradient_seconds``.
+        weight_gradient_seconds: W.
         tail_seconds: after the stage's last action: gradient reduction and optimizer, as far as not hidden.
+        split_seconds: what B_INPUT and W together take more than a whole B; may be negative.
 
     Raises:
         UserError: a negative or infinite number, or memory for not even one micro-batch.
@@ -70,6 +71,27 @@ class StageTimes(StageMemory):
     input_gradient_seconds: float
     weight_gradient_seconds: float
     tail_seconds: float = 0.0
+    split_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.backward_seconds < math.inf:
+            most = self.input_gradient_seconds + self.weight_gradient_seconds
+            raise UserError(
+                "leaves no time for a whole backward", field="split_seconds", value=self.split_seconds,
+                accepted=f"{most} or less: B_INPUT and W together",
+            )  # fmt: skip
+
+    @property
+    def backward_seconds(self) -> float:
+        """Whole B."""
+        return self.input_gradient_seconds + self.weight_gradient_seconds - self.split_seconds
+
+    @property
+    def least_seconds(self) -> tuple[float, float]:
+        """(until a backward's input gradient is there, then until all of it is done), at least, split or not."""
+        first = min(self.input_gradient_seconds, self.backward_seconds)
+        return first, self.backward_seconds + min(self.split_seconds, 0.0) - first
 
 
 @dataclass(frozen=True)
@@ -94,10 +116,10 @@ class LinkTimes:
 
 
 def _check_numbers(times: StageMemory | LinkTimes, unlimited: str = "") -> None:
-    for field in fields(times):
-        value = getattr(times, field.name)
-        if not value >= 0 or (value == math.inf and field.name != unlimited):
-            raise UserError("is no duration or size", field=field.name, value=value, accepted="0 or more, finite")
+    for name in (f.name for f in fields(times) if f.name != "split_seconds"):
+        value = getattr(times, name)
+        if not value >= 0 or (value == math.inf and name != unlimited):
+            raise UserError("is no duration or size", field=name, value=value, accepted="0 or more, finite")
 
 
 @dataclass(frozen=True)
@@ -125,7 +147,7 @@ class PipelineTimes:
     @cached_property
     def backward_seconds(self) -> tuple[float, ...]:
         """Whole B, per stage."""
-        return tuple(s.input_gradient_seconds + s.weight_gradient_seconds for s in self.stages)
+        return tuple(s.backward_seconds for s in self.stages)
 
     def costs(self) -> Costs:
         """The same for :func:`~hetero_megatron.schedule.simulate`; ``tail_seconds`` become one REDUCE per stage."""
@@ -133,6 +155,7 @@ class PipelineTimes:
             forward=[s.forward_seconds for s in self.stages],
             backward=self.backward_seconds,
             weight=[s.weight_gradient_seconds for s in self.stages],
+            split=[s.split_seconds for s in self.stages],
             reduce=[s.tail_seconds for s in self.stages],
             link=[k.forward_seconds for k in self.links],
             link_back=[k.backward_seconds for k in self.links],
@@ -153,22 +176,22 @@ def lower_bound_seconds(times: PipelineTimes, num_micro_batches: int) -> float:
 
 def _bounds(times: PipelineTimes, count: int) -> Iterator[float]:
     stages, links = times.stages, times.links
+    gradient, rest = zip(*(s.least_seconds for s in stages))
     # After the input gradient of a stage, the gradient still has to reach every earlier one: seconds to the step's end.
-    after = [stages[0].weight_gradient_seconds + stages[0].tail_seconds]
-    for link, stage in zip(links, stages[1:], strict=True):
-        previous = stages[len(after) - 1]
-        back = link.backward_seconds + link.latency_seconds + previous.input_gradient_seconds
-        after.append(max(stage.weight_gradient_seconds + stage.tail_seconds, back + after[-1]))
+    after = [rest[0] + stages[0].tail_seconds]
+    for s, link in enumerate(links):
+        back = link.backward_seconds + link.latency_seconds + gradient[s]
+        after.append(max(rest[s + 1] + stages[s + 1].tail_seconds, back + after[-1]))
     # From the start of a forward to the end of the same micro-batch's input gradient.
-    trip = [stages[-1].forward_seconds + stages[-1].input_gradient_seconds]
-    for link, stage in zip(reversed(links), reversed(stages[:-1]), strict=True):
+    trip = [stages[-1].forward_seconds + gradient[-1]]
+    for s, link in reversed(list(enumerate(links))):
         both = link.forward_seconds + link.backward_seconds + 2 * link.latency_seconds
-        trip.append(stage.forward_seconds + both + trip[-1] + stage.input_gradient_seconds)
+        trip.append(stages[s].forward_seconds + both + trip[-1] + gradient[s])
     trip.reverse()
     head = 0.0  # earliest start of the stage's first forward
     for s, stage in enumerate(stages):
-        forward, own = stage.forward_seconds, stage.forward_seconds + stage.input_gradient_seconds
-        yield head + count * (own + stage.weight_gradient_seconds) + stage.tail_seconds
+        forward, own = stage.forward_seconds, stage.forward_seconds + gradient[s]
+        yield head + count * (own + rest[s]) + stage.tail_seconds
         yield head + count * own + after[s]
         yield head + (count - 1) * forward + trip[s] + after[s]
         rounds = math.ceil(count / stage.capacity) if stage.capacity < math.inf else 1

@@ -29,7 +29,8 @@ class Costs:
             each other. With several chunks there is one more boundary, from the last stage to the first, which may be
             left out where it takes no time.
         weight_share: the part of ``backward`` that W takes where a schedule splits B into B_INPUT and W.
-        weight: per stage, seconds of W, instead of ``weight_share``; B_INPUT takes the rest of B.
+        weight: per stage, seconds of W, instead of ``weight_share``; B_INPUT takes the rest of B, and ``split`` more.
+        split: per stage, seconds that B_INPUT and W together take more than B.
         chunks: per stage and chunk, what each of its actions takes; without it, all chunks of a stage take the same.
         reduce, spread, update: per stage, seconds of one REDUCE, SPREAD and of the UPDATE.
         link_back: the same as ``link`` for gradients, where it differs.
@@ -48,15 +49,17 @@ class Costs:
     latency: Sequence[float] = ()
     host: Sequence[Mapping[str, float]] = ()
     weight: Sequence[float] = ()
+    split: Sequence[float] = ()
     chunks: Sequence[Sequence[ChunkSeconds]] = ()
 
 
 class ChunkSeconds(NamedTuple):
-    """Of one micro-batch in one chunk; ``weight``: the part of backward that is W's."""
+    """Of one micro-batch in one chunk; ``weight``: W's; ``split``: what B_INPUT and W together take more than B."""
 
     forward: float
     backward: float
     weight: float
+    split: float = 0.0
 
 
 class Timed(NamedTuple):
@@ -224,6 +227,7 @@ def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table,
         ("forward", costs.forward, (count,)),
         ("backward", costs.backward, (count,)),
         ("weight", costs.weight or costs.backward, (count,)),
+        ("split", costs.split or costs.backward, (count,)),
         ("link", link, boundaries),
         ("link_back", back, boundaries),
         ("latency", latency, boundaries),
@@ -240,7 +244,7 @@ def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table,
     for s in range(count):
         after = {"REDUCE": reduce[s], "SPREAD": spread[s], "UPDATE": update[s]}
         compute.append([
-            {"F": c.forward, "B": c.backward, "W": c.weight, "B_INPUT": c.backward - c.weight, **after}
+            {"F": c.forward, "B": c.backward, "W": c.weight, "B_INPUT": c.backward - c.weight + c.split, **after}
             for c in _stage_chunks(costs, s, chunks)
         ])  # fmt: skip
     by_kind: Table = [{kind: host[s].get(kind, 0.0) for kind in COMMUNICATION} for s in range(count)]
@@ -254,7 +258,9 @@ def _stage_chunks(costs: Costs, stage: int, chunks: int) -> Sequence[ChunkSecond
             raise UserError(f"the schedule has {chunks} chunks", field="chunks", value=list(found), accepted=accepted)
         return found
     weight = costs.weight[stage] if costs.weight else costs.backward[stage] * costs.weight_share
-    return (ChunkSeconds(costs.forward[stage] / chunks, costs.backward[stage] / chunks, weight / chunks),) * chunks
+    split = costs.split[stage] if costs.split else 0.0
+    whole = costs.forward[stage], costs.backward[stage], weight, split
+    return (ChunkSeconds(*(seconds / chunks for seconds in whole)),) * chunks
 
 
 def _both_ways(there: list[float], back: list[float], count: int) -> Directions:

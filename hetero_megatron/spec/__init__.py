@@ -2,16 +2,21 @@
 
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config, to_hf_config
+from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
+from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.presets import load_model, model_folder, preset_names
 from hetero_megatron.spec.rope import Rope, RopeScaling
 from hetero_megatron.spec.sharing import Share, shares, tensor_box, whole_share
-from hetero_megatron.spec.tensors import Axis, LogicalTensor, logical_tensors, stage_tensors
+from hetero_megatron.spec.tensors import Axis, LogicalTensor, adapted, logical_tensors, stage_tensors, trained_tensors
 
 __all__ = [
     "Axis",
+    "adapted",
     "LayerKind",
     "LogicalTensor",
+    "Lora",
+    "MoE",
     "ModelSpec",
     "Rope",
     "RopeScaling",
@@ -26,5 +31,6 @@ __all__ = [
     "stage_tensors",
     "tensor_box",
     "to_hf_config",
+    "trained_tensors",
     "whole_share",
 ]

@@ -14,7 +14,10 @@ ALIKE = (
     "logits_bytes", "save_hf_dtype",
 )  # fmt: skip
 WATCHED = ("check_spikes", "rerun")  # of ``failure``: they decide about steps
-READ = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type")  # of ``data``
+READ = (
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type", "sft", "sft_loss",
+    "overlong_samples", "no_packing", "shuffle_buffer",
+)  # of ``data``
 NAMES = ("spec.name", "spec.notices")  # of a directory, perhaps
 PLACES = ("save", "load", "pretrained")  # of ``checkpoint``: directories, which nodes may call otherwise
 
@@ -34,6 +37,8 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
         facts[name] = value is not None if name.split(".")[-1] in PLACES else value
     for name in ("load_hf", "save_hf"):
         facts[name] = getattr(config, name) is not None
+    adapter = config.adapter
+    facts["adapter"] = [adapter.load is not None, adapter.save is not None, adapter.merge]
     return facts
 
 

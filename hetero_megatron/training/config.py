@@ -108,6 +108,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """Directories in PEFT's form: ``load``: the first values; ``save``: written at the end. ``merge``: what --save-hf
+    writes is the base with the adapters merged into it."""
+
+    load: str | None = None
+    save: str | None = None
+    merge: bool = False
+
+
+@dataclass(frozen=True)
 class AlignmentConfig:
     """What to write down for comparing platforms, in the first ``steps`` steps.
 
@@ -206,6 +216,7 @@ class RunConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     exit: ExitConfig = ExitConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    adapter: AdapterConfig = AdapterConfig()
     failure: FailureConfig = FailureConfig()
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()

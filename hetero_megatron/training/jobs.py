@@ -59,7 +59,8 @@ class SupervisedJob(Protocol):
     def kill(self) -> None: ...
 
 
-def _command(setup: Setup, words: Sequence[str]) -> list[str]:
+def rank_command(setup: Setup, words: Sequence[str]) -> list[str]:
+    """What starts a rank of the setup."""
     command = [*setup.program, "--plan", str(setup.plan), *words]
     return command + (["--cluster", str(setup.cluster)] if setup.cluster is not None else [])
 
@@ -77,7 +78,7 @@ class LocalJob:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._errors = Path(tempfile.mkdtemp(prefix="hetero-megatron-"))  # what ranks say as they end, by rank
         secret = os.environ.get(SECRET) or secrets.token_hex(32)
-        command = _command(setup, words)
+        command = rank_command(setup, words)
         try:
             for rank, seat in enumerate(setup.seats):
                 environment = {**os.environ, **_environment(setup, rank, seat, host, port, number)}
@@ -139,7 +140,7 @@ class TestbedJob:
         self._report = logs / "testbed.json"
         self._report.unlink(missing_ok=True)
         command = [*launcher, "--cluster", str(setup.cluster), "--grace", str(grace), "--log-dir", str(logs)]
-        command += ["--", *_command(setup, words)]
+        command += ["--", *rank_command(setup, words)]
         environment = {**os.environ, SUPERVISED: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
         environment[DIAGNOSES] = str(diagnoses.absolute())
         self._process = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)

@@ -15,9 +15,10 @@ import torch
 from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import check_target, save_hf
-from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
+from hetero_megatron.comm.device_clock import DeviceClock
+from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
 from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.chat.build import show_sample
@@ -36,7 +37,8 @@ from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
 from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
-from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.spec import LogicalTensor, logical_tensors
+from hetero_megatron.training.adapters import adapters_of
 from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
@@ -59,6 +61,10 @@ from hetero_megatron.training.save_directory import claim_directory, make_folder
 from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, StragglerWatch, write_drift
 from hetero_megatron.words import notice_line, plural
 
+COMPILED = (
+    "--compile: weight gradients pass through autograd, so each needs memory of its own and an addition per "
+    "micro-batch, and attention that torch cannot trace is a break in the graph of its layer"
+)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -85,13 +91,16 @@ def train(
     check_world(config, world)
     plugins = load_plugins()
     place = position(config.cluster, launcher)
-    platform = platform_at(place, config.cluster, launcher, plugins, config.platform, config.distributed.backend)
+    asked = config.platform, config.distributed.backend, config.deterministic
+    platform = platform_at(place, config.cluster, launcher, plugins, *asked)
     check_device(platform, launcher)
     timeout = 60 * config.distributed.timeout_minutes
     emulation = Emulation.of(launcher, place, timeout)
     transport = transport_of(config.distributed.transport, config.cluster)
     comm = start_comm(platform, timeout, place, launcher, emulation.hooks(), transport, lost)
     say_joined(comm.rank, launcher.diagnoses)
+    if comm.accelerator is not None and type(comm.clock) is Clock:  # a device queues its work: the host's seconds
+        comm.clock = DeviceClock(comm.accelerator)  # would say nothing about it
     code, everyone = 0, tuple(range(world))
     try:
         comm.create_groups([everyone])
@@ -177,11 +186,12 @@ def platform_at(
     plugins: Plugins,
     name: str | None = None,
     backend: str | None = None,
+    deterministic: bool = False,
 ) -> Platform:
     """This process's platform: ``name``, else that of the vendor of its emulated chip, else the one that is here; see
     :func:`~hetero_megatron.platform.choose_platform`."""
     vendor = cluster.emulated_vendor(place) if cluster is not None else ""
-    return choose_platform(plugins.platforms.values(), name, backend, launcher.device_index, vendor)
+    return choose_platform(plugins.platforms.values(), name, backend, launcher.device_index, vendor, deterministic)
 
 
 def check_world(config: RunConfig, world: int) -> None:
@@ -202,6 +212,10 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
     if config.plan.islands:
         print(format_islands(config.compiled), flush=True)
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
+    if platform.settings:
+        print(f"settings: {', '.join(platform.settings)}", flush=True)
+    if config.compile is not None:
+        print(notice_line(COMPILED), flush=True)
     if testbed:
         print(testbed, flush=True)
     for plugin in plugins.broken():
@@ -243,8 +257,9 @@ class Training:
         lock = claim_directory(config, world)
         make_folders(config, world)
         if config.save_hf is not None:
-            check_target(config.save_hf, config.spec, world)
-        self.weights = HFWeights(config.load_hf, config.spec) if config.load_hf is not None else None
+            check_target(config.save_hf, config.spec.base, world)
+        self.weights = HFWeights(config.load_hf, config.spec.base) if config.load_hf is not None else None
+        self.adapters = adapters_of(config, world)
         dtype = DTYPES[config.dtype]
         check_offload(config.plan, config.optimizer.name, config.dtype)
         offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
@@ -271,7 +286,7 @@ class Training:
             flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss, self.data.eod
         )
         self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
-        source_dtypes = self.weights.dtypes() if self.weights is not None else None
+        source_dtypes = self.weights.dtypes() if self.weights is not None and self.adapters is None else None
         self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize, lock, source_dtypes)
         config, start, self.loss_scale = self.checkpoints.load()
         self.config = config
@@ -293,11 +308,9 @@ class Training:
             torch.use_deterministic_algorithms(True)
 
     def _watch(self) -> StragglerWatch | None:
-        failure, plan, comm = self.config.failure, self.config.plan, self.runtime.comm
+        failure, plan = self.config.failure, self.config.plan
         if not (failure.stragglers or failure.replan_on_drift):
             return None
-        if comm.device.type != "cpu":  # which queues its work: the host's seconds would say nothing about it
-            comm.clock.synchronize = self.platform.synchronize
         if not self.reporter.speaks:
             return None
         factor = failure.replan_on_drift or FACTOR
@@ -322,16 +335,21 @@ class Training:
             print(text, flush=True)
 
     def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        if self.adapters is not None and tensor.trained:
+            return self.adapters.initialize(tensor, box)
         if self.weights is not None:
             return self.weights.read(tensor, box)
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
     def _complete_import(self) -> None:
         """Master weights as exact as the files are, and what a user should know about these."""
+        assert self.runtime.optimizer is not None
+        if self.adapters is not None:
+            self.adapters.complete(self.runtime)
         if self.weights is None:
             return
-        assert self.runtime.optimizer is not None
-        self.weights.read_masters(self.runtime.optimizer.owned(), self.runtime.dtype)
+        if self.adapters is None:
+            self.weights.read_masters(self.runtime.optimizer.owned(), self.runtime.dtype)
         world = self.runtime.world
         ranks: list[Any] = world.gather_objects(list(self.weights.nonfinite))
         nonfinite = [name for names in ranks for name in names]
@@ -367,22 +385,40 @@ class Training:
             self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
             self._evaluate()
-        goes_on = self.checkpoints.active and self.step < config.steps  # stopped: the directory must be free then
-        if config.save_hf is not None and goes_on:
-            self.say(notice_line(f"--save-hf {config.save_hf} is written at the end of training, step {config.steps}"))
-        elif config.save_hf is not None:
-            assert self.runtime.optimizer is not None
-            owned, dtypes = self.runtime.optimizer.owned(), self.checkpoints.source_dtypes
-            if config.save_hf_dtype is not None or dtypes is None:
-                dtypes = dict.fromkeys(name_table(config.spec), DTYPES[config.save_hf_dtype or config.dtype])
-            along = self.checkpoints.companions
-            self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along))
+        self._export()
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
         if self.drift and self.exit.reason == self.drift_reason and self.step < config.steps:
             write_drift(config, self.step, self.drift)
             return DRIFT
         return INTERRUPTED if self.exit.interrupted and not self.checkpoints.active else 0
+
+    def _export(self) -> None:
+        """Write --save-hf and --save-adapter, unless the run was stopped to go on later."""
+        config, adapters = self.config, self.adapters
+        wanted = {"--save-hf": config.save_hf, "--save-adapter": config.adapter.save}
+        if self.checkpoints.active and self.step < config.steps:  # stopped: the directories must be free then
+            for flag, directory in wanted.items():
+                if directory is not None:
+                    self.say(notice_line(f"{flag} {directory} is written at the end of training, step {config.steps}"))
+            return
+        if adapters is not None and config.adapter.save is not None:
+            self.say(adapters.save(self.runtime))
+        if config.save_hf is None:
+            return
+        assert self.runtime.optimizer is not None
+        dtypes = self.checkpoints.source_dtypes
+        if adapters is not None:
+            dtypes = self.weights.dtypes() if self.weights is not None else None
+        if config.save_hf_dtype is not None or dtypes is None:
+            names = [tensor.name for tensor in logical_tensors(config.spec.base)]
+            dtypes = dict.fromkeys(names, DTYPES[config.save_hf_dtype or config.dtype])
+        along = self.checkpoints.companions
+        if adapters is not None:
+            self.say(adapters.save_merged(self.runtime, dtypes, along))
+        else:
+            owned = self.runtime.optimizer.owned()
+            self.say(save_hf(config.save_hf, config.spec, owned, dtypes, self.runtime.world, along))
 
     def _describe_data(self, data: Dataset) -> None:
         assert self.config.data is not None

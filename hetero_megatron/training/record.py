@@ -74,9 +74,13 @@ def start_event(
         prediction = {
             "step_seconds": found.step_seconds, "parts": dict(found.parts), "assumed": list(found.assumed),
             "busy": {str(r): s for r, s in busy.items()}, "charts": prediction_charts(found),
+            "memory": {str(r): {"parts": m.parts(), "limit": found.limits[r]} for r, m in found.memory.items()},
         }  # fmt: skip
+    nodes = {}
+    if config.cluster is not None:
+        nodes = {"nodes": {str(r): config.cluster.ranks[r].node for r in config.plan.ranks}}
     return {
-        "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
+        **nodes, "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
         "fingerprint": config.plan.fingerprint(), "model": asdict(config.spec), "dtype": config.dtype,
         "ranks": list(config.plan.ranks), "chips": {str(r): c for r, c in chips.items()}, "prediction": prediction,
     }  # fmt: skip

@@ -39,11 +39,13 @@ _CHART = f.record({
     "rows": f.array(f.array(f.row(f.integer(0, len(KINDS) - 1), f.number(), _SECONDS, f.integer(-1)))),
 })  # fmt: skip
 _EVENT = {"time": f.number(0, _LAST_TIME), "text": f.text}
+_MEMORY = f.record({"parts": f.mapping(f.number(0)), "limit": f.number(0)})
 _START = {
     "first_step": f.integer(1), "fingerprint": f.text, "ranks": f.array(f.integer()), "chips": f.numbered(f.text),
     "model": f.record({"name": f.text, "num_layers": f.integer(1)}), "plan": PLAN,
     "prediction": f.maybe(f.record(
-        {"step_seconds": _SECONDS, "charts": f.array(_CHART)}, {"busy": f.numbered(_SECONDS)}
+        {"step_seconds": _SECONDS, "charts": f.array(_CHART)},
+        {"busy": f.numbered(_SECONDS), "memory": f.numbered(_MEMORY)},
     )),
 }  # fmt: skip
 _TIMELINE = {
@@ -51,7 +53,7 @@ _TIMELINE = {
     "ranks": f.numbered(f.array(f.row(f.one_of(*KINDS), f.number(), _SECONDS, f.integer(-1)))),
 }  # fmt: skip
 _EVENTS = {
-    "start": f.record({**_EVENT, **_START}),
+    "start": f.record({**_EVENT, **_START}, {"nodes": f.numbered(f.text)}),
     "timeline": f.record({**_EVENT, **_TIMELINE}),
     **dict.fromkeys(("end", "straggler", "error", "launcher"), f.record(_EVENT, {"step": f.integer()})),
 }

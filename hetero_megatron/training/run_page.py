@@ -9,19 +9,30 @@ from statistics import median
 from typing import Any
 
 from hetero_megatron.errors import printable
-from hetero_megatron.planner.report.page import KINDS, LEGEND, charts_html, page
+from hetero_megatron.planner.report.page import KINDS, LEGEND, charts_html, figures, page, section
+from hetero_megatron.planner.report.pictures import (
+    COLORS,
+    Bar,
+    Line,
+    bars,
+    chip_colors,
+    cluster_blocks,
+    curve,
+    legend,
+    memory_bars,
+)
 from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.training.run_files import RunFiles, read_run
-from hetero_megatron.training.run_pictures import COLORS, Line, curve, plan_picture
+from hetero_megatron.training.run_pictures import plan_picture
 
 MOST_CHIPS = 24  # types that are drawn
 LEAST = 1e-9  # seconds: below, nothing was measured
 __all__ = ["read_run", "run_page", "summary"]
 _STYLE = """
-table { border-collapse: collapse } td, th { padding: 2px 12px; border-bottom: 1px solid #ddd; text-align: left }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } svg { max-width: 100% } h2 { margin-top: 2em }
-.bar { display: inline-block; height: 12px; vertical-align: middle }
+table { border-collapse: collapse } td, th { padding: 2px 12px 2px 0; border-bottom: 1px solid var(--line);
+  text-align: left; vertical-align: top } td { overflow-wrap: anywhere; min-width: 4em }
+td:first-child { white-space: nowrap }
 """
 _BARS = {"busy": "#4c8bf5", "bubble": "#d8d8d8", "communication": "#e0a020"}
 
@@ -66,25 +77,79 @@ def run_page(run: RunFiles) -> str:
     """The page."""
     facts, start = summary(run), run.last("start")
     title = f"{facts['model'] or 'run'} in {printable(run.directory.name)}"
-    parts = [f"<h1>{html.escape(title)}</h1>", _facts(facts)]
+    parts = [f"<h1>{html.escape(title)}</h1>", _first_figures(facts), _facts(facts)]
     if start is not None:
-        parts += [_head("Plan", f"fingerprint {start['fingerprint']}; areas are layers x ranks"), plan_picture(start)]
+        parts += _cluster(start)
+        note = f"fingerprint {start['fingerprint']}; blocks as wide as their layers, colored by chip"
+        parts += [section("Plan", note), plan_picture(start), *_memory(start)]
     losses = Line("loss", [(s["step"], s["loss"]) for s in run.steps], COLORS[0])
     checks = Line("validation", [(v["step"], v["validation_loss"]) for v in run.validations], COLORS[1])
     marks = [(e["step"], e["text"]) for e in run.events if e["kind"] in ("straggler", "error") and "step" in e]
     marks += [(e["first_step"], e["text"]) for e in run.events if e["kind"] == "start" and e["first_step"] > 1]
-    parts += [_head("Loss", "nats per token by step; red lines: events"), curve([losses, checks], marks)]
-    parts += [_head("Step time", "seconds by step"), curve(_times(run), marks)]
-    parts += [_head("Throughput by chip", "tokens per chip and second, tokens shared out by work"), _chips(run)]
+    parts += [section("Loss", "nats per token by step; red lines: events"), curve([losses, checks], marks)]
+    parts += [section("Step time", "seconds by step"), curve(_times(run), marks)]
+    parts += [section("Throughput by chip", "tokens per chip and second, tokens shared out by work"), _chips(run)]
     if any(s.get("busy_seconds") for s in run.steps):
-        parts += [_head("Ranks", "median seconds of forward and backward"), _ranks(run, start)]
-    parts += [_head("One step on the time axis", "predicted beside measured"), _timeline(run, start)]
-    parts += [_head("Events", "stragglers, restarts, new plans, ends"), _events(run)]
+        parts += [section("Load of ranks", "median seconds of forward and backward"), _ranks(run, start)]
+        parts += [section("Load over time", "share of the step in which ranks compute, by chip"), _load(run, start)]
+    parts += [section("One step on the time axis", "predicted beside measured"), _timeline(run, start)]
+    parts += [section("Events", "stragglers, restarts, new plans, ends"), _events(run)]
     return page(title, "".join(parts), _STYLE)
 
 
-def _head(title: str, note: str) -> str:
-    return f"<h2>{html.escape(title)}</h2><p>{html.escape(note)}</p>"
+def _first_figures(facts: Mapping[str, Any]) -> str:
+    """What is read first."""
+    loss, ratio = facts["last_loss"], facts["measured_over_predicted"]
+    rows = [
+        ("steps", f"{facts['last_step']:,}"), ("loss", "not finite" if loss is None else f"{loss:.4f}"),
+        ("per step", format_seconds(facts["step_seconds"])),
+    ]  # fmt: skip
+    rows += [("tokens per second", f"{facts['tokens_per_second']:,.0f}")] if facts["tokens_per_second"] else []
+    rows += [("of the predicted step time", f"{ratio:.2f} x")] if ratio else []
+    return figures(*rows)
+
+
+def _cluster(start: Mapping[str, Any]) -> list[str]:
+    """The nodes of a start event, where it names them."""
+    if not start.get("nodes"):
+        return []
+    nodes: dict[str, list[tuple[int, str]]] = {}
+    for rank, node in sorted(start["nodes"].items(), key=lambda item: int(item[0])):
+        nodes.setdefault(node, []).append((int(rank), start["chips"].get(rank, "")))
+    colors = chip_colors(list(start["chips"].values()))
+    return [section("Cluster", "a square per rank"), cluster_blocks(nodes, set(map(int, start["nodes"])), colors)]
+
+
+def _memory(start: Mapping[str, Any]) -> list[str]:
+    """Predicted memory of each rank, where the start event has it."""
+    found = (start.get("prediction") or {}).get("memory")
+    if not found:
+        return []
+    memory = {int(rank): row["parts"] for rank, row in found.items()}
+    limits = {int(rank): row["limit"] for rank, row in found.items()}
+    chips = {int(rank): chip for rank, chip in start["chips"].items()}
+    head = section("Memory of each rank", "predicted, against its limit, the dashed line")
+    return [head, memory_bars(memory, limits, chips)]
+
+
+def _load(run: RunFiles, start: Mapping[str, Any] | None) -> str:
+    """Busy share by step, the mean over the ranks of each chip type."""
+    chips = (start or {}).get("chips", {})
+    ranks = start["ranks"] if start is not None else []
+    rows = [s for s in run.steps if s.get("busy_seconds") and s["step_seconds"] > LEAST]
+    kinds: dict[str, list[int]] = {}
+    for position, rank in enumerate(ranks):
+        kinds.setdefault(chips.get(str(rank), "chip"), []).append(position)
+    kinds = kinds or {"ranks": list(range(len(rows[0]["busy_seconds"])))} if rows else {}
+    colors = chip_colors(list(chips.values()) or list(kinds))
+    lines = []
+    for kind, positions in list(kinds.items())[:MOST_CHIPS]:
+        points = []
+        for row in rows:
+            busy = [row["busy_seconds"][p] for p in positions if p < len(row["busy_seconds"])]
+            points.append((row["step"], sum(busy) / len(busy) / row["step_seconds"] if busy else None))
+        lines.append(Line(kind, points, colors.get(kind, COLORS[-1])))
+    return curve(lines, [])
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], raw_last: bool = False) -> str:
@@ -95,7 +160,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], raw_last: bool =
         if raw_last:
             cells[-1] = row[-1]
         out += "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
-    return f"<table>{out}</table>"
+    return f"<div class='wide'><table>{out}</table></div>"
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
@@ -150,7 +215,7 @@ def _chips(run: RunFiles) -> str:
 
 
 def _ranks(run: RunFiles, start: Mapping[str, Any] | None) -> str:
-    """A row per rank with a bar of what its time went into; only steps of the last start count."""
+    """A bar per rank of what its time went into; only steps of the last start count."""
     steps = [s for s in run.steps if s.get("busy_seconds") and (start is None or s["step"] >= start["first_step"])]
     if not steps:
         return "<p>no step since the last start</p>"
@@ -158,20 +223,15 @@ def _ranks(run: RunFiles, start: Mapping[str, Any] | None) -> str:
     count = min(len(s.get(f"{key}_seconds") or ()) for s in steps for key in keys)
     ranks = start["ranks"] if start is not None else list(range(count))
     values = [[median(s[f"{k}_seconds"][i] for s in steps) for k in keys] for i in range(count)]
-    scale = 300 / (max(map(sum, values), default=0.0) or 1.0)
     rows = []
     for rank, row in zip(ranks, values):
-        bar = "".join(
-            f"<span class='bar' style='width:{v * scale:.0f}px;background:{_BARS[k]}' title='{k}'></span>"
-            for k, v in zip(keys, row, strict=True)
-        )
         expected = ((start or {}).get("prediction") or {}).get("busy", {}).get(str(rank))
         chip = (start or {}).get("chips", {}).get(str(rank), "")
-        told = format_seconds(expected) if expected is not None else ""
-        rows.append((str(rank), chip, *map(format_seconds, row), told, bar))
-    legend = "".join(f"<span><i style='background:{c}'></i>{name}</span>" for name, c in _BARS.items())
-    heads = ("rank", "chip", *keys, "busy, predicted", "")
-    return f"<p class='legend'>{legend}</p>" + _table(heads, rows, raw_last=True)
+        told = f", predicted {format_seconds(expected)}" if expected is not None else ""
+        tips = tuple(f"{k}: {format_seconds(v)}" for k, v in zip(keys, row, strict=True))
+        parts = tuple((_BARS[k], v) for k, v in zip(keys, row, strict=True))
+        rows.append(Bar(f"rank {rank} {chip}".strip(), f"busy {format_seconds(row[0])}{told}", parts, expected, tips))
+    return legend({**_BARS, "busy, predicted": "#dd3333"}) + bars(rows)
 
 
 def _timeline(run: RunFiles, start: Mapping[str, Any] | None) -> str:
@@ -187,7 +247,7 @@ def _timeline(run: RunFiles, start: Mapping[str, Any] | None) -> str:
         seconds = max(seconds, measured["seconds"])
     if not charts:
         return "<p>this run wrote down neither a prediction nor a timeline</p>"
-    return charts_html(charts, seconds, legend={**LEGEND, "rest of the step": "#b9b9b9"})
+    return charts_html(charts, seconds, keys={**LEGEND, "rest of the step": "#b9b9b9"})
 
 
 def measured_chart(event: Mapping[str, Any], start: Mapping[str, Any] | None) -> dict[str, Any]:

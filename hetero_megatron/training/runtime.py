@@ -15,16 +15,20 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.data.upload import UploadedBatches, Uploader
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.model.gpt import Linear
+from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
+from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
+from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
@@ -43,8 +47,10 @@ from hetero_megatron.plan import (
 )
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
+from hetero_megatron.plan.experts import rank_shares
+from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.schedule import Action, receive_order
-from hetero_megatron.spec import LogicalTensor, shares, stage_tensors, tensor_box
+from hetero_megatron.spec import LogicalTensor, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
@@ -104,7 +110,7 @@ class Runtime:
         self.compiled, self.plan, self.spec, self.comm, self.dtype = compiled, plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
-        self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
+        self.share = rank_shares(spec, self.stage)[comm.rank]
         chunk = loss_chunk(self.stage, self.place.unit, spec, dtype, logits_bytes)
         contexts = stage_contexts(spec, self.stage, plan.seq_length)
         self.context = next((c for c in contexts if comm.rank in c.ranks), None)
@@ -122,10 +128,13 @@ class Runtime:
         assert self.loss_chunk is None or "vocab_cross_entropy" in self.kernels.choices, "a plan for other logits_bytes"
         if self.loss_chunk is not None or self.fused_loss:  # the loss applies the head itself
             self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
+        accelerator = comm.accelerator
+        self.uploader = Uploader(accelerator, comm.device) if accelerator is not None else None
+        self.reader = ScalarReader(accelerator)
         self.executor = self._build_executor()
         self._schedules: dict[tuple[int, bool], tuple[tuple[Action, ...], tuple[Action, ...]]] = {}
         self._boundaries: dict[tuple[int, int], Boundary] = {}
-        params = dict(self.model.named_parameters())
+        params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.sync = GradientSync(comm, params, self.boxes, compiled.buckets, self._chunk_names())
         if compile_backend is None:
             self.sync.take_products(self._products(), self.kernels.weight_gradients)
@@ -141,18 +150,21 @@ class Runtime:
         )  # fmt: skip
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
+        if spec.lora is not None:
+            apply_lora(model, spec.lora, self.dtype, self.comm.device)
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
-        heads = [share.kv_heads for share in shares(spec, self.unit.tp_split)]
+        heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)
         if self.context is not None:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
             apply_context_parallel(model, self.context, self.comm, kernel, merge)
+        apply_expert_parallel(model, stage, self.comm)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -182,20 +194,23 @@ class Runtime:
         )
 
     def _chunk_names(self) -> list[list[str]]:
-        """Parameters of each chunk; the embedding of a tied head is in the chunk of either."""
+        """Trained parameters of each chunk; the embedding of a tied head is in the chunk of either."""
         chunks = self.stage.chunks
         return [
             [t.name for t in stage_tensors(
                 self.spec, range(a, b), self.stage.embed and c == 0, self.stage.head and c + 1 == len(chunks)
-            )]
+            ) if t.trained]
             for c, (a, b) in enumerate(chunks)
         ]  # fmt: skip
 
     def _products(self) -> Iterator[torch.Tensor]:
-        """Weights that a forward uses once, in ``gemm``; a tied head's is the embedding's, too."""
+        """Trained weights that a forward uses once, in a product; a tied head's is the embedding's, too."""
+        kinds = (Linear, RowParallelLinear, GroupedLinear, Router, SharedGate)
         for module in self.model.modules():
-            if isinstance(module, (Linear, RowParallelLinear)):
+            if isinstance(module, kinds) and module.weight.requires_grad:
                 yield module.weight
+        if self.spec.lora is not None:
+            return
         if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
             yield self.model.lm_head.matrix
 
@@ -237,7 +252,12 @@ class Runtime:
         """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
-        batches = [fetch(indices).select(tokens).to(self.comm.device) if indices else None for indices in rows]
+        batches: Sequence[Batch | None]
+        if self.uploader is None:
+            batches = [fetch(indices).select(tokens) if indices else None for indices in rows]
+        else:
+            make = [partial(_selected, fetch, indices, tokens) if indices else None for indices in rows]
+            batches = UploadedBatches(make, self.uploader)
         actions, receives = self._actions(batch_size, forward_only)
         return StageWork(actions, batches, sizes, receives)
 
@@ -328,9 +348,15 @@ class Runtime:
             loss_sum, tokens = self.gather(result, 0.0)[:, :2].sum(0).tolist()
         return loss_sum, int(tokens)
 
-    def gather(self, result: StepResult, square: float, stop: bool = False) -> torch.Tensor:
+    def gather(self, result: StepResult, square: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
         """One row per rank, fp64: loss sum, tokens, squared norm, stop, seconds. A TP group counts its loss once."""
         counts = self.place.tp_rank == 0
-        row = [float(result.loss_sum) * counts, result.tokens * counts, square, float(stop)]
+        loss_sum, square = self.reader.read(result.loss_sum, square)  # the only wait for a device in a step
+        result.read(self.comm.clock)
+        row = [loss_sum * counts, result.tokens * counts, square, float(stop)]
         seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
         return self.world.gather_vectors(torch.tensor(row + seconds, dtype=torch.float64))
+
+
+def _selected(fetch: Fetch, indices: Sequence[int], tokens: Sequence[tuple[int, int]]) -> Batch:
+    return fetch(indices).select(tokens)

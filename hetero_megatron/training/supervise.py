@@ -1,8 +1,9 @@
 """A launcher that goes on when ranks fail: restart, or drop what was lost and resume under another plan.
 
 One process per rank on this host (a node is a label, as with ``HETERO_NODE``), with a rendezvous store here, outside
-the nodes that may be lost; or on a testbed of this host, which has its own. Which plan fits what is left is asked of a
-``Planner``: a list of fallback plans, or any callable. Checkpoints do the rest: they are read under any plan.
+the nodes that may be lost; or on a testbed of this host, which has its own; or on the hosts of the cluster file. Which
+plan fits what is left is asked of a ``Planner``: a list of fallback plans, or any callable. Checkpoints do the rest:
+they are read under any plan.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
-from hetero_megatron.cluster.document import read_document
 from hetero_megatron.cluster.edit import without_nodes
+from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.diagnosis import cut_pairs, diagnoses_at, read_diagnoses, take_joined, to_drop
 from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
@@ -39,18 +40,29 @@ Replanner = Callable[[Setup, Mapping[str, Any], int], tuple[Setup, str]]
 Launch = Callable[[Setup, Sequence[str], int], SupervisedJob]
 
 
+class Watch(Protocol):
+    """Looks for lost nodes that are back."""
+
+    def look(self, first: Path, lost: set[str], present: set[str]) -> set[str]:
+        """Those of ``lost`` that can train again; called often. ``first``: the cluster file with all nodes."""
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Round:
     """How one round of the job ended: exit codes by rank, ranks that had to be killed because they hung.
 
     Attributes:
         waiting: ranks that were killed while they waited for others to start: nothing is wrong with them.
+        returned: lost nodes that are back, for which the ranks were stopped.
     """
 
     codes: dict[int, int] = field(default_factory=dict)
     hung: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
     stopped: bool = False
+    returned: set[str] = field(default_factory=set)
 
     def lost(self, seats: Sequence[Seat]) -> set[str]:
         """Nodes of ranks that died by a signal, or hung while their peers gave up."""
@@ -71,6 +83,7 @@ class Supervisor:
         replanner: asked where ranks stopped because one drifted from its rate; at most ``max_replans`` times, then
             drift is not looked for any more.
         launch: starts the processes of a round; None: on this host.
+        watch: while nodes are lost: says which are back; then the ranks save and stop, and go on with them.
     """
 
     def __init__(
@@ -86,10 +99,12 @@ class Supervisor:
         replanner: Replanner | None = None,
         max_replans: int = 2,
         launch: Launch | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.setup, self.words, self.policy, self.planner = setup, list(words), policy, planner
         self.max_restarts, self.grace, self.scratch, self._print = max_restarts, grace, scratch, log
-        self.replanner, self.max_replans, self.launch = replanner, max_replans, launch
+        self.replanner, self.max_replans, self.launch, self.watch = replanner, max_replans, launch, watch
+        self._whole = setup  # with every node, as far as plans were changed only by drift
         self._signalled: int | None = None  # the first signal, and when it came; whether there was another
         self._since, self._again = 0.0, False
 
@@ -103,6 +118,8 @@ class Supervisor:
         try:
             return self._rounds(self.launch or _local(self.scratch))
         finally:
+            if self.watch is not None:
+                self.watch.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -119,11 +136,16 @@ class Supervisor:
                 assert self._signalled is not None
                 return 128 + self._signalled
             code, number = _code(ended), number + 1
+            if ended.returned and code == 0 and not ended.stopped:
+                self._take_back(ended.returned, number)
+                continue
             if ended.stopped or code == 0:
                 return 0 if code == DRIFT else code
             if code == DRIFT and self.replanner is not None and (drift := read_drift(self.scratch)) is not None:
                 replans += 1
+                whole = self.setup == self._whole
                 self.setup, text = self.replanner(self.setup, drift, number)
+                self._whole = self.setup if whole else self._whole
                 self.log(f"round {number}: {text}")
                 if replans == self.max_replans:
                     self.words = without_flag(self.words, DRIFT_FLAG)
@@ -163,6 +185,9 @@ class Supervisor:
                         first_failure = time.monotonic()
                         self.log(f"rank {rank} ({self._where(rank)}) ended with {_say(code)}")
                 ended.hung = job.hung()
+                if not ended.returned and not passed and first_failure is None and (back := self._back()):
+                    ended.returned = back
+                    job.signal(signal.SIGTERM)
                 if first_failure is not None and time.monotonic() - first_failure > self.grace:
                     ended.hung |= set(job.ranks) - ended.codes.keys()
                     break
@@ -178,6 +203,33 @@ class Supervisor:
         for rank in sorted(ended.waiting):
             self.log(f"rank {rank} ({self._where(rank)}) still waited for all to start: killed")
         return ended
+
+    def _back(self) -> set[str]:
+        """Lost nodes that are back."""
+        present = {seat.node for seat in self.setup.seats}
+        lost = {seat.node for seat in self._whole.seats} - present
+        if self.watch is None or not lost or self._whole.cluster is None:
+            return set()
+        back = self.watch.look(self._whole.cluster, lost, present)
+        if back:
+            self.log(f"{', '.join(sorted(back))} can be reached again: the ranks stop after this step, and save")
+        return back
+
+    def _take_back(self, back: set[str], number: int) -> None:
+        """The next round with the nodes that are back."""
+        nodes = {seat.node for seat in self.setup.seats} | back
+        lost = {seat.node for seat in self._whole.seats} - nodes
+        if not lost:
+            self.setup = self._whole
+        else:
+            seats, cluster = self._left(lost, number, self._whole)
+            plan = self.planner(seats, cluster)
+            if plan is None:
+                self.log(f"round {number}: no plan for {plural(len(seats), 'rank')}; the same plan again")
+                return
+            self.setup = replace(self._whole, plan=plan, seats=tuple(seats), cluster=cluster)
+        count = plural(len(self.setup.seats), "rank")
+        self.log(f"round {number}: with {', '.join(sorted(back))}, {count}, plan {self.setup.plan}")
 
     def _where(self, rank: int) -> str:
         seat = self.setup.seats[rank]
@@ -213,11 +265,13 @@ class Supervisor:
                 self.log(str(found))
         return to_drop(pairs, nodes)
 
-    def _left(self, lost: set[str], number: int) -> tuple[list[Seat], Path | None]:
-        seats = [s for s in self.setup.seats if s.node not in lost]
-        if self.setup.cluster is None or not seats:
+    def _left(self, lost: set[str], number: int, base: Setup | None = None) -> tuple[list[Seat], Path | None]:
+        """(seats, cluster file) of ``base``, the present setup, without some nodes."""
+        base = base or self.setup
+        seats = [s for s in base.seats if s.node not in lost]
+        if base.cluster is None or not seats:
             return seats, None
-        document = without_nodes(read_document(self.setup.cluster).plain(), lost)
+        document = without_nodes(read_cluster_document(base.cluster).plain(), lost)
         path = self.scratch / f"cluster-round-{number}.yaml"
         path.write_text(yaml.safe_dump(document, sort_keys=False))
         return seats, path

@@ -93,7 +93,13 @@ def document_bounds(documents: Sequence[Sequence[int]], queries: int, device: to
         edges = torch.tensor([*starts, queries], dtype=torch.int64)
         lengths = edges.diff()
         rows.append(torch.stack([edges[:-1].repeat_interleave(lengths), edges[1:].repeat_interleave(lengths)]))
-    return torch.stack(rows).to(device, torch.int32)
+    return _upload(torch.stack(rows), device)
+
+
+def _upload(bounds: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As int32 on the device, without holding up the host."""
+    bounds = bounds.to(torch.int32)
+    return bounds if device.type == "cpu" else bounds.pin_memory().to(device, non_blocking=True)
 
 
 def varlen_bounds(
@@ -113,7 +119,7 @@ def varlen_bounds(
         end = position + 1 if causal else torch.full_like(position, last - first)
         low.append(begin.clamp(0, last - first) + first)
         high.append(end.clamp(0, last - first) + first)
-    return torch.stack([torch.cat(low), torch.cat(high)])[None].to(device, torch.int32)
+    return _upload(torch.stack([torch.cat(low), torch.cat(high)])[None], device)
 
 
 class KeyIntervals:

@@ -34,6 +34,7 @@ def exact_seconds(times: PipelineTimes, count: int, upper: float, limit: float =
     """
     for stage in times.stages:
         assert stage.deferred_bytes <= stage.activation_bytes, "whole backwards might be needed"
+        assert not stage.split_seconds, "whole backwards might be faster"
     solve = _cp_sat if cp_sat_installed() else _highs
     return solve(times, count, round(upper), limit)
 

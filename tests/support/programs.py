@@ -55,8 +55,8 @@ def inside(words: list[str], code: int = 0) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-def _program(words: list[str], environment: dict[str, str], output: str) -> None:
-    """In a forked process: what ``python pretrain_gpt.py`` does."""
+def _program(words: list[str], environment: dict[str, str], output: str, command: str) -> None:
+    """In a forked process: what ``hetero-megatron COMMAND`` does."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
@@ -65,20 +65,23 @@ def _program(words: list[str], environment: dict[str, str], output: str) -> None
     # The streams of the process that it was forked from may be closed.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.argv = ["pretrain_gpt.py", *words]
+    sys.argv = ["hetero-megatron", command, *words]
     from hetero_megatron.cli.start import train
 
-    train("pretrain", words)
+    train(command, words)
 
 
 class Program:
-    """A forked ``pretrain_gpt.py``, with the methods of ``subprocess.Popen`` that tests need."""
+    """A forked ``pretrain_gpt.py`` (or another command), with the methods of ``subprocess.Popen`` that tests need."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str] = ENVIRONMENT) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str] = ENVIRONMENT, command: str = "pretrain"
+    ) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="program")
-        self._process = context.Process(target=_program, args=(list(words), dict(environment), self._folder.name))
+        given = (list(words), dict(environment), self._folder.name, command)
+        self._process = context.Process(target=_program, args=given)
         self._process.start()
         atexit.register(self.kill)
         assert self._process.pid is not None

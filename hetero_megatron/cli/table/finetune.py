@@ -2,8 +2,9 @@
 
 from hetero_megatron.cli.flag import count, needs, switch, value
 from hetero_megatron.data.chat.overlong import POLICIES
+from hetero_megatron.spec.lora import MAX_RANK, TARGETS
 
-_SFT = needs("--sft")
+_SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
 FLAGS = (
     switch(
@@ -23,6 +24,21 @@ FLAGS = (
         choices=POLICIES, needs=_SFT,
     ),
     switch("--no-packing", "every conversation has a sample of its own, filled with padding", needs=_SFT),
+    count(
+        "--lora-rank", None, "train adapters of this rank beside a frozen base (LoRA); the base is --load-hf",
+        most=MAX_RANK,
+    ),
+    value("--lora-alpha", float, None, "adapters count alpha / rank; the rank if left out", needs=_LORA),
+    value(
+        "--lora-targets", str, None, "projections with an adapter; all linear layers if left out", choices=TARGETS,
+        nargs="+", needs=_LORA,
+    ),
+    switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
+    value("--load-adapter", str, None, "directory of peft's whose adapters training begins with; it says their rank"),
+    value("--save-adapter", str, None, "new directory: the adapters as peft reads them, at the end", needs=_ADAPTERS),
+    switch("--merge-lora", "--save-hf writes the base with the adapters merged into it", needs=(
+        *_ADAPTERS, *needs("--save-hf"),
+    )),
     count(
         "--shuffle-buffer", 1000, "conversations of a stream that are shuffled together",
         most=10**7, needs=needs("--dataloader-type streaming"),

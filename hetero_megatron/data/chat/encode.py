@@ -73,6 +73,13 @@ class ChatEncoder:
             )  # fmt: skip
         return Encoded(ids, np.ones_like(counts) if self.everything else counts)
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of messages, up to where the assistant's turn begins."""
+        if self.template is None:
+            raise UserError("the tokenizer has no chat template", field=_TEMPLATE, accepted="a Jinja file")
+        text, _ = self._render(messages, None, "prompt", prompt=True)
+        return [int(i) for i in self.tokenizer.encode_offsets(text, False)[0]]
+
     def _encode_text(self, prompt: str, completion: str) -> Encoded:
         ids, counts = self._mask(prompt + completion, [(len(prompt), len(prompt + completion))], True)
         if self.tokenizer.eod is not None and (not len(ids) or ids[-1] != self.tokenizer.eod):

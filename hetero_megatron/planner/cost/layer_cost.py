@@ -96,15 +96,16 @@ class CostOptions:
 @dataclass(frozen=True)
 class UnitSeconds:
     """(forward, backward) seconds of one layer, of the embedding and of the head, including TP collectives; ``action``:
-    seconds once per forward or backward; ``layer_weight``, ``head_weight``: seconds of backward for weight
-    gradients."""
+    seconds once per forward or backward; ``weight_action``: the same per W; ``layer_split``, ``head_split``: (W's
+    seconds, seconds that B_INPUT and W together take more than a whole backward)."""
 
     layer: tuple[float, float]
     embed: tuple[float, float]
     head: tuple[float, float]
     action: float = 0.0
-    layer_weight: float = 0.0
-    head_weight: float = 0.0
+    layer_split: tuple[float, float] = (0.0, 0.0)
+    head_split: tuple[float, float] = (0.0, 0.0)
+    weight_action: float = 0.0
 
     def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
         """(forward, backward) seconds of a stage; ``full``: number of layers recomputed in backward."""
@@ -113,14 +114,16 @@ class UnitSeconds:
         )
         return forward, backward + full * self.layer[0]
 
-    def weight(self, layers: int, head: bool) -> float:
-        """Seconds of a stage's W, where backward is split."""
-        return layers * self.layer_weight + head * self.head_weight
+    def split(self, layers: int, head: bool) -> tuple[float, float]:
+        """The same as ``layer_split`` of a stage."""
+        action = self.weight_action if layers or head else 0.0
+        weight, more = (layers * self.layer_split[i] + head * self.head_split[i] + action for i in (0, 1))
+        return weight, more
 
     @property
     def only_weights(self) -> UnitSeconds:
         """The same for a W alone, as if it were the backward."""
-        return UnitSeconds((0.0, self.layer_weight), (0.0, 0.0), (0.0, self.head_weight))
+        return UnitSeconds((0.0, self.layer_split[0]), (0.0, 0.0), (0.0, self.head_split[0]), self.weight_action)
 
 
 class CostModel:
@@ -215,15 +218,19 @@ class CostModel:
         forward, backward = operators.exchange(share, rows, length, swap)
         layer = operators.layer(share, rows, length, (SWAPS * forward, SWAPS * backward), SWAPS * posting)
         embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
-        layer_weight, head_weight = operators.weight_gradients(share, rows, length)
+        (layer_input, layer_weight), (head_input, head_weight) = (
+            f(share, rows, length) for f in (operators.split_layer, operators.split_head)
+        )
+        whole = operators.layer(share, rows, length)[1]
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + forward, embed[1] + backward),
             head=(head[0] + forward, head[1] + backward),
             action=operators.rates.action_seconds if rows else 0.0,
-            layer_weight=layer_weight,
-            head_weight=head_weight,
+            layer_split=(layer_weight, layer_input + layer_weight - whole),
+            head_split=(head_weight, head_input + head_weight - head[1]),
+            weight_action=operators.rates.split_seconds if rows else 0.0,
         )
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:

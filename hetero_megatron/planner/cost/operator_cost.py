@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layer_attention_flops, mean_attention_pairs, visible_pairs
+from hetero_megatron.spec.flops import layer_attention_flops, mean_attention_pairs, mlp_columns, visible_pairs
 
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
@@ -90,17 +90,29 @@ class Operators:
         ratio = found[0] / modelled[0], found[1] / modelled[1]
         return ratio, ratio
 
-    def weight_gradients(self, share: float, rows: float, length: int) -> tuple[float, float]:
-        """Seconds of a backward that go to weight gradients: (of one layer, of the head). They are the products of a
-        forward once more, as far as measured backwards are as fast as modelled ones."""
-        if not rows:
-            return 0.0, 0.0
-        tokens, model = rows * length, self.model
-        product = self.gemm(tokens, share * model.vocab_size, model.hidden_size)
-        layer = self._products(share, tokens) * self.layer(share, rows, length)[1]
-        head = product * self.head(share, rows, length)[1]
-        modelled = self._layer_by_operators(share, rows, length)[1], self._head_by_operators(share, rows, length)[1]
-        return layer / modelled[0], head / modelled[1]
+    @property
+    def split_measured(self) -> bool:
+        """Whether B_INPUT and W of this model's layers were measured."""
+        return bool(self._measured("split_layers"))
+
+    def split_layer(self, share: float, rows: float, length: int) -> Seconds:
+        """(B_INPUT, W) of one layer: measured, else as :func:`_split` has it."""
+
+        def modelled(share: float, rows: float, length: int) -> Seconds:
+            by_operators = self._layer_by_operators(share, rows, length)[1]
+            return _split(self.layer(share, rows, length)[1], self._products(share, rows * length) / by_operators)
+
+        return self._cached("split_layers", share, rows, length, modelled)
+
+    def split_head(self, share: float, rows: float, length: int) -> Seconds:
+        """The same of the head."""
+
+        def modelled(share: float, rows: float, length: int) -> Seconds:
+            product = self.gemm(rows * length, share * self.model.vocab_size, self.model.hidden_size)
+            by_operators = self._head_by_operators(share, rows, length)[1]
+            return _split(self.head(share, rows, length)[1], product / by_operators)
+
+        return self._cached("split_head", share, rows, length, modelled)
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._cached("embed", share, rows, length, self._embed_by_operators)
@@ -204,12 +216,12 @@ class Operators:
         """Seconds of the matrix products of a layer's forward."""
         model = self.model
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.gated else 1) * model.ffn_hidden_size
+        columns = (2 if model.gated else 1) * mlp_columns(model)
         return (
             self.gemm(tokens, share * (q + 2 * kv), h)
             + self.gemm(tokens, h, share * q)
             + self.gemm(tokens, share * columns, h)
-            + self.gemm(tokens, h, share * model.ffn_hidden_size)
+            + self.gemm(tokens, h, share * mlp_columns(model))
         )
 
     def _layer_by_operators(
@@ -217,10 +229,10 @@ class Operators:
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.gated else 1) * model.ffn_hidden_size
+        columns = (2 if model.gated else 1) * mlp_columns(model)
         products = self._products(share, tokens)
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
-        local = 2 * (q + kv) * bool(model.ropes) + columns + model.ffn_hidden_size
+        local = 2 * (q + kv) * bool(model.ropes) + columns + mlp_columns(model)
         norms = 10 * h * (share if self.sequence_parallel else 1.0)
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)
@@ -242,6 +254,13 @@ class Operators:
         forward = tokens * vocab * (self.item + 3 * wide) / self.rates.bytes_per_second
         backward = tokens * vocab * (2 * wide + self.item) / self.rates.bytes_per_second
         return product + forward, 2 * product + backward
+
+
+def _split(backward: float, weight_share: float) -> Seconds:
+    """(B_INPUT, W) where they were not measured: weight gradients are the products of a forward once more, as far as
+    measured backwards are as fast as modelled ones, and splitting costs nothing."""
+    weight = backward * weight_share
+    return backward - weight, weight
 
 
 def _nearest(points: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...]) -> float:

@@ -17,7 +17,8 @@ name; not both)::
             score_seconds: 0.0                        # per (head, query, key), where kernels write the scores out
             layer_seconds: 0.0                        # least host seconds per layer (launches), forward …
             layer_backward_seconds: 0.0               # … and backward (default: twice)
-            action_seconds: 0.0                       # fixed host seconds per F or B of a stage
+            action_seconds: 0.0                       # fixed host seconds per F or B of a stage …
+            split_seconds: 0.0                        # … and per W, where B is split into B_INPUT and W
             message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
             step_seconds: 0.0                         # fixed host seconds per optimizer step
             pack_beta: 0.0                            # s per byte packed for an exchange; these four: 0 = from
@@ -30,6 +31,7 @@ name; not both)::
             overhead_bytes: 0                         # memory that the framework takes before any tensor
             layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
             embed: / head:                            # rows like layers; head is final norm, output matrix and loss
+            split_layers: / split_head:               # rows like layers, of B_INPUT and W instead of forward, backward
             waiting:                                  # rows like layers, of one exchange of a TP group: see below
             optimizer: [[elements, seconds], …]       # one update of so many owned elements
       links:
@@ -80,13 +82,16 @@ OVERHEAD_BYTES = 1 << 30  # context, libraries and communicators of an accelerat
 CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process before the model is built
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
-ROWS = {"gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "optimizer": 2, "visits": 5, "waiting": 6}
+ROWS = {
+    "gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6, "split_head": 6, "optimizer": 2,
+    "visits": 5, "waiting": 6,
+}  # fmt: skip
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
     "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
-    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter",
+    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter", "split_seconds",
 )  # fmt: skip
-FAMILIES = ("layers", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
+FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
 Row = tuple[float, ...]
 
@@ -94,7 +99,7 @@ Row = tuple[float, ...]
 @dataclass(frozen=True)
 class LayerRow:
     """Measured seconds of one layer (or embedding, or head) on one rank that has 1/tp of it; or of what a TP group's
-    ranks wait for each other."""
+    ranks wait for each other; or of the two parts of a backward, B_INPUT (``forward``) and W (``backward``)."""
 
     fingerprint: str
     tp: float
@@ -127,6 +132,8 @@ class ChipRates:
     optimizer: tuple[Row, ...] = ()
     visits: tuple[Row, ...] = ()
     waiting: tuple[LayerRow, ...] = ()
+    split_layers: tuple[LayerRow, ...] = ()
+    split_head: tuple[LayerRow, ...] = ()
     calibrated: bool = False
     score_seconds: float = 0.0
     layer_backward_seconds: float = 0.0
@@ -136,6 +143,7 @@ class ChipRates:
     exchange_seconds: float = 0.0
     accumulate_beta: float = 0.0
     jitter: float = 0.0
+    split_seconds: float = 0.0
     spread: Mapping[str, float] = field(default_factory=dict)  # by family; none where nothing was measured
 
     @property

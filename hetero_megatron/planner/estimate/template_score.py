@@ -23,7 +23,8 @@ from hetero_megatron.planner.template.node_classes import NodeClasses, StageId, 
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight
 
-DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most pipeline stages; the same above LARGE chips
+DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most micro-batches in flight (and stages); the same above LARGE chips
+LEAST_DEPTH = 16  # for gpipe on few chips or with few layers
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def make_scorer(problem: PlanningProblem, costs: CostModel | None = None) -> Tem
         costs = CostModel(problem.model, problem.cluster, problem.seq_length, problem.dtype, problem.options.costs)
     known, layers = costs.rates, problem.model.num_layers
     pool = make_pool(problem.cluster, lambda a, b: known.link(a, b).as_link(), problem.dtype)
-    depth = min(DEPTH if pool.chips <= LARGE else LARGE_DEPTH, layers + 2, max(pool.chips, 16))
+    depth = max(LEAST_DEPTH, min(DEPTH if pool.chips <= LARGE else LARGE_DEPTH, layers + 2, pool.chips))
     return TemplateScorer(StageTables(costs, pool, layers, depth), pool)
 
 

@@ -7,16 +7,39 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_megatron.planner.report.prediction import format_prediction
-from hetero_megatron.planner.report.timeline import group_title, groups, stage_label
+from hetero_megatron.cluster import Cluster, format_bytes
+from hetero_megatron.planner.report.pictures import (
+    STYLE,
+    PipelineBlock,
+    StageBlock,
+    chip_colors,
+    cluster_blocks,
+    legend,
+    memory_bars,
+    plan_blocks,
+    share_caption,
+)
+from hetero_megatron.planner.report.prediction import format_prediction, format_seconds
+from hetero_megatron.planner.report.timeline import format_layers, group_title, groups, stage_label
 from hetero_megatron.planner.simulate.step import Prediction
+from hetero_megatron.words import plural, rank_ranges
 
 KINDS = ("F", "B", "B_INPUT", "W", "gradients", "optimizer", "parameters", "rest")
 
 _STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
-pre { background: #f6f6f6; padding: 1em; overflow: auto }
-canvas { width: 100%; border: 1px solid #ccc; cursor: grab; touch-action: none }
+:root { color-scheme: light dark; --bg: #ffffff; --fg: #1f2328; --dim: #5d6670; --line: #d5d9de; --panel: #f2f4f6 }
+@media (prefers-color-scheme: dark) {
+  :root { --bg: #15181c; --fg: #e4e7ea; --dim: #a0a9b3; --line: #3a4048; --panel: #22272d } }
+* { box-sizing: border-box }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 16px; max-width: 1180px;
+  color: var(--fg); background: var(--bg) }
+h1 { font-size: 1.6em; overflow-wrap: anywhere } h2 { margin: 1.8em 0 .4em; font-size: 1.25em }
+h3 { font-size: 1em; margin: 1em 0 .3em; overflow-wrap: anywhere } p { overflow-wrap: anywhere }
+pre { background: var(--panel); padding: 1em; overflow: auto; font-size: 12px }
+.note { color: var(--dim); margin: 0 0 .6em }
+.big { display: flex; flex-wrap: wrap; gap: 8px 28px; margin: 1em 0 } .big b { display: block; font-size: 1.5em }
+.wide { overflow-x: auto } summary { cursor: pointer; color: var(--dim) }
+canvas { width: 100%; border: 1px solid var(--line); cursor: grab; touch-action: pan-y }
 .legend span { display: inline-block; margin-right: 1.2em }
 .legend i { display: inline-block; width: 1em; height: 1em; margin-right: .4em; vertical-align: -2px }
 #tip { position: fixed; background: #222; color: #fff; padding: 2px 8px; pointer-events: none; display: none }
@@ -38,9 +61,10 @@ for (const chart of DATA.charts) {
     const c = canvas.getContext('2d');
     c.scale(devicePixelRatio, devicePixelRatio);
     c.font = '11px system-ui';
-    c.fillStyle = '#666';
-    for (let i = 0; i <= 10; i++) {
-      const t = from + (to - from) * i / 10;
+    c.fillStyle = getComputedStyle(document.body).color;
+    const ticks = Math.max(1, Math.floor(canvas.clientWidth / 90));
+    for (let i = 0; i < ticks; i++) {
+      const t = from + (to - from) * i / ticks;
       c.fillText(t.toPrecision(4) + ' s', x(t), 12);
     }
     chart.rows.forEach((spans, r) => {
@@ -72,12 +96,13 @@ for (const chart of DATA.charts) {
     const r = Math.floor((e.offsetY - head) / row), t = time(e.offsetX);
     const hit = (chart.rows[r] || []).find(([k, s, l]) => s <= t && t <= s + l);
     tip.style.display = hit || chart.labels[r] ? 'block' : 'none';
-    tip.style.left = e.clientX + 14 + 'px'; tip.style.top = e.clientY + 14 + 'px';
+    tip.style.left = Math.min(e.clientX + 14, innerWidth / 2) + 'px'; tip.style.top = e.clientY + 14 + 'px';
     const what = hit ? DATA.kinds[hit[0]] + (hit[3] >= 0 ? ' ' + hit[3] : '') + ': ' + hit[2].toPrecision(4) + ' s' +
       ' at ' + hit[1].toPrecision(5) + ' s' : 'waiting';
     tip.textContent = chart.labels[r] + ' | ' + what;
   };
   addEventListener('resize', draw);
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
   draw();
 }
 """
@@ -89,18 +114,77 @@ LEGEND = {
 }  # fmt: skip
 
 
-def html_page(found: Prediction, title: str) -> str:
-    """The page: figures as text, one chart per distinct pipeline (wheel zooms, dragging moves, double click resets)."""
+def html_page(found: Prediction, title: str, cluster: Cluster | None = None) -> str:
+    """The page of one plan: its blocks, memory, and a chart per distinct pipeline (wheel zooms, dragging moves, double
+    click resets); all figures as text at the end."""
     heading = f"{title}: predicted step"
-    body = f"<h1>{html.escape(heading)}</h1><pre>{html.escape(format_prediction(found))}</pre>"
-    return page(heading, body + charts_html(prediction_charts(found), found.step_seconds))
+    body = f"<h1>{html.escape(heading)}</h1>{prediction_pictures(found, cluster)}"
+    return page(heading, body + section("All figures") + f"<pre>{html.escape(format_prediction(found))}</pre>")
+
+
+def prediction_pictures(found: Prediction, cluster: Cluster | None = None) -> str:
+    """The sections about a predicted plan."""
+    colors = chip_colors([found.chips[rank] for rank in sorted(found.chips)])
+    mfu = [("of the chips' peak (MFU)", f"{found.mfu:.1%}")] if found.mfu is not None else []
+    free = min(found.limits[rank] - memory.total for rank, memory in found.memory.items())
+    parts = [
+        figures(
+            ("predicted per step", format_seconds(found.step_seconds)),
+            ("tokens per second", f"{found.tokens_per_second:,.0f}"), *mfu,
+            ("least free memory of a rank" if free >= 0 else "too much memory on a rank", format_bytes(abs(free))),
+        ),
+    ]  # fmt: skip
+    if cluster is not None:
+        nodes: dict[str, list[tuple[int, str]]] = {}
+        for rank in cluster.ranks:
+            nodes.setdefault(rank.node, []).append((rank.rank, rank.chip))
+        kinds = {**colors, **{k: c for k, c in chip_colors([*colors, *cluster.chips]).items() if k not in colors}}
+        parts += [section("Cluster", "a square per chip; pale ones are idle"), legend(kinds)]
+        parts.append(cluster_blocks(nodes, set(found.plan.ranks), kinds))
+    parts += [section("Pipelines", "blocks as wide as their layers, colored by chip"), legend(colors)]
+    parts.append(plan_blocks(_pipeline_blocks(found), colors))
+    parts.append(section("Memory of each rank", "against its limit, the dashed line"))
+    memory = {rank: m.parts() for rank, m in found.memory.items()}
+    parts.append(memory_bars(memory, found.limits, found.chips))
+    parts.append(section("One step on the time axis", "predicted; each row is a stage"))
+    parts.append(charts_html(prediction_charts(found), found.step_seconds))
+    return "".join(parts)
+
+
+def _pipeline_blocks(found: Prediction) -> list[PipelineBlock]:
+    blocks = []
+    for group in groups(found):
+        number = group.pipelines[0]
+        pipeline = found.plan.pipelines[number]
+        stages = []
+        for stage in pipeline.stages:
+            count = sum(b - a for a, b in stage.chunks)
+            chips = tuple(dict.fromkeys(found.chips[rank] for rank in stage.ranks))
+            more = [f"recompute {stage.recompute}"] if str(stage.recompute) != "none" else []
+            details = ", ".join([plural(count, "layer"), f"ranks {rank_ranges(stage.ranks)}", "+".join(chips), *more])
+            stages.append(StageBlock(count, f"layers {format_layers(stage)}" if count else "no layers", details, chips))
+        caption = share_caption(number, len(group.pipelines), pipeline.num_micro_batches, pipeline.micro_batch_size)
+        blocks.append(PipelineBlock(caption, tuple(stages)))
+    return blocks
+
+
+def section(title: str, note: str = "") -> str:
+    """A heading with a sentence below it."""
+    return f"<h2>{html.escape(title)}</h2>" + (f"<p class='note'>{html.escape(note)}</p>" if note else "")
+
+
+def figures(*rows: tuple[str, str]) -> str:
+    """What is read first: (what it is, figure)."""
+    shown = "".join(f"<div><b>{html.escape(figure)}</b>{html.escape(what)}</div>" for what, figure in rows)
+    return f"<div class='big'>{shown}</div>"
 
 
 def page(title: str, body: str, style: str = "") -> str:
-    """A whole document."""
+    """A whole document; it needs nothing else, and fits phones and dark screens."""
     return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}{style}</style></head><body>{body}</body></html>\n"
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}{STYLE}{style}</style></head><body>{body}</body></html>\n"
     )
 
 
@@ -110,16 +194,15 @@ def prediction_charts(found: Prediction) -> list[dict[str, Any]]:
 
 
 def charts_html(
-    charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str = "chart", legend: Mapping[str, str] = LEGEND
+    charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str = "chart", keys: Mapping[str, str] = LEGEND
 ) -> str:
     """Legend, canvases and script for charts as in :func:`prediction_charts`, on one axis; once per page."""
     numbered = [{**chart, "id": f"{prefix}{i}"} for i, chart in enumerate(charts)]
     canvases = "".join(f"<h3>{html.escape(c['title'])}</h3><canvas id='{c['id']}'></canvas>" for c in numbered)
     data = json.dumps({"step": seconds, "kinds": KINDS, "charts": numbered}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # in names: neither an end nor a comment of HTML inside the script
-    keys = "".join(f"<span><i style='background:{c}'></i>{name}</span>" for name, c in legend.items())
     script = f"<script>const DATA = {data};{_SCRIPT}</script>"
-    return f"<p class='legend'>{keys}</p>{canvases}<div id='tip'></div>{script}"
+    return f"{legend(keys)}{canvases}<div id='tip'></div>{script}"
 
 
 def _chart(found: Prediction, pipeline: int) -> dict[str, Any]:

@@ -69,7 +69,15 @@ def format_prediction(found: Prediction) -> str:
     if found.assumed:
         chips = found.describe_assumed()
         lines.append(f"assumed: data sheet x default efficiencies for {chips}; no rates in the cluster file")
-    return "\n".join(lines)
+    return "\n".join([*lines, *split_notice(found)])
+
+
+def split_notice(found: Prediction) -> list[str]:
+    """A line where the plan splits backwards, and rates do not say what their parts take."""
+    if not found.unsplit:
+        return []
+    return [f"assumed: weight gradients (W) take their share of a backward's FLOPs, and splitting it takes nothing, on "
+            f"{', '.join(found.unsplit)}: their rates say nothing about it, run calibrate"]  # fmt: skip
 
 
 def _busy(found: Prediction) -> list[str]:

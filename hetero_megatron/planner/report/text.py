@@ -11,7 +11,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
-from hetero_megatron.planner.report.prediction import bubble_share, format_seconds, format_step_seconds
+from hetero_megatron.planner.report.prediction import bubble_share, format_seconds, format_step_seconds, split_notice
 from hetero_megatron.planner.report.timeline import format_layers
 from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
@@ -58,6 +58,7 @@ def format_plan(summary: Summary) -> str:
     lines += ["", *_memory_lines(best)]
     if found.assumed:
         lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured: run calibrate"]
+    lines += ["", *split_notice(found)] if found.unsplit else []
     return "\n".join(lines)
 
 

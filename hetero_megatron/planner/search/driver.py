@@ -1,8 +1,8 @@
 """The search for the best plan of a model on a mixed cluster (HeteroAuto).
 
-:func:`search` runs proposers of plan templates: uniform plans always; complete enumeration where the space is small
-(:mod:`enumeration`), else dynamic programs (:mod:`pipeline_dp`, or :mod:`graph_partition` for many kinds of nodes) and
-local search, on all chips and on each chip type alone; optimizers in host memory if asked for or if nothing fits
+:func:`search` runs proposers of plan templates: uniform plans, dynamic programs (:mod:`pipeline_dp`, or
+:mod:`graph_partition` for many kinds of nodes), local search; then complete enumeration where the space is small
+(:mod:`enumeration`), else the same on each chip type alone; optimizers in host memory if asked for or if nothing fits
 otherwise. The best few by estimate become concrete plans that the step simulator times. Plans with context groups
 (:mod:`context_stages`) and TP groups of unlike chips (:mod:`hetero_tp`) are compared with those.
 """
@@ -36,7 +36,6 @@ from hetero_megatron.planner.search.infeasible import refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
 from hetero_megatron.planner.search.schedule_search import ScheduleSearch
-from hetero_megatron.planner.search.tp_moves import TPMoves
 from hetero_megatron.planner.search.uniform import UniformSeeds
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
@@ -176,7 +175,7 @@ def _templates(
     enumerate_all = problem.options.exhaustive is not False and not many and Enumeration.possible(problem, scorer)
     proposers: list[Proposer] = []
     if plain:
-        proposers += [UniformSeeds(), *([enumeration] if enumerate_all else _by_programs(many))]
+        proposers += [UniformSeeds(), *_by_programs(many, not enumerate_all), *([enumeration] if enumerate_all else [])]
     if problem.space.offload == "always":
         proposers.append(Offloaded())
     complete = True
@@ -190,10 +189,12 @@ def _templates(
     return _Templates(incumbent, incumbent.ranked(), complete, method, enumeration.bound if proven else 0.0)
 
 
-def _by_programs(many: bool) -> list[Proposer]:
-    """Proposers for clusters that are too large to enumerate; ``many``: many kinds of nodes, which are partitioned
-    first."""
-    return [GraphPartition(), LocalSearch()] if many else [PipelineDP(), LocalSearch(), EachTypeDP(), TPMoves()]
+def _by_programs(many: bool, alone: bool) -> list[Proposer]:
+    """Dynamic programs and local search. ``many``: many kinds of nodes, which are partitioned first; ``alone``: also on
+    each chip type alone."""
+    if many:
+        return [GraphPartition(), LocalSearch()]
+    return [PipelineDP(), LocalSearch(), *([EachTypeDP()] if alone else [])]
 
 
 class Offloaded:

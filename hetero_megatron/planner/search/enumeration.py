@@ -1,6 +1,6 @@
-"""Complete enumeration, for small clusters.
+"""Complete enumeration, for small clusters: what beats the best plan so far, and the proof that nothing else does.
 
-Enumerates every sequence of stages (group, TP, inner DP) on every number of chips, with the exact best layers and
+Enumerates every sequence of stages (group, TP, inner DP) on every number of chips, with every split of the layers and
 recompute; every multiset of such pipelines that the cluster has chips for; and every division of the batch.
 Combinations are evaluated in the order of their lower bounds until no bound is below the best value. Lower bounds
 assume the most ranks that could share a stage's optimizer states; evaluated templates take the recompute that fits with
@@ -9,50 +9,39 @@ states where the runtime will place them.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from hetero_megatron.planner.estimate.layer_partition import LISTED, count_splits
-from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
+import numpy as np
+
+from hetero_megatron.planner.estimate.layer_partition import LISTED, Floats, count_splits
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.batch_partition import allocate, bound_with_dropped, divisions_below
-from hetero_megatron.planner.search.columns import ColumnPool, PipelineColumn
 from hetero_megatron.planner.search.incumbent import Incumbent, judge
 from hetero_megatron.planner.search.memory_fit import MemoryFit
 from hetero_megatron.planner.search.stage_sequences import (
     MOST_SEQUENCES,
+    ColumnPool,
+    Row,
     StageSequences,
     Usage,
     micro_batch_counts,
     sequences,
 )
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
-from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
+from hetero_megatron.planner.template.plan_template import PipelineReplicas, PlanTemplate
 from hetero_megatron.planner.template.search_space import batch_sizes
 
+Combination = tuple[float, tuple[Usage, ...], list[ColumnPool]]  # (least seconds, chips of each pipeline, its columns)
 MOST_CHIPS = 24  # above, enumeration is not considered
 MOST_COMBINATIONS = 20_000
 MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
-MOST_WAYS = 4000  # batch divisions listed per combination
-MOST_LISTED = 200_000  # batch divisions listed in all
+MOST_WAYS = 4000  # batch divisions tried per combination
+MOST_LISTED = 200_000  # batch divisions tried in all
 MOST_FITTED = 300  # placements whose memory is computed exactly
-
-
-def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tuple[Usage, ...]]:
-    """All non-empty multisets of at most ``most`` usages (chips per group) whose sum is within ``counts``."""
-
-    def extend(prefix: tuple[Usage, ...], start: int, left: Usage) -> Iterator[tuple[Usage, ...]]:
-        if prefix:
-            yield prefix
-        if len(prefix) == most:
-            return
-        for i in range(start, len(usages)):
-            rest = tuple(a - b for a, b in zip(left, usages[i]))
-            if min(rest) >= 0:
-                yield from extend((*prefix, usages[i]), i, rest)
-
-    yield from extend((), 0, counts)
 
 
 class Enumeration:
@@ -85,11 +74,30 @@ class Enumeration:
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         run = _Enumerator(problem, incumbent)
-        if judge(incumbent.seeds[:1], problem, incumbent.scorer, incumbent.budget):
-            run.best = incumbent.seeds[0][0]
+        # The scorer's memory is a mean: what it lets pass, and the simulator does not, would hide what fits.
+        fitting = (row for row in incumbent.ranked() if judge([row], problem, incumbent.scorer, incumbent.budget))
+        best = next(fitting, None)
+        incumbent.rows[:] = [] if best is None else [best]
+        run.best = incumbent.seconds
         complete = run.run()
         self.bound = run.bound
         return complete
+
+
+def multisets(usages: Sequence[Usage], counts: Usage, most: int) -> Iterator[tuple[Usage, ...]]:
+    """All non-empty multisets of at most ``most`` usages (chips per group) whose sum is within ``counts``."""
+
+    def extend(prefix: tuple[Usage, ...], start: int, left: Usage) -> Iterator[tuple[Usage, ...]]:
+        if prefix:
+            yield prefix
+        if len(prefix) == most:
+            return
+        for i in range(start, len(usages)):
+            rest = tuple(a - b for a, b in zip(left, usages[i]))
+            if min(rest) >= 0:
+                yield from extend((*prefix, usages[i]), i, rest)
+
+    yield from extend((), 0, counts)
 
 
 def most_pipelines(problem: PlanningProblem, scorer: TemplateScorer) -> int:
@@ -97,163 +105,174 @@ def most_pipelines(problem: PlanningProblem, scorer: TemplateScorer) -> int:
     return min(problem.global_batch_size, chips, problem.space.max_pipelines or chips)
 
 
+def min_max(a: Floats, b: Floats) -> Floats:
+    """[n] least max(a[i], b[j]) over i + j = k for every k below n: two (sets of) pipelines that share k sequences."""
+    n = len(a)
+    padded = np.concatenate([np.full(n, np.inf), b])
+    k, i = np.arange(n)[:, None], np.arange(n)[None, :]
+    return np.asarray(np.maximum(a[None, :], padded[n + k - i]).min(axis=1))
+
+
+def divisions(
+    rows: Sequence[dict[int, list[Row]]], batch: int, alike: Sequence[bool]
+) -> Iterator[tuple[float, tuple[tuple[int, int], ...]]]:
+    """(seconds of the slowest, (sequences, column) per pipeline) of all divisions of the batch, fastest first.
+
+    Args:
+        rows: per pipeline, by number of sequences, (seconds, column).
+        alike: per pipeline, whether it has the columns of the one before; their divisions are given in one order only.
+    """
+    fastest = [np.full(batch + 1, np.inf) for _ in rows]
+    for times, by_q in zip(fastest, rows):
+        for q, row in by_q.items():
+            times[q] = row[0][0]
+    none = np.full(batch + 1, np.inf)
+    none[0] = 0.0
+    # least[i][q]: of pipelines i and later for q sequences
+    least = list(itertools.accumulate(fastest[::-1], min_max, initial=none))[::-1]
+    # (bound, -pipelines done, number, slowest so far, sequences left, what they take)
+    heap: list[tuple[float, int, int, float, int, tuple[tuple[int, int], ...]]] = [
+        (float(least[0][batch]), 0, 0, 0.0, batch, ())
+    ]
+    number = itertools.count(1)
+    while heap and heap[0][0] < math.inf:
+        bound, done, _, slowest, left, taken = heapq.heappop(heap)
+        if -done == len(rows):
+            yield bound, taken
+            continue
+        rest = least[1 - done].tolist()
+        for q, row in rows[-done].items():
+            if q <= left and rest[left - q] < math.inf:
+                for seconds, column in row:
+                    if taken and alike[-done] and (q, column) > taken[-1]:
+                        continue
+                    now = max(slowest, seconds)
+                    state = (now, left - q, (*taken, (q, column)))
+                    heapq.heappush(heap, (max(now, rest[left - q]), done - 1, next(number), *state))
+
+
 class _Enumerator:
     """One enumeration. ``best``: step seconds of the best template so far; ``bound``: seconds that no plan beats."""
 
     def __init__(self, problem: PlanningProblem, incumbent: Incumbent) -> None:
         self.problem, self.incumbent, self.scorer = problem, incumbent, incumbent.scorer
-        self.tables, self.pool, self.should_stop = self.scorer.tables, self.scorer.pool, incumbent.should_stop
+        self.pool, self.should_stop = self.scorer.pool, incumbent.should_stop
         self.batch, self.space = problem.global_batch_size, problem.space
-        self.bound = 0.0
-        self.best = math.inf
-        self.exact = False
-        self.listed = self.fitted = 0
+        self.bound, self.best = 0.0, math.inf
+        self.listed = 0
         self.fit = MemoryFit(self.scorer, problem.space.recompute, problem.space.shares)
         self.sequences = StageSequences(problem, self.scorer)
 
     def run(self) -> bool:
-        """Two passes: the best layers by closed form, which gives a good plan quickly; then everything that could beat
-        it.
+        """First with equal shares of the optimizer states, whose bounds are tighter, then with unequal ones.
 
         Returns:
             True when the whole space was searched; False when stopped early.
         """
-        counts = range(1, most_pipelines(self.problem, self.scorer) + 1)
-        if not all(self._pass([d]) for d in counts):
-            return False
-        self.exact, self.fitted = True, self.fit.computed
-        return self._pass(counts)
-
-    def _pass(self, counts: Sequence[int]) -> bool:
-        """Enumerate all plans with these numbers of pipelines; False when stopped early."""
-        if self.should_stop():
-            return False
-        column_pools = {d: self.sequences.columns(d, self.best, self.exact) for d in counts}
-        rows: list[tuple[float, tuple[Usage, ...], tuple[int, ...]]] = []
-        usages = sorted({u for s in column_pools.values() for u in s})
-        for combination in multisets(usages, self.pool.counts, max(counts)):
-            column_pool = column_pools.get(len(combination), {})
-            if any(u not in column_pool for u in combination):
-                continue
-            found = allocate([column_pool[u].times for u in combination], self.batch)
-            if found is not None:
-                rows.append((found[0], combination, found[1]))
-        rows.sort()
-        left = math.inf  # lower bound on what is left out
-        for bound, combination, shares in rows:
-            if bound >= self.best:
+        most = most_pipelines(self.problem, self.scorer)
+        pools = self.sequences.columns(False, False, self.best)
+        alone = self._try_all((float(pool.times[self.batch]), (usage,), [pool]) for usage, pool in pools.items())
+        left: float | None = math.inf
+        for unequal in (False, True)[: 1 + self.space.shares] if most > 1 and alone is not None else ():
+            left = self._try_all(self._combinations(self.sequences.columns(True, unequal, self.best), most))
+            if left is None:
                 break
-            if self.should_stop():
-                return False
-            column_pool = column_pools[len(combination)]
-            rest: float | None
-            if self.exact and len(combination) > 1:
-                rest = self._try_all_divisions(combination, column_pool, bound)
-            else:
-                rest = self._try_best_columns(combination, shares, column_pool, bound)
-            if rest is None:
-                return False
-            left = min(left, rest)
-        if self.exact:
-            # Combinations after the break have bounds of at least the best time.
-            self.bound = min(self.best, self.sequences.skipped, left)
+        if alone is None or left is None:
+            return False
+        self.bound = min(self.best, self.sequences.skipped, alone, left)
         return True
 
-    def _try_best_columns(
-        self,
-        combination: tuple[Usage, ...],
-        shares: tuple[int, ...],
-        column_pool: dict[Usage, ColumnPool],
-        bound: float,
-    ) -> float | None:
-        """Evaluate the best columns for one division of the batch.
+    def _try_all(self, combinations: Iterable[Combination]) -> float | None:
+        """Evaluate combinations of pipelines; returns as :meth:`_try`."""
+        left = math.inf
+        for bound, _, pools in sorted(combinations, key=lambda row: row[:2]):
+            if bound >= self.best:  # as have those after it
+                break
+            if self.should_stop():
+                return None
+            rest = self._try(pools, bound)
+            if rest is None:
+                return None
+            left = min(left, rest)
+        return left
+
+    def _combinations(
+        self, pools: dict[Usage, ColumnPool], most: int
+    ) -> Iterator[Combination]:
+        """Those of several pipelines that could be faster than the best plan."""
+        least = {usage: np.minimum(pool.times, pool.cut) for usage, pool in pools.items()}
+        bounds: dict[tuple[Usage, ...], Floats] = {}
+        for combination in multisets(sorted(pools), self.pool.counts, most):
+            before = bounds.get(combination[:-1])
+            last = least[combination[-1]]
+            together = bounds[combination] = last if before is None else min_max(before, last)
+            if len(combination) > 1 and together[self.batch] < self.best:
+                yield float(together[self.batch]), combination, [pools[usage] for usage in combination]
+
+    def _try(self, pools: list[ColumnPool], bound: float) -> float | None:
+        """Evaluate all columns and all divisions of the batch.
 
         Returns:
             Lower bound (s) on what was left out; None to stop.
         """
-        # For a single pipeline all kept columns are evaluated; only the dropped ones are left out.
-        rest = float(column_pool[combination[0]].cut[self.batch]) if len(combination) == 1 else bound
-        for least, template in self._templates(combination, shares, column_pool):
-            placed = place(template, self.pool)
-            if placed is None:
-                self.incumbent.rejected["packing"] += 1
-                rest = min(rest, least)  # it might pack in another placement
-            elif not self._evaluate(placed)[1]:
-                return None
-        return rest
-
-    def _try_all_divisions(
-        self, combination: tuple[Usage, ...], column_pool: dict[Usage, ColumnPool], bound: float
-    ) -> float | None:
-        """Evaluate all columns and all divisions of the batch for several pipelines; returns as
-        :meth:`_try_best_columns`."""
-        column_pools = [column_pool[u] for u in combination]
-        rest = max(
-            bound, bound_with_dropped([s.times for s in column_pools], [s.cut for s in column_pools], self.batch)
-        )
+        rest = max(bound, self._with_dropped(pools))
+        alike = [False, *(a is b for a, b in itertools.pairwise(pools))]
         for schedule in self.space.schedules:
-            rows = [self._rows(s, schedule) for s in column_pools]
-            if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, column_pools)):
+            rows = [pool.rows(schedule, self.best) for pool in pools]
+            if not all(rows) or (schedule != self.space.schedules[0] and not self._several_stages(rows, pools)):
                 continue
-            if self.listed >= MOST_LISTED or self.fit.computed - self.fitted >= MOST_FITTED:
-                return bound
-            ways, limit = divisions_below(rows, self.batch, bound, self.best, MOST_WAYS)
-            self.listed += len(ways)
-            rest = min(rest, limit)
-            for least, way in ways:
+            for count, (least, way) in enumerate(divisions(rows, self.batch, alike)):
                 if least >= self.best:
                     break
                 if self.should_stop():
                     return None
-                if self.fit.computed - self.fitted >= MOST_FITTED:
+                if count >= MOST_WAYS or self.listed >= MOST_LISTED or self.fit.computed >= MOST_FITTED:
                     rest = min(rest, least)
                     break
-                columns = [s.column(index) for s, (_, index) in zip(column_pools, way)]
-                parts = tuple(
-                    PipelineReplicas(c.shape, 1, q // c.shape.micro_batch_size) for c, (q, _) in zip(columns, way)
-                )
-                tried = None
-                for order in ("stage", "pipeline"):
-                    placed = place(PlanTemplate(parts, schedule, order), self.pool)
-                    if placed is None:
-                        rest = min(rest, least)
-                    elif tried is None or placed.pipelines != tried.pipelines:
-                        fitted, go_on = self._evaluate(placed)
-                        rest = min(rest, max(least, fitted))
-                        if not go_on:
-                            return None
-                        tried = placed
+                self.listed += 1
+                found = self._try_division(pools, way, schedule, least)
+                if found is None:
+                    return None
+                rest = min(rest, found)
         return rest
 
-    def _rows(self, column_pool: ColumnPool, schedule: str) -> dict[int, list[tuple[float, int]]]:
-        """By number of sequences, the columns of a schedule that are faster than the best plan."""
-        found = {}
-        for q, row in enumerate(column_pool.best):
-            few = [
-                (seconds, i) for seconds, i in row
-                if seconds < self.best and self._has_schedule(column_pool.column(i), schedule)
-            ]  # fmt: skip
-            if few:
-                found[q] = few
-        return found
+    def _with_dropped(self, pools: list[ColumnPool]) -> float:
+        """Lower bound (s) on divisions that use a column which was dropped from a pool."""
+        least = [np.minimum(pool.times, pool.cut) for pool in pools]
+        rows = ([pool.cut, *least[:i], *least[i + 1 :]] for i, pool in enumerate(pools))
+        return min(float(functools.reduce(min_max, row)[self.batch]) for row in rows)
 
     @staticmethod
-    def _has_schedule(column: PipelineColumn, schedule: str) -> bool:
-        """Whether the column runs under the schedule; single stages run alike under all."""
-        return column.schedule == schedule or len(column.shape.stages) == 1
+    def _several_stages(rows: list[dict[int, list[Row]]], pools: list[ColumnPool]) -> bool:
+        of_pool = zip(rows, pools)
+        return any(len(p.columns[i][0].stages) > 1 for by_q, p in of_pool for row in by_q.values() for _, i in row)
 
-    def _several_stages(self, rows: list[dict[int, list[tuple[float, int]]]], column_pools: list[ColumnPool]) -> bool:
-        return any(
-            len(column_pool.column(i).shape.stages) > 1
-            for by_q, column_pool in zip(rows, column_pools) for row in by_q.values() for _, i in row
-        )  # fmt: skip
+    def _try_division(
+        self, pools: list[ColumnPool], way: tuple[tuple[int, int], ...], schedule: str, least: float
+    ) -> float | None:
+        """Evaluate a division in both placement orders; returns as :meth:`_try`."""
+        shapes = [self.sequences.template(pool.columns[i]) for pool, (_, i) in zip(pools, way)]
+        parts = tuple(PipelineReplicas(shape, 1, q // shape.micro_batch_size) for shape, (q, _) in zip(shapes, way))
+        tried, rest = None, math.inf
+        for order in ("stage", "pipeline") if len(parts) > 1 else ("stage",):
+            placed = place(PlanTemplate(parts, schedule, order), self.pool)
+            if placed is None:
+                self.incumbent.rejected["packing"] += 1
+                rest = min(rest, least)  # it might pack in another placement
+            elif tried is None or placed.pipelines != tried.pipelines:
+                fitted, go_on = self._evaluate(placed)
+                rest = min(rest, max(least, fitted))
+                if not go_on:
+                    return None
+                tried = placed
+        return rest
 
     def _evaluate(self, placed: PlacedTemplate) -> tuple[float, bool]:
         """(lower bound (s) on ways to fit the template that were not evaluated, inf if none; whether to continue)."""
         fits, other = self.fit.fits(placed)
-        least = math.inf if other is None else self._lower_bound(other)
+        least = math.inf if other is None else self.scorer.bounds.lower_bound(other)
         for found in fits:
-            if self._lower_bound(found) >= self.best:
+            if self.scorer.bounds.lower_bound(found) >= self.best:
                 continue
             score = self.scorer.score(found)
             assert score is not None, "it was placed a moment ago"
@@ -263,45 +282,3 @@ class _Enumerator:
                 return least, False
         self.incumbent.rejected["memory"] += not fits
         return least, True
-
-    def _lower_bound(self, template: PlanTemplate) -> float:
-        """Lower bound (s) on the step time, with the best links that the stages could have."""
-        worst = 0.0
-        for part in template.parts:
-            shape, m = part.shape, part.num_micro_batches
-            links = self.scorer.links(shape)
-            after = self.scorer.bounds.sync_tail(shape.stages, shape.micro_batch_size, links, template.pipelines)
-            worst = max(worst, after + self.scorer.pipeline_seconds(shape, m, template.schedule))
-        return worst
-
-    def _templates(
-        self, combination: tuple[Usage, ...], shares: tuple[int, ...], column_pools: dict[Usage, ColumnPool]
-    ) -> Iterator[tuple[float, PlanTemplate]]:
-        """(lower bound in seconds, template) of one combination: all columns of a single pipeline, the best two each of
-        several."""
-        for schedule in self.space.schedules:
-            choices = []
-            for usage, q in zip(combination, shares):
-                found = self._shapes(column_pools[usage], q, schedule, len(combination))
-                choices.append(found if len(combination) == 1 else found[:2])
-            for row in itertools.islice(itertools.product(*choices), 400 if len(choices) == 1 else 8):
-                if row[0][0] >= self.best:
-                    continue
-                parts = tuple(PipelineReplicas(shape, 1, m) for _, shape, m in row)
-                for order in ("stage", "pipeline") if len(parts) > 1 else ("stage",):
-                    yield max(seconds for seconds, _, _ in row), PlanTemplate(parts, schedule, order)
-
-    def _shapes(
-        self, column_pool: ColumnPool, q: int, schedule: str, pipelines: int
-    ) -> list[tuple[float, PipelineTemplate, int]]:
-        """(seconds, shape, micro-batches) of the columns for ``q`` sequences, fastest first."""
-        found = []
-        for _, index in column_pool.best[q]:
-            column = column_pool.column(index)
-            shape: PipelineTemplate | None = column.shape
-            m = q // column.shape.micro_batch_size
-            if self.space.recompute is None and not self.exact:
-                shape = best_recompute(self.tables, column.shape, schedule, m, pipelines)
-            if shape is not None:
-                found.append((self.scorer.pipeline_seconds(shape, m, schedule) + column.after, shape, m))
-        return sorted(found, key=lambda row: row[0])

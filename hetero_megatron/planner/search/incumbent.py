@@ -131,10 +131,6 @@ class Incumbent:
         """The best templates and the seeds, fastest first."""
         return sorted([*self.rows, *(row for row in self.seeds if row not in self.rows)], key=lambda row: row[:2])
 
-    def best_by_pipelines(self) -> list[PlanTemplate]:
-        """The best template of each number of pipelines."""
-        return list({row[2].pipelines: row[2] for row in reversed(self.rows)}.values())
-
 
 def _canonical(template: PlanTemplate) -> PlanTemplate:
     """The template in canonical form: schedules only differ with several micro-batches and stages, placement orders

@@ -62,10 +62,6 @@ class PipelineFamily:
     replicas: int
     step: int  # place of tau in the grid
 
-    def most(self, limit: float) -> int:
-        """Sequences that one pipeline computes within ``limit`` seconds."""
-        return max(0, math.floor(limit / self.tau - self.stages + 1 + 1e-9)) * self.size
-
     def seconds(self, micro_batches: float) -> float:
         return (micro_batches + self.stages - 1) * self.tau
 
@@ -240,12 +236,12 @@ class LayersProgram:
             inner[mask], whole[mask] = a, b
         return inner, whole, matrices
 
-    def families(self, nominal: float, most: int = GRID) -> Iterator[PipelineFamily]:
-        """Per set of groups the fastest family for ``nominal`` micro-batches; ``most``: number of taus considered."""
+    def families(self, nominal: float) -> Iterator[PipelineFamily]:
+        """Per set of groups the fastest family for ``nominal`` micro-batches."""
         least = self.least_tau()
         if not math.isfinite(least):
             return
-        steps = grid(least)[:most]
+        steps = grid(least)
         taus = tau_of(np.array(steps))
         # By mask, smaller ones first: (seconds, tau, stages, grid position).
         best = dict.fromkeys(self.masks(), (math.inf, math.inf, 0, 0))

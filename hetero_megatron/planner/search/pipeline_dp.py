@@ -6,18 +6,16 @@ each set of chip groups. Programs whose lower bound is far above the best so far
 2. *Islands* (:mod:`islands_dp`): the groups are divided into islands that run equal pipelines of their own side by
 side.
 
-3. *Mixed columns* (:mod:`beam`): different pipelines that share a group.
-
-4. The best few become templates (exact layers, recompute, batch shares), which the incumbent scores.
+3. The best few become templates (exact layers, recompute, batch shares), which the incumbent scores.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.beam import mixed_columns
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.islands_dp import divide_into_islands
 from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily, ProgramInputs
@@ -40,8 +38,8 @@ class PipelineDP:
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         programs = Programs(ProgramInputs(problem, incumbent.scorer, self.counts), incumbent.should_stop)
-        for outlines, schedule in programs.proposals():
-            for template in incumbent.builder.templates(outlines, schedule):
+        for outlines in programs.proposals():
+            for template in incumbent.builder.templates(outlines, "1f1b"):
                 if incumbent.should_stop():
                     return False
                 incumbent.offer(template)
@@ -84,15 +82,15 @@ class Programs:
         self.programs: dict[tuple[tuple[int, ...], int, int], LayersProgram] = {}
         self._traced: dict[PipelineFamily, tuple[StageTemplate, ...]] = {}
 
-    def proposals(self) -> Iterator[tuple[list[PipelineOutline], str]]:
-        """(pipelines side by side, schedule), most promising first, without duplicates."""
+    def proposals(self) -> Iterator[list[PipelineOutline]]:
+        """Pipelines side by side, most promising first, without duplicates: islands, then equal pipelines."""
         self.families = self._families()
         seen: set[object] = set()
-        for outlines, schedule, again in self._combinations():
+        for outlines in itertools.chain(self._islands(), self._equal_pipelines()):
             key = frozenset((r.stages, r.size, r.copies) for r in outlines)
-            if again or key not in seen:
+            if key not in seen:
                 seen.add(key)
-                yield outlines, schedule
+                yield outlines
 
     def least_seconds(self) -> float:
         """Lower bound (s) on a step with equal pipelines on these chips."""
@@ -151,20 +149,13 @@ class Programs:
         found.sort(key=lambda row: (row[0], row[1].stages, row[1].budget))
         return [family for _, family in found]
 
-    def _combinations(self) -> Iterator[tuple[list[PipelineOutline], str, bool]]:
-        """(pipelines, schedule, whether to propose it even if these pipelines were proposed before)."""
-        for i, outlines in enumerate(self._islands()):
-            yield outlines, "1f1b", False
-            if i < 2 and "gpipe" in self.inputs.space.schedules:
-                yield outlines, "gpipe", True
+    def _equal_pipelines(self) -> Iterator[list[PipelineOutline]]:
+        """The best families over all groups, and a few over each other set of groups."""
         per_mask: dict[int, int] = {}
         for family in self.families:
             if per_mask.get(family.mask, 0) < (10 if family.mask == self.everything else 2):
                 per_mask[family.mask] = per_mask.get(family.mask, 0) + 1
-                yield [self._outline(family)], "1f1b", False
-        for columns in mixed_columns(self.inputs, self.families, self.programs):
-            outlines = [PipelineOutline(program.trace(f), f.size, copies) for f, program, copies in columns]
-            yield outlines, "1f1b", False
+                yield [self._outline(family)]
 
     def _outline(self, family: PipelineFamily) -> PipelineOutline:
         if family not in self._traced:

@@ -129,7 +129,8 @@ def pipeline_times(
     seconds, memory, limits = priced.costs, prediction.memory, prediction.limits
     stages = []
     for s, stage in enumerate(pipeline.stages):
-        host, weight = seconds.host[s], seconds.weight[s]
+        host, weight, more = seconds.host[s], seconds.weight[s], seconds.split[s]
+        whole = seconds.backward[s] + host.get("RECV_B", 0.0) + host.get("SEND_B", 0.0)
         rows = micro_batch_bytes(stage, costs.model, costs.item)
         kept, waiting = (max(row[i] for row in rows.values()) for i in (0, 1))
         room = min(limits[rank] - memory[rank].lasting - row[2] for rank, row in rows.items())
@@ -137,8 +138,7 @@ def pipeline_times(
             return None
         stages.append(StageTimes(
             forward_seconds=seconds.forward[s] + host.get("RECV_F", 0.0) + host.get("SEND_F", 0.0),
-            input_gradient_seconds=seconds.backward[s] - weight + host.get("RECV_B", 0.0) + host.get("SEND_B", 0.0),
-            weight_gradient_seconds=weight,
+            input_gradient_seconds=whole - weight + more, weight_gradient_seconds=weight, split_seconds=more,
             activation_bytes=kept, deferred_bytes=waiting, memory_bytes=room,
         ))  # fmt: skip
     links = zip(seconds.link, seconds.link_back, seconds.latency)

@@ -37,6 +37,7 @@ CHIP = (
 )  # fmt: skip
 LINK = ("alpha", "beta", "message_seconds")
 ROWS = ("layers", "embed", "head", "optimizer")  # measured tables, scaled as a whole
+PARTS = {"layers": "split_layers", "head": "split_head"}  # parts of these, scaled with them
 LEAST = {"gemm_half": 100.0, "score_seconds": 1e-13, "beta": 1e-12}  # what factor 1 means for a rate of zero
 LEAST_SECONDS = 1e-5
 LONGEST = 1e9  # seconds; longer steps are rejected as input errors
@@ -334,8 +335,9 @@ def _apply(start: Rates, knobs: Sequence[_Knob], theta: Sequence[float] | np.nda
         if knob.link is not None:
             links.setdefault(knob.link, {})[knob.rate] = factor
         elif knob.rate in ROWS:
-            rows = getattr(start.chips[knob.chip], knob.rate)
-            chips.setdefault(knob.chip, {})[knob.rate] = scaled_rows(knob.rate, rows, factor)
+            for table in (knob.rate, *([PARTS[knob.rate]] if knob.rate in PARTS else ())):
+                rows = getattr(start.chips[knob.chip], table)
+                chips.setdefault(knob.chip, {})[table] = scaled_rows(table, rows, factor)
         else:
             chips.setdefault(knob.chip, {})[knob.rate] = _first(start, knob) * factor
     new_chips: dict[str, ChipRates] = {

@@ -16,7 +16,7 @@ from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec import Share, shares
-from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
 
 Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
 
@@ -109,8 +109,8 @@ class StageCosts:
             link.append(there.seconds)
             back.append(home.seconds)
             latency.append(max(there.latency, home.latency))
-        forward, backward, weight = zip(*(map(sum, zip(*row)) for row in chunks))
-        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host, weight=weight)
+        forward, backward, weight, more = zip(*(map(sum, zip(*row)) for row in chunks))
+        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host, weight=weight, split=more)
         if pipeline.chunks > 1:
             costs = replace(costs, chunks=chunks)
         return PipelineCosts(costs, tuple(parts))
@@ -127,9 +127,10 @@ class StageCosts:
     def _slowest(self, stage: Stage) -> UnitSeconds:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
         found = [self._rank_seconds(stage, unit, t) for unit in stage.units for t in range(unit.tp)]
-        rows = [(*u.layer, *u.embed, *u.head, u.action, u.layer_weight, u.head_weight) for u in found]
-        worst = [max(column) for column in zip(*rows)]
-        return UnitSeconds((worst[0], worst[1]), (worst[2], worst[3]), (worst[4], worst[5]), *worst[6:])
+        pairs = zip(*((u.layer, u.embed, u.head, u.layer_split, u.head_split) for u in found))
+        layer, embed, head, *split = [(max(a for a, _ in pair), max(b for _, b in pair)) for pair in pairs]
+        action, weight_action = max(u.action for u in found), max(u.weight_action for u in found)
+        return UnitSeconds(layer, embed, head, action, split[0], split[1], weight_action)
 
     def computing(self, stage: Stage, unit: Unit, t: int) -> float:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
@@ -188,7 +189,7 @@ def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
         again -= full
         head = stage.head and c == last
         seconds = part.total(b - a, full, stage.embed and c == 0, head)
-        found.append(ChunkSeconds(*seconds, part.weight(b - a, head)))
+        found.append(ChunkSeconds(*seconds, *part.split(b - a, head)))
     return found
 
 
@@ -215,5 +216,5 @@ def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
         return heads
     matrices = layer_matmul_flops(spec) * model.seq_length
     core = layer_attention_flops(spec, mean_attention_pairs(spec, model.seq_length))
-    ffn = (3 if spec.gated else 2) * 2 * spec.hidden_size * spec.ffn_hidden_size * model.seq_length
+    ffn = (3 if spec.gated else 2) * 2 * spec.hidden_size * mlp_columns(spec) * model.seq_length
     return (columns * ffn + heads * (matrices - ffn + core)) / (matrices + core)

@@ -19,6 +19,7 @@ from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.memory import MemoryBytes, state_bytes
+from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.cost.rates import source_of
 from hetero_megatron.planner.simulate.grad_sync import BucketSpan, GradSync
@@ -50,6 +51,8 @@ class Prediction:
             ``optimizer``, ``parameters``.
         busy: by rank, seconds of its stage's forwards and backwards, including TP exchanges.
         assumed: chips whose rates come from data sheets and default efficiencies, with the source of the sheet.
+        unsplit: other chips of a plan that splits backwards whose rates do not say what B_INPUT and W take: W is
+            counted by FLOPs, and splitting costs nothing.
     """
 
     plan: Plan
@@ -67,6 +70,7 @@ class Prediction:
     busy: Mapping[int, float]
     chips: Mapping[int, str]
     assumed: Mapping[str, str]
+    unsplit: tuple[str, ...] = ()
 
     @property
     def pipeline_seconds(self) -> tuple[float, ...]:
@@ -250,6 +254,11 @@ class _Step:
                 for c in sorted(set(self.chips.values()))
                 if not costs.chip_rates(c).calibrated
             },
+            unsplit=tuple(
+                c
+                for c in sorted(set(self.chips.values()) if splits_backward(self.plan) else ())
+                if costs.chip_rates(c).calibrated and not costs.operators(c).split_measured
+            ),
         )
 
     def _last_backwards(

@@ -2,7 +2,8 @@
 
 Let ``D`` be the seconds by which a step moves if every rate moves by one standard deviation, in the same direction:
 
-- pipelines: each by the spread of its busiest stage's chip, of which computing varies as ``layers`` do, and exchanges
+- pipelines: each by the spread of its busiest stage's chip, of which computing varies as ``layers`` do (or ``split``,
+  where backwards are split and that is more), and exchanges
   inside TP groups as ``waiting`` or the links do, whichever is more; the pipeline that then ends last counts;
 - gradients and parameters, as far as they are exposed: as ``exchange`` or the links do, whichever is more;
 - the update: as ``optimizer`` does; always of the worst of the plan's chips and links.
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from math import hypot
 
 from hetero_megatron.plan import Stage
+from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.planner.cost.rates import Rates
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.schedule import Timeline
@@ -64,7 +66,8 @@ def _stage_spread(stage: Stage, micro_batches: int, busy: float, stages: StageCo
     seconds = max(stages.computing(stage, unit, t) for unit in stage.units for t in range(unit.tp))
     computing = min(1.0, micro_batches * seconds / busy) if busy else 1.0
     waiting = max(links, _worst(rates, chips, "waiting"))
-    return computing * _worst(rates, chips, "layers") + (1 - computing) * waiting
+    layers = max(_worst(rates, chips, family) for family in ("layers", "split")[: 1 + splits_backward(stages.plan)])
+    return computing * layers + (1 - computing) * waiting
 
 
 def _worst(rates: Rates, chips: set[str], family: str) -> float:

@@ -19,10 +19,11 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.cost.layer_cost import SWAPS
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.calibration.measure import relative_spread, robust_fit
-from hetero_megatron.training.calibration.pipelines import Run, steady
+from hetero_megatron.training.calibration.pipelines import Run, half_split, steady
 from hetero_megatron.training.runtime import Runtime, StepStats
 
 TABLES = ("layers", "embed", "head")
+ByKey = dict[tuple[int, int], dict[str, tuple[float, float]]]  # (TP degree, micro-batch size), table -> seconds
 NOISE = 3  # standard deviations of an action by which a straggler is slower, at least
 
 
@@ -65,6 +66,7 @@ class StageTimes:
         ranks: of its TP group; parts: number of layers, embeddings and heads; alone: without other pipelines beside it.
         forward, backward: compute seconds of an action; spread: the larger of both, relative; waited: what a forward
             and a backward took besides, in exchanges with the TP group.
+        split: compute seconds of B_INPUT and W.
         saved: what a step's first backward takes less than others, in seconds per byte of weights.
         outside: seconds of a step outside of actions; owned: the elements that are updated then.
     """
@@ -77,6 +79,7 @@ class StageTimes:
     backward: float
     spread: float = 0.0
     waited: tuple[float, float] = (0.0, 0.0)
+    split: tuple[float, float] = (0.0, 0.0)
     saved: float = 0.0
     outside: float = 0.0
     owned: int = 0
@@ -101,47 +104,68 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
     if runtime is None or runtime.optimizer is None:
         return None
     train(runtime, run, run.warm_up)
+    runtime.compiled = CompiledPlan(half_split(run.plan), run.spec)  # the same stages under another schedule
     place, stage = runtime.place, runtime.stage
     later = len(run.plan.pipelines[place.pipeline].stages) - 1 - place.stage
-    seconds, waited = ({kind: list[float]() for kind in "FB"} for _ in range(2))
+    seconds, waited = ({kind: list[float]() for kind in ("F", "B", "B_INPUT", "W")} for _ in range(2))
     saved, outside = list[float](), list[float]()
     for _ in range(steps):
         before = clock.computed
         stats = train(runtime, run, run.plan.global_batch_size)
         outside.append(clock.computed - before - sum(t.computed for t in stats.actions))
-        for kind in "FB":
-            actions = [t for t in stats.actions if t.action.kind == kind]
-            found = steady(kind, [t.computed for t in actions], later)
-            seconds[kind] += found
-            waited[kind] += steady(kind, [t.end - t.start - t.computed for t in actions], later)
-        saved.append(median(found) - actions[0].computed)
+        backwards = [t for t in stats.actions if t.action.kind in ("B", "B_INPUT")]
+        forwards = [t for t in stats.actions if t.action.kind == "F"]
+        counted = [*steady("F", forwards, later), *steady("B", backwards, later)]
+        inner = {t.action.micro_batch for t in counted if t.action.kind == "B_INPUT"}
+        counted += [t for t in stats.actions if t.action.kind == "W" and t.action.micro_batch in inner]
+        for t in counted:
+            seconds[t.action.kind].append(t.computed)
+            waited[t.action.kind].append(t.end - t.start - t.computed)
+        whole = [t.computed for t in counted if t.action.kind == "B"]
+        saved.append(median(whole) - backwards[0].computed)
     parts = stage.num_layers, int(stage.embed), int(stage.head)
     held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
     return StageTimes(
         chip, stage.ranks, run.plan.pipelines[0].micro_batch_size, parts,
-        median(seconds["F"]), median(seconds["B"]), max(map(relative_spread, seconds.values())),
-        (median(waited["F"]), median(waited["B"])), median(saved) / held, median(outside),
+        median(seconds["F"]), median(seconds["B"]), max(relative_spread(seconds[kind]) for kind in "FB"),
+        (median(waited["F"]), median(waited["B"])), (median(seconds["B_INPUT"]), median(seconds["W"])),
+        median(saved) / held, median(outside),
         sum(m.numel() for _, _, m in runtime.optimizer.owned()), len(run.plan.pipelines) == 1,
     )  # fmt: skip
 
 
-def fit_stages(
-    seen: Sequence[StageTimes], fixed: float | None = None
-) -> tuple[float, dict[tuple[int, int], dict[str, tuple[float, float]]], float]:
+def fit_stages(seen: Sequence[StageTimes], fixed: float | None = None) -> tuple[float, ByKey, float]:
     """Costs of one chip type: (seconds of an action besides its layers, which may be known as ``fixed``; by (TP degree,
     micro-batch size): seconds (forward, backward) of each of ``TABLES``; the relative spread of stages around them)."""
+    known = None if fixed is None else (fixed, fixed)
+    (forward, backward), by_key, spread = _fit(seen, [(o.forward, o.backward) for o in seen], known)
+    return (forward + backward) / 2 if fixed is None else fixed, by_key, spread
+
+
+def fit_split(seen: Sequence[StageTimes]) -> tuple[float, ByKey, float]:
+    """The same of the parts of a backward, (B_INPUT, W); the first are the seconds of a W besides its layers. Stages of
+    an embedding alone have none."""
+    seen = [o for o in seen if o.parts[0] or o.parts[2]]
+    (_, fixed), by_key, spread = _fit(seen, [o.split for o in seen], None)
+    return fixed, by_key, spread
+
+
+def _fit(
+    seen: Sequence[StageTimes], pairs: Sequence[tuple[float, float]], fixed: tuple[float, float] | None
+) -> tuple[tuple[float, float], ByKey, float]:
+    """(fixed seconds of each of two kinds of actions, their seconds by key, spread); ``pairs``: seconds of both."""
     keys = sorted({o.key for o in seen})
     rows, seconds = [], []
-    for o in seen:
-        for way, took in enumerate((o.forward, o.backward)):
+    for o, both in zip(seen, pairs, strict=True):
+        for way, took in enumerate(both):
             row, at = [0.0] * (2 + 6 * len(keys)), 2 + 6 * keys.index(o.key) + way
             row[way], row[at : at + 5 : 2] = float(fixed is None), map(float, o.parts)
             rows.append(row)
-            seconds.append(max(took - (fixed or 0.0), 0.0))
-    (forward, backward, *values), spread = robust_fit(rows, seconds)
-    pairs = list(zip(values[::2], values[1::2], strict=True))
-    by_key = {key: dict(zip(TABLES, pairs[3 * i :])) for i, key in enumerate(keys)}
-    return (forward + backward) / 2 if fixed is None else fixed, by_key, spread
+            seconds.append(max(took - (fixed[way] if fixed else 0.0), 0.0))
+    (first, second, *values), spread = robust_fit(rows, seconds)
+    found = list(zip(values[::2], values[1::2], strict=True))
+    by_key = {key: dict(zip(TABLES, found[3 * i :])) for i, key in enumerate(keys)}
+    return fixed or (first, second), by_key, spread
 
 
 def stragglers(seen: Sequence[StageTimes], tolerance: float) -> dict[tuple[int, ...], float]:

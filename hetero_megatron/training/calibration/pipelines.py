@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeVar
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; many on the fastest chip type, on others as many as take about as long
-MICRO_BATCHES = 7  # of a pipeline, at least; one less of larger ones, which take longer
+MICRO_BATCHES = 8  # of a pipeline, at least; one less of larger ones, which take longer
 MEASURED_GROUPS = 2  # TP groups per chip type that are in pipelines
 Group = tuple[int, ...]  # ranks
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Runs:
     def _run(self, pipelines: Sequence[Sequence[Group]], layers: Sequence[int], count: int | None = None) -> Run:
         """Pipelines with these ``layers`` in their stages and ``count`` micro-batches (None: more than fill them)."""
         size = self.micro_batch_size
-        count = count or max(MICRO_BATCHES - (size > 1), len(layers) + 1)
+        count = count or max(MICRO_BATCHES - (size > 1), len(layers) + 3)
         spans = [[end - n, end] if n else [] for n, end in zip(layers, accumulate(layers), strict=True)]
         stages = [[{"ranks": [*g], "tp": self.tp, "layers": s} for g, s in zip(p, spans)] for p in pipelines]
         data = {
@@ -76,6 +79,22 @@ class Runs:
         chips = [[f"{self.cluster.ranks[g[0]].chip} x{n}" for g, n in zip(p, layers, strict=True)] for p in pipelines]
         title = f"tp {self.tp}, micro-batch {size}: " + " | ".join(dict.fromkeys(map(", ".join, chips)))
         return Run(plan_from_dict(data, small, self.cluster), small, title, size * len(layers) * len(pipelines))
+
+
+def half_split(plan: Plan) -> Plan:
+    """A plan under 1F1B with every second backward split, its W put off past the next backward: so one step shows what
+    B, B_INPUT and W take beside each other."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages, count = len(pipeline.stages), pipeline.num_micro_batches
+        warm_up = [min(stages - s - 1, count) for s in range(stages)]
+        backwards = [("B", "I")[m % 2] + "W" * (m > 0 and m % 2 == 0) for m in range(count)]
+        backwards[-1] += "W" * (count % 2 == 0)
+        orders = (
+            "F" * n + "".join("F" * (m < count - n) + done for m, done in enumerate(backwards)) for n in warm_up
+        )
+        pipelines.append(replace(pipeline, orders=tuple(orders)))
+    return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines))
 
 
 def degrees(cluster: Cluster, spec: ModelSpec) -> tuple[int, ...]:
@@ -91,7 +110,7 @@ def depths(cluster: Cluster, seconds: Mapping[str, float]) -> dict[str, int]:
     return {rank.chip: found.get(rank.chip, MANY) for rank in cluster.ranks}
 
 
-def steady(kind: str, seconds: Sequence[float], later: int) -> list[float]:
+def steady(kind: str, seconds: Sequence[T], later: int) -> list[T]:
     """Of a stage's forwards or backwards (``kind`` F or B) in a step of 1F1B, in order, those during which every stage
     has something to do, without the first one; ``later``: how many stages follow. Stages that share memory or a core's
     caches take longer then, as in a step."""

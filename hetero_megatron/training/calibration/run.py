@@ -15,7 +15,7 @@ from hetero_megatron.planner.cost.rates import LinkRates, Rates, link_document, 
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.exchange import Phase, fit_phases, observe_exchange
-from hetero_megatron.training.calibration.layers import Job, StageTimes, fit_stages, observe, stragglers
+from hetero_megatron.training.calibration.layers import Job, StageTimes, fit_split, fit_stages, observe, stragglers
 from hetero_megatron.training.calibration.links import LinkKind, measure_links
 from hetero_megatron.training.calibration.measure import LEAST, robust_fit
 from hetero_megatron.training.calibration.operators import Tables, measure_operators
@@ -130,7 +130,9 @@ def _stage_rates(
     rates, spread = dict[str, Any](), dict[str, float]()
     rates["action_seconds"], by_key, residuals = fit_stages(seen, fixed)
     spread["layers"] = max(residuals, median(o.spread for o in seen))
+    rates["split_seconds"], split, spread["split"] = fit_split(seen)
     for (tp, rows), parts in by_key.items():
+        parts |= {f"split_{table}": split[tp, rows][table] for table in ("layers", "head")}
         if swapped := [o for o in seen if o.swaps and o.key == (tp, rows)]:
             links = median(network.tp_exchange(o.ranks, rows * size)[0] for o in swapped)
             counts = [[float(o.swaps)] for o in swapped]

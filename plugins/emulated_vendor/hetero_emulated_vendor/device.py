@@ -181,3 +181,10 @@ def findings() -> list[str]:
     """Races found where nothing could be raised (memory that was released too early), which the next call on the
     device would raise; they are forgotten."""
     return list(extension.findings())
+
+
+def host_waits() -> dict[str, int]:
+    """How often the host of this process was held up so far until the device had done what was queued, by what held it
+    up: an operator that tells the host a value or needs one for a shape, a copy that is not asynchronous or not of
+    pinned memory, a synchronisation."""
+    return dict(extension.host_waits())

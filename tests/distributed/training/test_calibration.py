@@ -20,7 +20,7 @@ from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.cluster.neighbours import link_pairs, tp_groups
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
-from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
+from hetero_megatron.emulation.clock import EmulatedClock, NominalChip, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.cost.rates import load_rates
@@ -28,7 +28,7 @@ from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.calibration import CalibrationOptions, Job, calibrate, links
-from hetero_megatron.training.calibration.layers import StageTimes, fit_stages, observe, stragglers
+from hetero_megatron.training.calibration.layers import StageTimes, fit_split, fit_stages, observe, stragglers
 from hetero_megatron.training.calibration.measure import relative_spread, repeated, robust_fit
 from hetero_megatron.training.calibration.pipelines import MICRO_BATCHES, Run, Runs, degrees, depths, steady
 from hetero_megatron.training.config import OptimizerConfig
@@ -177,6 +177,19 @@ def test_costs_are_recovered(seed: int) -> None:
             for way in (0, 1):
                 layer = truth[size]["layers"][way]
                 assert action + 3 * noisy[1, size]["layers"][way] == pytest.approx(fixed[0] + 3 * layer, rel=0.05)
+
+
+def test_parts_of_a_backward_are_recovered() -> None:
+    parts = {"layers": (1.2, 0.9), "embed": (0.1, 0.0), "head": (0.6, 0.5)}
+
+    def took(place: tuple[int, int, int]) -> tuple[float, float]:
+        first, second = (0.1 + sum(n * parts[t][i] for n, t in zip(place, parts)) for i in (0, 1))
+        return first, second
+
+    fixed, found, spread = fit_split([seen_at(place, split=took(place)) for place in PLACES])
+    assert fixed == pytest.approx(0.1, rel=1e-4) and spread < 1e-5
+    for part, seconds in found[1, 1].items():
+        assert seconds == pytest.approx(parts[part], abs=1e-4)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -342,6 +355,11 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
     big, small = (rates["chips"][chip]["fp32"] for chip in ("big", "small"))
     (layer,), (twice,) = big["layers"], small["layers"]
     assert twice[4:] == pytest.approx([2 * s for s in layer[4:]], rel=0.02)
+    for table, whole in (("split_layers", layer[5]), ("split_head", big["head"][0][5])):
+        (parts,), (longer,) = big[table], small[table]
+        assert longer[4:] == pytest.approx([2 * s for s in parts[4:]], rel=0.02)
+        assert sum(parts[4:]) == pytest.approx(whole, rel=1e-3)  # a split costs one more segment
+    assert big["split_seconds"] == pytest.approx(NominalChip().segment_seconds / 4, rel=1e-3)
     for name in ("pack_beta", "add_beta", "unpack_beta"):
         assert small[name] == pytest.approx(2 * big[name], rel=0.1)
     for table in ("optimizer", "attention"):

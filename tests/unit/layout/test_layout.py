@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from hetero_megatron.layout import Box, Layout, assign_owners, cut, largest_remainder, reduction, refine, transfer
+from hetero_megatron.layout import (
+    Box,
+    Layout,
+    assign_owners,
+    cut,
+    cut_in_tiles,
+    largest_remainder,
+    reduction,
+    refine,
+    transfer,
+)
 
 CASES = 400  # per law; four laws
 
@@ -146,3 +157,22 @@ def test_cut_and_remainder(seed: int) -> None:
     shares = largest_remainder(units, weights)
     assert sum(shares) == units
     assert all(abs(s - Fraction(units * w, sum(weights))) < 1 for s, w in zip(shares, weights, strict=True))
+
+
+@pytest.mark.parametrize("units", [14336, 128256, 32000, 50257, 11008, 8192])
+@pytest.mark.parametrize("weights", [(3, 2), (1, 2), (5, 3, 2), (7, 1), (1, 1, 1), (4, 3, 3, 2)])
+def test_large_axes_are_cut_where_matrix_products_are_fast(units: int, weights: tuple[int, ...]) -> None:
+    """Inner bounds are multiples of 128, or of 64 where that would be too unfair; shares stay fair; nothing is lost."""
+    found = cut_in_tiles(units, weights)
+    assert found[0][0] == 0 and found[-1][1] == units
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
+    assert all(a % 64 == 0 for a, _ in found)
+    for (a, b), weight in zip(found, weights, strict=True):
+        exact = units * weight / sum(weights)
+        assert abs(b - a - exact) <= exact / 32 + 1e-9
+
+
+def test_equal_shares_stay_equal_and_small_axes_are_cut_anywhere() -> None:
+    assert [b - a for a, b in cut_in_tiles(128256, (1,) * 8)] == [16032] * 8  # multiples of 8
+    assert cut_in_tiles(61, (3, 1)) == cut(61, (3, 1))
+    assert cut_in_tiles(48, (1, 1, 0)) == cut(48, (1, 1, 0))

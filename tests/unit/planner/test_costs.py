@@ -22,6 +22,7 @@ from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.rates import as_document, load_rates, model_fingerprint, share_of_peak
+from hetero_megatron.planner.report.prediction import format_prediction
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import computing_seconds, predict
 from hetero_megatron.spec import load_model
@@ -68,7 +69,7 @@ def test_the_planner_and_the_operators_count_the_same_work(name: str, length: in
     assert sum(gemm(*shape).flops for shape in products) == length * layer_matmul_flops(model)
     attention = [meta(1, length, n, wide) for n in (heads, model.num_kv_heads, model.num_kv_heads)]
     pairs = layer_attention_flops(model, visible_pairs(length))
-    cost = SPECS["attention"].forward_cost(*attention, None, None, 0, 0)
+    cost = SPECS["attention"].forward_cost(*attention, None, None, None, 0, 0, None)
     assert cost.flops == pytest.approx(pairs, rel=1.01 / length), "the operator counts half of the diagonal"
     back = SPECS["attention"].backward_flops
     assert (back, SPECS["gemm"].backward_flops) == (ATTENTION_BACKWARD, 2)
@@ -139,6 +140,27 @@ def test_correction_between_measured_rows() -> None:
     assert operators.layer(1.0, 1, SEQ) == (1.0, 2.0) and operators.layer(1.0, 4, SEQ) == (3.0, 6.0)
     between = operators.layer(1.0, 2, SEQ)[0]
     assert 1.0 < between < 3.0
+
+
+def test_measured_parts_of_a_backward_win_and_scale() -> None:
+    """In stage costs, at sizes that were not measured, and in a prediction, which says where they are missing."""
+    mark = model_fingerprint(MODEL)
+    split = {"split_layers": [[mark, 1, 1, SEQ, 1.5, 0.75]], "split_head": [[mark, 1, 1, SEQ, 0.5, 0.25]]}
+    head = [[mark, 1, 1, SEQ, 0.25, 0.5]]
+    measured, plain = cluster(head=head, split_seconds=0.125, **split), cluster(head=head)
+    spelled = plan_from_dict(plan((4, stages(5, 6)), schedule="zero-bubble"), MODEL)
+    found, before = (predict(spelled, MODEL, where, "fp32") for where in (measured, plain))
+    for s, (layers, last) in enumerate(((5, 0), (6, 1))):
+        took = {t.action.kind: t.end - t.start for t in found.timelines[0].stages[s]}
+        assert took["B_INPUT"] == pytest.approx(1.5 * layers + 0.5 * last)
+        assert took["W"] == pytest.approx(0.75 * layers + 0.25 * last + 0.125)
+        was = {t.action.kind: t.end - t.start for t in before.timelines[0].stages[s]}
+        assert was["B_INPUT"] + was["W"] == pytest.approx(2.0 * layers + 0.5 * last) and was["W"] > 0.4 * layers
+    assert found.unsplit == () and before.unsplit == ("c0",)
+    assert "share of a backward's FLOPs" in format_prediction(before) and "FLOPs" not in format_prediction(found)
+    assert predict(replace(spelled, schedule="1f1b"), MODEL, plain, "fp32").unsplit == ()
+    operators = CostModel(MODEL, measured, SEQ, "fp32").operators("c0")
+    assert operators.split_layer(1.0, 2, SEQ) == pytest.approx((3.0, 1.5), rel=1e-3)
 
 
 def test_measured_products_and_attention() -> None:

@@ -23,21 +23,9 @@ from hetero_megatron.plan import Plan, plan_from_dict, to_dict
 from hetero_megatron.plan.export import export
 from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.planner.cost.rates import load_rates
-from hetero_megatron.planner.estimate.template_score import make_scorer
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.search.incumbent import Incumbent
-from hetero_megatron.planner.search.tp_moves import TPMoves, compositions
-from hetero_megatron.planner.template.plan_template import (
-    PipelineReplicas,
-    PipelineTemplate,
-    PlanTemplate,
-    StageTemplate,
-)
-from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.spec import load_model
 from tests.support.paths import ROOT
-from tests.support.planner_cases import MODEL, SEQ, cluster
+from tests.support.planner_cases import MODEL, SEQ
 
 PAPERS = sorted((ROOT / "examples" / "clusters" / "papers").glob("*.yaml"))
 LISTS = [f"recompute_{k}_per_stage_micro_batch" for k in ("granularity", "method", "num_layers")]
@@ -205,40 +193,6 @@ def test_sailors_clusters_are_planned_at_least_as_well_as_published() -> None:
         pytest.skip(done.stdout.strip())
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| \d+ \+ \d+ \|", line)]
     assert len(rows) == 3 and all(float(row[6]) >= float(row[5]) for row in rows)
-
-
-@given(st.integers(1, 12))
-def test_compositions(total: int) -> None:
-    found = compositions(total, (1, 2, 4))
-    assert len(set(found)) == len(found) and all(sum(way) == total for way in found)
-    if total <= 6:
-        assert len(found) == [1, 1, 2, 3, 6, 10, 18][total]
-    else:
-        assert {tuple(sorted(w)) for w in found} == {
-            (1,) * a + (2,) * b + (4,) * c
-            for a in range(total + 1) for b in range(total) for c in range(total) if a + 2 * b + 4 * c == total
-        }  # fmt: skip
-
-
-def test_regroup_finds_another_degree() -> None:
-    """Stages of one chip each where TP 2 is free: half as many stages fill in half the time."""
-    given = cluster(nodes=1, per_node=4)
-    space = SearchSpace((1,), "none", inner_dp=False, schedules=("1f1b",))
-    problem = PlanningProblem(MODEL, given, SEQ, 2, SearchOptions("fp32", space=space, regroup=50))
-    scorer = make_scorer(problem)
-    shape = PipelineTemplate(1, tuple(StageTemplate(0, 1, 1, n) for n in (3, 3, 3, 2)))
-    start = PlanTemplate((PipelineReplicas(shape, 1, 2),))
-    before = scorer.score(start)
-    assert before is not None
-    incumbent = Incumbent(problem, scorer)
-    incumbent.take(start, before.step_seconds)
-    assert TPMoves().propose(problem, incumbent)
-    seconds, _, best = incumbent.rows[0]
-    assert seconds < before.step_seconds
-    assert best.usage(1) == (4,) and max(s.tp for s in best.parts[0].shape.stages) > 1
-    late = Incumbent(problem, scorer, TimeBudget(0.0))
-    late.take(start, before.step_seconds)
-    assert not TPMoves().propose(problem, late)
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)

@@ -24,7 +24,6 @@ from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, summarize
 from hetero_megatron.planner.report.text import summary_json
-from hetero_megatron.planner.search.batch_partition import allocate
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import judge
 from hetero_megatron.planner.template.plan_template import (
@@ -81,23 +80,6 @@ def test_layers_are_split_exactly(stages: int, m: int, seed: int) -> None:
     if listed is not None and found is not None:
         assert sum(found[1]) == layers
         assert found[0] <= listed[0] * (1 + 2e-4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3), st.integers(3, 12), st.integers(0, 2**32 - 1))
-def test_batch_is_divided_exactly(pipelines: int, batch: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    tables = [np.where(rng.random(batch + 1) < 0.3, np.inf, rng.random(batch + 1)) for _ in range(pipelines)]
-    best = math.inf
-    for shares in np.ndindex(*(batch + 1 for _ in tables)):
-        if sum(shares) == batch and min(shares) > 0:
-            best = min(best, max(float(t[q]) for t, q in zip(tables, shares)))
-    found = allocate(tables, batch)
-    assert (found is None) == math.isinf(best)
-    if found is not None:
-        assert found[0] == best
-        assert sum(found[1]) == batch
-        assert max(float(t[q]) for t, q in zip(tables, found[1])) == best
 
 
 def _search(case: Case, **options: object) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from hetero_megatron.schedule import (
     validate,
     with_synchronisation,
 )
-from hetero_megatron.schedule.adaptive import EFFORT, adaptive, one_f_one_b_orders, search_adaptive
+from hetero_megatron.schedule.adaptive import EFFORT, AdaptiveResult, adaptive, one_f_one_b_orders, search_adaptive
 from hetero_megatron.schedule.list_scheduling import ListRule, list_schedule
 from hetero_megatron.schedule.pipeline_times import (
     LinkTimes,
@@ -55,6 +55,9 @@ def drawn(seed: int, most_stages: int = 6, most_micro_batches: int = 12) -> tupl
     times = random_times(draw, draw.randint(1, most_stages), by_count=draw.random() < 0.5)
     if draw.random() < 0.2:
         times = replace(times, stages=tuple(replace(s, memory_bytes=math.inf) for s in times.stages))
+    if draw.random() < 0.3:
+        costs = (replace(s, split_seconds=draw.randint(-10, 60)) for s in times.stages)
+        times = replace(times, stages=tuple(costs))
     if draw.random() < 0.4:  # links that are slower than the stages, so that transfers queue up
         links = (
             replace(k, forward_seconds=5 * k.forward_seconds, backward_seconds=5 * k.backward_seconds)
@@ -199,6 +202,19 @@ def test_splitting_needs_memory() -> None:
     assert "I" not in found(100.0) and "I" in found(0.0)
 
 
+def test_splitting_takes_seconds() -> None:
+    """Where B_INPUT and W together take much longer than B, backwards stay whole; where they take less, all are split;
+    and in between both kinds are faster than either alone."""
+
+    def found(split: float) -> AdaptiveResult:
+        stages = (StageTimes(10, 10 + split / 2, 10 + split / 2, split_seconds=split),) * 4
+        return search_adaptive(PipelineTimes(stages, (LinkTimes(1, 1),) * 3), 6)
+
+    letters = ["".join(orders_of(found(split).schedule)) for split in (12.0, 1.0, -1.0)]
+    assert "I" not in letters[0] and {"I", "B"} < set(letters[1]) and "I" in letters[2]
+    assert found(1.0).seconds < found(12.0).seconds
+
+
 def test_bounds_of_simple_pipelines_are_exact() -> None:
     even = PipelineTimes((StageTimes(1, 1, 1),) * 2, (LinkTimes(),))
     assert lower_bound_seconds(even, 1) == 5  # F F I I W
@@ -210,6 +226,7 @@ BAD = {
     "negative seconds": (lambda: StageTimes(-1, 1, 1), "forward_seconds"),
     "not a number": (lambda: StageTimes(1, math.nan, 1), "input_gradient_seconds"),
     "infinite": (lambda: LinkTimes(math.inf), "forward_seconds"),
+    "split": (lambda: StageTimes(1, 1, 1, split_seconds=3), "split_seconds"),
     "no memory": (lambda: StageMemory(activation_bytes=5, memory_bytes=4), "memory_bytes"),
     "no stage": (lambda: PipelineTimes((), ()), "stages"),
     "links": (lambda: PipelineTimes((StageTimes(1, 1, 1),), (LinkTimes(),)), "links"),

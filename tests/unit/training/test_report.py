@@ -14,10 +14,11 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main
+from hetero_megatron.planner.report.pictures import nice_ticks
 from hetero_megatron.training import metrics, record
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.run_page import measured_chart, read_run, run_page, summary
-from hetero_megatron.training.run_pictures import nice_ticks, plan_picture
+from hetero_megatron.training.run_pictures import plan_picture
 
 WORDS = "--plan examples/plans/demo.yaml --cluster examples/clusters/testbed.yaml --model tiny --mock-data --lr 1e-3"
 STEPS = 12
@@ -93,7 +94,8 @@ def test_the_page_says_what_happened(run_dir: Path) -> None:
     page.feed(text)
     assert page.open == [] and "http" not in text and text.count("<script>") == 1
     for words in (
-        "tiny in", "ranks 0-1, layers 0-3, tp 2", "2; 2 steps were run again", "rank 2 <slow-0> ended with SIGKILL",
+        "tiny in", "ranks 0-1, layers 0-3", "tp 2", "GiB", "2; 2 steps were run again",
+        "rank 2 <slow-0> ended with SIGKILL",
         "rank 3 (small) falls behind", "predicted: pipeline 0", "measured: step 3, 1 s", "validation", "done: 12 steps",
     ):  # fmt: skip
         assert words in page.text or words in text, words
@@ -200,4 +202,4 @@ def test_a_measured_step_is_whole(run_dir: Path) -> None:
     assert chart["labels"][0] == "rank 0, big" and len(chart["rows"]) == 4
     assert all(sum(s[2] for s in row) == pytest.approx(0.95) for row in chart["rows"])  # 0.05 s between F and B
     picture = plan_picture(run.last("start"))  # type: ignore[arg-type]
-    assert picture.count("<g>") == 3
+    assert picture.count("class='stage'") == 3

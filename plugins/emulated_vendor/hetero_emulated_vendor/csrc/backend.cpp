@@ -19,6 +19,7 @@ std::exception_ptr DeviceWork::exception() const { return end_.mark->done() ? en
 
 bool DeviceWork::wait(Milliseconds timeout) {
   if (timeout != kNoTimeout) {
+    count_wait("emuccl wait with a time-out");
     TORCH_CHECK(end_.mark->wait_for(timeout), "emuccl: no answer within ", timeout.count(), " ms");
   }
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
@@ -210,6 +211,7 @@ DeviceBackend::Work DeviceBackend::barrier(const c10d::BarrierOptions&) {
   Work work = start(
       c10d::OpType::BARRIER, "barrier", -1, {}, {}, [](c10d::Backend& inner) { inner.barrier()->wait(); });
   work->wait(kNoTimeout);
+  count_wait("emuccl barrier");
   synchronize_stream(current_stream(device_));  // a barrier holds up the host
   return work;
 }

@@ -22,7 +22,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     set_current_device(device);
     exchange_stream(c10::Stream(c10::Stream::UNSAFE, where, id));
   });
-  module.def("synchronize", &synchronize_device, Unlocked());
+  module.def(
+      "synchronize",
+      [](int device) {
+        count_wait("synchronize");
+        synchronize_device(device);
+      },
+      Unlocked());
+  module.def("host_waits", &host_waits);
   module.def("total_memory", &total_memory);
   module.def("memory", [](int device) {
     const auto stats = device_allocator()->getDeviceStats(static_cast<c10::DeviceIndex>(device));

@@ -120,6 +120,7 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   const Moment moment = begin_operator(stream.device, "copy to the device", {use_of(to, Kind::Write)});
   if (watched) use_host(from, Kind::Read, stream, name);
   kernel_view(to).copy_(from);
+  if (!non_blocking || !watched) count_wait("copy to the device");  // pageable memory: read before the host goes on
   if (!non_blocking) {
     synchronize_stream(stream);
   } else if (watched) {
@@ -139,6 +140,7 @@ void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
     keep_busy(to, values.expand(to.sizes()), true, moment, name);
   } else {
     to.copy_(kernel_view(from));
+    count_wait("copy to the host");
     synchronize_stream(stream);
   }
 }
@@ -155,8 +157,18 @@ void within_device(const at::Tensor& from, const at::Tensor& to) {
     after.block(current_stream(target));
     return;
   }
-  begin_operator(source, "aten::copy_", {use_of(from, Kind::Read), use_of(to, Kind::Write)});
-  kernel_view(to).copy_(kernel_view(from));
+  const std::vector<Use> uses{use_of(from, Kind::Read), use_of(to, Kind::Write)};
+  Stream& stream = current_stream(source);
+  const auto copy = [to = kernel_view(to), from = kernel_view(from), kept = std::pair(to.storage(), from.storage())] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    to.copy_(from);
+  };
+  if (!stream.idle()) {
+    queue_operator(stream, "aten::copy_", uses, copy);
+    return;
+  }
+  begin_operator(source, "aten::copy_", uses);
+  copy();
 }
 
 }  // namespace

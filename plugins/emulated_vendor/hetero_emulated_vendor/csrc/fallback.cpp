@@ -4,6 +4,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <set>
+
 #include "guard.h"
 #include "kernels.h"
 
@@ -135,7 +137,85 @@ void replace_results(Call& call, const std::string& name) {
   std::vector<Use> uses;
   for (const at::Tensor& tensor : fresh) uses.push_back(use_of(tensor, Kind::Write));
   if (!uses.empty()) begin_operator(call.device, name, uses);
-  if (tells_host) synchronize_stream(current_stream(call.device));
+  if (tells_host) {
+    count_wait(name);
+    synchronize_stream(current_stream(call.device));
+  }
+}
+
+// Whether other devices would hold up the host here: for a shape that depends on values, or for indices that the host
+// has, which are copied from pageable memory.
+bool holds_up_host(const Call& call) {
+  static const std::set<std::string> by_values{
+      "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+      "aten::unique_consecutive", "aten::bincount"};
+  const auto& arguments = call.schema.arguments();
+  if (by_values.count(call.schema.name()) != 0) return true;
+  bool found = false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = call.stack[call.first + i];
+    if (call.schema.name() == "aten::repeat_interleave" && arguments[i].name() == "output_size") {
+      found |= value.isNone();
+    }
+    if (arguments[i].name() != "indices" || !value.isOptionalTensorList()) continue;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      if (!tensor.has_value() || !tensor->defined() || tensor->dim() == 0) continue;
+      found |= !on_device(*tensor) || tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte;
+    }
+  }
+  return found;
+}
+
+// The arguments that an operator returns, if it returns nothing else and writes into memory that is there: then it can
+// run later, on its stream's thread.
+std::optional<std::vector<size_t>> returned_arguments(const Call& call) {
+  const auto& arguments = call.schema.arguments();
+  bool any = false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    bool all_here = true;
+    each_tensor(call.stack[call.first + i], [&](const at::Tensor& tensor) {
+      const bool number = tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      all_here &= !tensor.defined() || on_device(tensor) || number;
+      if (!writes(arguments[i])) return;
+      any = true;
+      all_here &= tensor.defined() && tensor.numel() != 0;  // what is empty may be resized
+    });
+    if (!all_here || call.stack[call.first + i].isGenerator()) return std::nullopt;
+  }
+  if (!any) return std::nullopt;
+  std::vector<size_t> places;
+  for (const c10::Argument& result : call.schema.returns()) {
+    if (!writes(result)) return std::nullopt;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (writes(arguments[i]) && arguments[i].alias_info()->beforeSets() == result.alias_info()->beforeSets()) {
+        places.push_back(i);
+      }
+    }
+  }
+  if (places.size() != call.schema.returns().size()) return std::nullopt;
+  return places;
+}
+
+void run_later(const c10::OperatorHandle& op, Call& call, Stream& stream, const std::vector<size_t>& returned) {
+  torch::jit::Stack results;
+  for (const size_t i : returned) results.push_back(call.value(i));
+  replace_arguments(call);
+  std::vector<c10::Storage> kept;  // not the tensors, whose end may need Python's lock
+  for (const at::Tensor& tensor : call.arguments) kept.push_back(tensor.storage());
+  std::vector<std::pair<at::Tensor, std::vector<int64_t>>> shapes;
+  for (const at::Tensor& tensor : call.written) shapes.emplace_back(call.views.view(tensor), tensor.sizes().vec());
+  torch::jit::Stack arguments(call.stack.begin() + static_cast<ptrdiff_t>(call.first), call.stack.end());
+  queue_operator(
+      stream, call.schema.name(), call.uses,
+      [op, arguments = std::move(arguments), kept = std::move(kept), shapes = std::move(shapes)]() mutable {
+        at::AutoDispatchBelowADInplaceOrView below;
+        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+        for (const auto& [view, sizes] : shapes) {
+          TORCH_CHECK(view.sizes() == at::IntArrayRef(sizes), op.schema().name(), " resized what it writes to");
+        }
+      });
+  call.stack.resize(call.first);
+  for (c10::IValue& result : results) call.stack.push_back(std::move(result));
 }
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -143,6 +223,11 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{schema, *stack, stack->size() - schema.arguments().size()};
   look(call);
   const c10::DeviceGuard guard(c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(call.device)));
+  if (holds_up_host(call)) count_wait(schema.name());
+  Stream& stream = current_stream(call.device);
+  if (!stream.idle()) {
+    if (const auto returned = returned_arguments(call)) return run_later(op, call, stream, *returned);
+  }
   replace_arguments(call);
   begin_operator(call.device, schema.name(), call.uses);
   {

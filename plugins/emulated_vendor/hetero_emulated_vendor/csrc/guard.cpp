@@ -65,8 +65,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronize_stream(found);
     return true;
   }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize_stream(stream_of(stream)); }
-  void synchronizeDevice(const c10::DeviceIndex index) const override { synchronize_device(index); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    count_wait("Stream.synchronize");
+    synchronize_stream(stream_of(stream));
+  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    count_wait("synchronize");
+    synchronize_device(index);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
     device_allocator()->recordStream(pointer, stream);
   }

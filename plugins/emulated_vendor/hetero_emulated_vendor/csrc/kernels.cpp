@@ -42,14 +42,28 @@ at::Tensor kernel_view(const at::Tensor& tensor) {
   return over(kernel_storage(tensor.storage()), tensor, c10::DispatchKey::CPU);
 }
 
-Moment begin_operator(int device, const std::string& name, const std::vector<Use>& uses) {
-  Stream& stream = current_stream(device);
-  stream.drain();
+namespace {
+
+std::vector<Use> of_memory(const std::vector<Use>& uses) {
   std::vector<Use> real;
   for (const Use& use : uses) {
     if (use.shadow != nullptr) real.push_back(use);
   }
-  return Checker::get().run(stream.actor, name, real);
+  return real;
+}
+
+}  // namespace
+
+Moment begin_operator(int device, const std::string& name, const std::vector<Use>& uses) {
+  Stream& stream = current_stream(device);
+  stream.drain();
+  return Checker::get().run(stream.actor, name, of_memory(uses));
+}
+
+void queue_operator(
+    Stream& stream, const std::string& name, const std::vector<Use>& uses, std::function<void()> kernel) {
+  Checker::get().run(stream.actor, name, of_memory(uses));
+  stream.enqueue(std::move(kernel));
 }
 
 at::Tensor Views::view(const at::Tensor& tensor) {

@@ -23,6 +23,11 @@ at::Tensor kernel_view(const at::Tensor& tensor);
 // Record an operator on the current stream of `device`, after what is queued there. Throws races.
 Moment begin_operator(int device, const std::string& name, const std::vector<Use>& uses);
 
+// Record an operator on `stream`, and run it there after what is queued, without holding up the host. `kernel` keeps
+// what it uses alive. Throws races.
+void queue_operator(
+    Stream& stream, const std::string& name, const std::vector<Use>& uses, std::function<void()> kernel);
+
 // One call of an operator: views for the kernel, and the way back.
 class Views {
  public:

@@ -90,6 +90,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   const c10::DeviceGuard guard(self.device());
   begin_operator(self.device().index(), "aten::_local_scalar_dense", {use_of(self, Kind::Read)});
   const at::Scalar value = at::_local_scalar_dense(kernel_view(self));
+  count_wait("aten::_local_scalar_dense");
   synchronize_stream(current_stream(self.device().index()));
   return value;
 }

@@ -134,6 +134,7 @@ bool Event::query() const {
 
 void Event::synchronize() const {
   if (!mark) return;
+  count_wait("Event.synchronize");
   mark->wait();
   Checker::get().host_wait(clock);
 }
@@ -202,6 +203,26 @@ Stream& new_stream(int device) {
     return *all.back();
   }
   return *all[1 + streams().next[device]++ % kPool];
+}
+
+namespace {
+
+std::mutex waits_mutex;
+std::map<std::string, int64_t>& waits() {
+  static auto* all = new std::map<std::string, int64_t>;
+  return *all;
+}
+
+}  // namespace
+
+void count_wait(const std::string& what) {
+  std::lock_guard<std::mutex> lock(waits_mutex);
+  ++waits()[what];
+}
+
+std::map<std::string, int64_t> host_waits() {
+  std::lock_guard<std::mutex> lock(waits_mutex);
+  return waits();
 }
 
 void synchronize_stream(Stream& stream) {

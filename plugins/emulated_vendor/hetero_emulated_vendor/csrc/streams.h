@@ -1,6 +1,7 @@
 // Streams and events. A stream is a queue in order with a worker thread, which runs what may take long: transfers
-// between processes and waits for other streams. Operators run at once on the thread that calls them, after what their
-// stream has queued; that they could also run later is what the checker stands for.
+// between processes and waits for other streams, and after these operators that only write into memory that is there.
+// Other operators run at once on the thread that calls them, after what their stream has queued; that they could also
+// run later is what the checker stands for.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -10,8 +11,10 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "checker.h"
 
@@ -82,5 +85,9 @@ c10::Stream exchange_stream(c10::Stream stream);
 Stream& new_stream(int device);
 void synchronize_stream(Stream& stream);
 void synchronize_device(int device);
+
+// How often the host was held up until the device had done what was queued, by what held it up.
+void count_wait(const std::string& what);
+std::map<std::string, int64_t> host_waits();
 
 }  // namespace emu

@@ -1,4 +1,5 @@
-"""Other tensor-parallel degrees inside the pipelines of a good plan.
+"""Other tensor-parallel degrees inside the pipelines of a good plan, for Sailor's rules, where stages of one group gain
+from unlike degrees; under our own prices no recorded case does, so the planner does not try them.
 
 :mod:`layers_program` gives all stages of a node group the same degree. Here each run of stages of one group is split
 again in every way (2 + 2 + 2 chips may become 4 + 2 or 2 + 4). Layers and batch shares are solved exactly again; what
@@ -24,27 +25,15 @@ ORDERED = 6  # up to so many chips all orders of degrees are tried; above, only 
 MOST_WAYS = 4000  # per pipeline
 
 
-class TPMoves:
-    """Proposes, for the best template of each number of pipelines, the most promising other splits of its stages."""
-
-    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        most = problem.options.regroup
-        templates = incumbent.best_by_pipelines() if most else []
-        return all(self.resplit_stages(template, problem, incumbent, most) for template in templates)
-
-    @staticmethod
-    def resplit_stages(template: PlanTemplate, problem: PlanningProblem, incumbent: Incumbent, most: int) -> bool:
-        """Offer at most ``most`` other splits of the stages of one template; False when told to stop."""
-        seconds, builder = incumbent.seconds, incumbent.builder
-        for outline, bound in itertools.islice(_promising(builder, template, seconds, problem.space), most):
-            if bound >= seconds:
-                break
-            for other in builder.templates([outline], template.schedule):
-                score = incumbent.offer(other, seconds)
-                seconds = seconds if score is None else score.step_seconds
-                if incumbent.should_stop():
-                    return False
-        return True
+def resplit_stages(template: PlanTemplate, problem: PlanningProblem, incumbent: Incumbent, most: int) -> None:
+    """Offer at most ``most`` other splits of the stages of one template."""
+    seconds, builder = incumbent.seconds, incumbent.builder
+    for outline, bound in itertools.islice(_promising(builder, template, seconds, problem.space), most):
+        if bound >= seconds:
+            break
+        for other in builder.templates([outline], template.schedule):
+            score = incumbent.offer(other, seconds)
+            seconds = seconds if score is None else score.step_seconds
 
 
 def _promising(

@@ -1,0 +1,190 @@
+"""Writing the files of an export from any plan: every rank writes the boxes it owns into files that are there already.
+
+Nothing is gathered. Without a shared file system the first rank writes every file and receives one tensor at a time
+from its owners.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_megatron.checkpoint.export_folder import work_of
+from hetero_megatron.checkpoint.finite import is_finite, listed
+from hetero_megatron.checkpoint.hf_files import DTYPES, StoredTensor, as_stored, bits, put_box
+from hetero_megatron.comm import Group
+from hetero_megatron.comm.refusals import together
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.spec.hf_names import HFSource
+
+Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
+
+
+@dataclass
+class Export:
+    """One directory that all ranks of ``world`` write together.
+
+    Attributes:
+        flag: that asked for it, for messages; final: the directory, which ``work`` becomes when it is complete.
+        table: where each logical tensor is stored; plan: the stored tensors.
+        nonfinite: names of stored tensors in which this rank has written NaN or Inf.
+    """
+
+    flag: str
+    final: Path
+    world: Group
+    table: Mapping[str, HFSource]
+    plan: Mapping[str, StoredTensor]
+    nonfinite: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def work(self) -> Path:
+        return work_of(self.final)
+
+    def run(
+        self, create: Callable[[], None], owned: Iterable[Owned], publish: Callable[[], str],
+        allow_nonfinite: bool = False,
+    ) -> str:  # fmt: skip
+        """Called on all ranks.
+
+        Args:
+            create: writes, on the first rank, all files with their headers and full sizes.
+            owned: what this rank owns; all ranks together own every element once.
+            publish: gives the directory its name, on the first rank; its summary is returned on all ranks.
+
+        Raises:
+            UserError: on all ranks: it cannot be written, or values are not finite; nothing is left behind.
+        """
+        first = self.world.index == 0
+        self.world.comm.activity = f"writing {self.flag}"
+        self.together(lambda: create() if first else None)
+        if self._all_see():
+            self.together(lambda: self._write(owned))
+        else:
+            self._write_on_first(owned)
+        if not allow_nonfinite:
+            self._require_finite()
+        return str(self.together(lambda: publish() if first else "", str)[0])
+
+    def together(self, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
+        """Like :func:`~hetero_megatron.comm.refusals.together`, for actions that write."""
+
+        def attempt() -> Any:
+            try:
+                return action()
+            except OSError as error:
+                text = f"cannot be written on rank {self.world.comm.rank}: {error.strerror}"
+                raise UserError(text, field=self.flag, value=str(error.filename or "")) from None
+
+        return together(self.world, attempt, kind)
+
+    def _require_finite(self) -> None:
+        def check() -> None:
+            if self.nonfinite:
+                raise UserError(
+                    f"is not written: NaN or Inf in {listed(self.nonfinite)}", field=self.flag, value=str(self.final),
+                    accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
+                )  # fmt: skip
+
+        try:
+            self.together(check)
+        except UserError:
+            if self.world.index == 0:
+                shutil.rmtree(self.work, ignore_errors=True)
+            raise
+
+    def _all_see(self) -> bool:
+        """Whether every rank can write in the first rank's directory: they look for a token in it.
+
+        A rank that does not see the token yet (NFS caches names) makes the export slower, not wrong.
+        """
+        mark, word = self.work / ".token", secrets.token_hex(8)
+
+        def leave() -> str:
+            if self.world.index == 0:
+                mark.write_text(word)
+            return word
+
+        left = self.together(leave, str)[0]
+
+        def look() -> bool:
+            try:
+                with mark.open("rb+") as file:
+                    return file.read() == left.encode()
+            except OSError:  # not there, not ours, read-only
+                return False
+
+        seen = all(self.together(look, bool))
+        self.together(lambda: mark.unlink() if self.world.index == 0 else None)
+        return seen
+
+    def _write(self, owned: Iterable[Owned]) -> None:
+        """Write this rank's boxes to their offsets."""
+        for name, box, values in owned:
+            self._put(name, box, self._stored(values, self.table[name]))
+
+    def _put(self, name: str, box: Box, stored: np.ndarray) -> None:
+        put_box(self.work, self.plan[self.table[name].name], self.table[name].slices(box), stored)
+
+    def _stored(self, values: torch.Tensor, source: HFSource) -> np.ndarray:
+        """Values as stored in the files; names of tensors that are not finite are recorded."""
+        stored = as_stored(values, source, self.plan[source.name].dtype)
+        if not is_finite(stored):
+            self.nonfinite[source.name] = None
+        return bits(stored)
+
+    def _write_on_first(self, owned: Iterable[Owned]) -> None:
+        """The first rank writes everything and holds one tensor at a time besides its own.
+
+        All ranks go through the tensors in file order. Before each, the first rank reports that the previous one is
+        written (or all raise its error), and the others announce and send their boxes of the next.
+        """
+        mine: list[Owned] = []
+        arrived: list[tuple[str, Box, np.ndarray]] = []
+        together(self.world, lambda: mine.extend(owned))
+
+        def turn(pieces: list[Owned]) -> list[tuple[str, Box]]:
+            while arrived:
+                self._put(*arrived.pop())
+            return [(name, box) for name, box, _ in pieces]
+
+        for tensor in self.plan:
+            pieces = [piece for piece in mine if self.table[piece[0]].name == tensor and piece[1].size]
+            offers = self.together(partial(turn, pieces), list[tuple[str, Box]])
+            here = [(name, box, self._stored(values, self.table[name])) for name, box, values in pieces]
+            if self.world.index == 0:
+                arrived += here + self._receive(offers, self.plan[tensor].dtype)
+            else:
+                self._send([stored for _, _, stored in here])
+            del here
+        self.together(partial(turn, []), list[tuple[str, Box]])
+
+    def _send(self, parts: list[np.ndarray]) -> None:
+        """Send to the first rank as bytes, since not every device or backend supports every dtype."""
+        comm = self.world.comm
+        for stored in parts:
+            flat = torch.from_numpy(stored.reshape(-1).view(np.uint8)).to(comm.device)
+            comm.isend(flat, self.world.ranks[0], tag=0).wait()
+
+    def _receive(
+        self, offers: list[list[tuple[str, Box]]], dtype: torch.dtype
+    ) -> list[tuple[str, Box, np.ndarray]]:
+        """The announced boxes of the other ranks, one after the other in rank order."""
+        comm, out = self.world.comm, []
+        for rank, offered in zip(self.world.ranks[1:], offers[1:], strict=True):
+            for name, box in offered:
+                flat = torch.empty(box.size * dtype.itemsize, dtype=torch.uint8, device=comm.device)
+                comm.irecv(flat, rank, tag=0).wait()
+                shape = box.shape[::-1] if self.table[name].transpose else box.shape
+                out.append((name, box, flat.cpu().numpy().view(DTYPES[dtype][1]).reshape(shape)))
+        return out

@@ -1,0 +1,66 @@
+"""Flags about adapters -> a model with them."""
+
+from __future__ import annotations
+
+from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import Lora, ModelSpec, adapted
+from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.training.config import AdapterConfig
+
+_FLAGS = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora"}
+
+
+def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
+    """The model with the adapters of --load-adapter or --lora-rank, if any.
+
+    Raises:
+        UserError: flags contradict each other, or adapters do not fit the model.
+    """
+    if args["lora_rank"] is None and args["load_adapter"] is None:
+        return spec
+    _check(args)
+    if args["load_adapter"] is not None:
+        return _loaded(args, spec)
+    alpha = args["lora_alpha"] if args["lora_alpha"] is not None else float(args["lora_rank"])
+    try:
+        lora = Lora(args["lora_rank"], alpha, tuple(args["lora_targets"] or _targets(spec)), args["use_rslora"])
+        return adapted(spec, lora)
+    except UserError as error:
+        key = _FLAGS[error.field]
+        raise flag_error(key, error.value, error.problem, error.accepted) from None
+
+
+def _targets(spec: ModelSpec) -> tuple[str, ...]:
+    """All linear layers that the model has."""
+    return TARGETS if spec.gated else tuple(name for name in TARGETS if name != "gate_proj")
+
+
+def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:
+    from hetero_megatron.checkpoint.adapter import read_config  # imports torch
+
+    lora = read_config(args["load_adapter"])
+    for name, key in _FLAGS.items():
+        said = tuple(args[key]) if key == "lora_targets" and args[key] else args[key]
+        if key in args.given and said != getattr(lora, name):
+            raise flag_error(key, args[key], f"the adapter says {getattr(lora, name)}", "leave the flag out")
+    try:
+        return adapted(spec, lora)
+    except UserError as error:
+        raise flag_error("load_adapter", args["load_adapter"], f"{error.value}: {error.problem}") from None
+
+
+def _check(args: Arguments) -> None:
+    if args["save_hf"] is not None and not args["merge_lora"]:
+        raise flag_error(
+            "save_hf", args["save_hf"], "adapters are no Hugging Face model",
+            "--save-adapter DIR, or --merge-lora to write the base with the adapters merged into it",
+        )  # fmt: skip
+    for key in ("finetune", "pretrained_checkpoint"):
+        if args[key]:
+            raise flag_error(key, args[key], "adapters have their base from a Hugging Face directory",
+                             "--load-hf (hetero-megatron convert makes a directory of a checkpoint)")  # fmt: skip
+
+
+def build_adapter(args: Arguments) -> AdapterConfig:
+    return AdapterConfig(args["load_adapter"], args["save_adapter"], args["merge_lora"])

@@ -1,0 +1,279 @@
+"""``hetero-megatron generate``: continue prompts with a model, under any plan; alone or under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.say import record_error, say_error
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object, read_text
+from hetero_megatron.launcher import LauncherEnvironment, read_launcher
+from hetero_megatron.out_of_memory import out_of_memory
+from hetero_megatron.training.exit import INTERRUPTED, at_once, import_torch
+from hetero_megatron.words import notice_line, plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
+    from hetero_megatron.generation import Weights
+    from hetero_megatron.training.config import RunConfig
+
+USER_ERROR, PEER_ERROR = 2, 3
+MAX_TOKENS = 1 << 20
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Returns the exit code; an error is one line on standard error."""
+    launcher = LauncherEnvironment()
+    try:
+        args, rest = parse(argv)
+        launcher = read_launcher(environment)
+        with at_once(launcher.rank == 0):
+            return _run(args, rest, launcher, environment)
+    except UserError as error:
+        say_error(str(error), environment)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    except Exception as error:
+        if (refusal := out_of_memory(error, launcher.rank)) is not None:
+            say_error(str(refusal), environment)
+            return USER_ERROR
+        if type(error).__name__ != "CommError":
+            record_error(traceback.format_exc(), environment)
+            raise
+        say_error(str(error), environment)
+        return PEER_ERROR
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "generate",
+        "Continue prompts. The model's own flags and those of the plan are pretrain's: --load-hf, --plan, --bf16, "
+        "--tensor-model-parallel-size, --pipeline-model-parallel-size, …",
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--load", metavar="DIR", help="directory of checkpoints (--save of a training run), instead of --load-hf")
+    add("--ckpt-step", type=int, metavar="N", help="which checkpoint; the latest if left out")
+    add("--load-hf", metavar="DIR", help="directory of a Hugging Face model, or its name on the hub; base of adapters")
+    add("--load-adapter", metavar="DIR", help="adapters in PEFT's form")
+    add("--tokenizer-model", metavar="DIR", help="tokenizer, if not that of --load-hf or the checkpoint")
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    add("--prompt-file", metavar="FILE", help="one prompt per line")
+    add("--chat", action="store_true", help="prompts are messages of a user, for the tokenizer's chat template")
+    add("--chat-template", metavar="FILE", help="another Jinja template; implies --chat")
+    add("--system", metavar="TEXT", help="message of the system before each prompt; implies --chat")
+    add = parser.add_argument_group("answers").add_argument
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (64)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: always the most likely token (default)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="from the most likely tokens with this probability (1)")
+    add("--seed", type=int, default=1234, metavar="N", help="of draws (1234)")
+    add("--batch-size", type=int, default=8, metavar="N", help="prompts of a pipeline at a time (8)")
+    add("--ignore-eos", action="store_true", help="go on after the end of the sequence")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """(own flags, words for the model and the plan)."""
+    args, rest = _parser().parse_known_args(list(argv))
+    whole = {"--max-new-tokens": args.max_new_tokens, "--batch-size": args.batch_size}
+    for flag, number in whole.items():
+        if not 1 <= number <= MAX_TOKENS:
+            raise UserError("out of range", field=flag, value=number, accepted=f"1 to {MAX_TOKENS:,}")
+    if not 0 <= args.temperature < float("inf"):
+        raise UserError("out of range", field="--temperature", value=args.temperature, accepted="0 or more")
+    if not 0 < args.top_p <= 1:
+        raise UserError("out of range", field="--top-p", value=args.top_p, accepted="more than 0, at most 1")
+    if args.top_p < 1 and args.temperature == 0:
+        accepted = "--temperature 1 beside it, or leave the flag out"
+        raise UserError("has no effect at temperature 0", field="--top-p", value=args.top_p, accepted=accepted)
+    if not 0 <= args.seed < 2**32:
+        raise UserError("out of range", field="--seed", value=args.seed, accepted="0 to 4294967295")
+    if not args.prompt and args.prompt_file is None:
+        accepted = "--prompt TEXT or --prompt-file FILE"
+        raise UserError("missing: nothing to continue", field="--prompt", accepted=accepted)
+    if args.load is None and args.load_hf is None:
+        raise UserError("missing: no model", field="--load-hf", accepted="--load-hf DIR or --load DIR")
+    if args.ckpt_step is not None and args.load is None:
+        raise UserError("has no effect without --load", field="--ckpt-step", value=args.ckpt_step)
+    if args.load_adapter is not None and (args.load is not None or args.load_hf is None):
+        raise UserError("needs its base", field="--load-adapter", value=args.load_adapter, accepted="--load-hf DIR")
+    return args, rest
+
+
+def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
+    config, checkpoint, tokenizer, stops = _configure(args, rest, environment)
+    prompts = _prompts(args, tokenizer)
+    length = max(map(len, prompts)) + args.max_new_tokens
+    if length > config.spec.max_position_embeddings:
+        raise UserError(
+            f"with the longest prompt this is {length} tokens; the model has {config.spec.max_position_embeddings} "
+            "positions", field="--max-new-tokens", value=args.max_new_tokens, accepted="fewer tokens, shorter prompts",
+        )  # fmt: skip
+    from hetero_megatron.generation import open_weights
+
+    weights = open_weights(config.spec, config.load_hf, args.load_adapter, checkpoint)
+    answers, seconds = _generate(args, config, weights, launcher, prompts, length, stops)
+    if launcher.rank == 0:
+        _print(args, tokenizer, prompts, answers, seconds)
+    return 0
+
+
+def _configure(
+    args: Namespace, rest: list[str], environment: Mapping[str, str]
+) -> tuple[RunConfig, Any, HuggingFaceTokenizer, list[int]]:
+    """(model and plan, checkpoint or None, tokenizer, ids that end an answer)."""
+    from hetero_megatron.cli.configure import configure
+
+    import_torch()
+    words, spec, checkpoint, source = [*rest, "--dry-run"], None, None, args.load_hf
+    if args.load is not None:
+        from hetero_megatron.checkpoint.convert import spec_of
+        from hetero_megatron.checkpoint.native import open_checkpoint
+
+        checkpoint = open_checkpoint(args.load, None, args.ckpt_step, field="--load")
+        if checkpoint is None:
+            accepted = "a directory that --save wrote"
+            raise UserError("holds no checkpoint", field="--load", value=args.load, accepted=accepted)
+        spec = spec_of(checkpoint)
+    if args.load_hf is not None:
+        words += ["--load-hf", args.load_hf]
+    if args.load_adapter is not None:
+        words += ["--load-adapter", args.load_adapter]
+    if not {"--plan", "--auto-plan"} & {word.partition("=")[0] for word in rest}:
+        words += ["--seq-length", "8", "--micro-batch-size", "1"]
+    config = configure(words, environment, spec)
+    source = config.load_hf if config.load_hf is not None else args.load
+    tokenizer = _tokenizer(args, source, checkpoint)
+    stops = [] if args.ignore_eos else [*_stops(source), *([tokenizer.eod] if tokenizer.eod is not None else [])]
+    return config, checkpoint, tokenizer, stops
+
+
+def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceTokenizer:
+    from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
+
+    if args.tokenizer_model is not None:
+        return HuggingFaceTokenizer(args.tokenizer_model)
+    if checkpoint is not None and args.load_hf is None:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.companions().write(Path(folder))
+            if not any(Path(folder).glob("tokenizer*")):
+                raise UserError(
+                    "the checkpoint holds no tokenizer", field="--tokenizer-model",
+                    accepted="the directory or name of the model's tokenizer",
+                )  # fmt: skip
+            return HuggingFaceTokenizer(folder)
+    return HuggingFaceTokenizer(source)
+
+
+def _stops(source: str) -> list[int]:
+    """Ids that end a sequence by generation_config.json, as in transformers."""
+    path = Path(source) / "generation_config.json"
+    found = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    return [int(i) for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)]
+
+
+def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]]:
+    """Token ids of all prompts."""
+    texts = list(args.prompt)
+    if args.prompt_file is not None:
+        texts += [line for line in read_text(args.prompt_file, "--prompt-file").splitlines() if line.strip()]
+    if not texts:
+        raise UserError("holds no prompt", field="--prompt-file", value=args.prompt_file, accepted="one per line")
+    if args.chat or args.system is not None or args.chat_template is not None:
+        from hetero_megatron.data.chat.encode import ChatEncoder
+
+        template = None
+        if args.chat_template is not None:
+            template = read_text(args.chat_template, "--chat-template")
+        encoder = ChatEncoder(tokenizer, template)
+        before = [{"role": "system", "content": args.system}] if args.system is not None else []
+        return [encoder.prompt([*before, {"role": "user", "content": text}]) for text in texts]
+    found = [[int(i) for i in tokenizer.encode(text)] for text in texts]
+    if empty := next((text for text, ids in zip(texts, found) if not ids), None):
+        raise UserError("becomes no token", field="--prompt", value=empty, accepted="text")
+    return found
+
+
+def _generate(
+    args: Namespace, config: RunConfig, weights: Weights, launcher: LauncherEnvironment,
+    prompts: list[list[int]], length: int, stops: list[int],
+) -> tuple[list[list[int]], float]:  # fmt: skip
+    """(answers on the first rank of the plan, seconds of generation)."""
+    from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.generation import Decoder, Sampling
+    from hetero_megatron.plan.shares import pipeline_shares
+    from hetero_megatron.platform.plugins import load_plugins
+    from hetero_megatron.training.islands import plan_for, transport_of
+    from hetero_megatron.training.loop import DTYPES, check_device, check_world, platform_at, position
+
+    check_world(config, launcher.world_size)
+    place = position(config.cluster, launcher)
+    platform = platform_at(place, config.cluster, launcher, load_plugins(), config.platform, config.distributed.backend)
+    check_device(platform, launcher)
+    transport = transport_of(config.distributed.transport, config.cluster)
+    comm = start_comm(platform, 60 * config.distributed.timeout_minutes, place, launcher, None, transport)
+    comm.create_groups([tuple(range(launcher.world_size))])
+    plan = plan_for(config.plan, comm.islands)
+    comm.create_groups(config.compiled.groups)
+    answers: list[list[int]] = []
+    began = time.perf_counter()
+    if comm.rank in plan.ranks:
+        decoder = Decoder(plan, config.spec, comm, DTYPES[config.dtype], weights, length)
+        each = pipeline_shares(plan, len(prompts))
+        start = sum(each[: decoder.place.pipeline])
+        mine = range(start, start + each[decoder.place.pipeline]) if decoder.works else range(0)
+        sampling = Sampling(args.temperature, args.top_p, args.seed)
+        began = time.perf_counter()
+        found: list[list[int]] = []
+        for at in range(mine.start, mine.stop, args.batch_size):
+            batch = prompts[at : min(at + args.batch_size, mine.stop)]
+            found += decoder.generate(batch, at, args.max_new_tokens, stops, sampling)
+        leads = decoder.works and decoder.place.stage == 0 and decoder.place.tp_rank == 0
+        everyone = decoder.world.gather_objects(found if leads else [], list[list[int]])
+        answers = _in_order(plan, everyone)
+    seconds = time.perf_counter() - began
+    with suppress(Exception):
+        stop_comm(platform)
+    return answers, seconds
+
+
+def _in_order(plan: Any, everyone: list[list[list[int]]]) -> list[list[int]]:
+    """Answers of all pipelines, in the order of the prompts."""
+    by_rank = dict(zip(plan.ranks, everyone))
+    leaders = [pipeline.stages[0].units[0].ranks[0] for pipeline in plan.pipelines]
+    return [answer for rank in leaders for answer in by_rank[rank]]
+
+
+def _print(
+    args: Namespace, tokenizer: HuggingFaceTokenizer, prompts: list[list[int]], answers: list[list[int]], seconds: float
+) -> None:
+    count = sum(map(len, answers))
+    texts = [tokenizer.decode(answer) for answer in answers]
+    if args.json:
+        each = [
+            {"prompt_tokens": len(p), "tokens": a, "text": t} for p, a, t in zip(prompts, answers, texts, strict=True)
+        ]
+        print(json.dumps({"answers": each, "new_tokens": count, "seconds": round(seconds, 4)}), flush=True)
+        return
+    shown = args.prompt + ([""] * (len(prompts) - len(args.prompt)))
+    for prompt, ids, text in zip(shown, prompts, texts, strict=True):
+        if len(prompts) > 1:
+            print(f"--- {prompt or tokenizer.decode(ids)}")
+        print(text, flush=True)
+    rate = count / max(seconds, 1e-9)
+    print(notice_line(f"{plural(count, 'token')} in {seconds:.2f} s, {rate:.1f}/s"), file=sys.stderr, flush=True)

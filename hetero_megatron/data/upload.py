@@ -1,0 +1,99 @@
+"""Micro-batches on their way to a device: from pinned memory, on a stream of their own, ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import torch
+
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.platform.accelerator import Accelerator
+
+AHEAD = 2  # micro-batches that are copied before they are asked for
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A batch on the device, valid after an event; ``pinned`` is what is being copied."""
+
+    batch: Batch
+    event: Any
+    tensors: tuple[torch.Tensor, ...]
+    pinned: tuple[torch.Tensor, ...]
+
+
+class Uploader:
+    """Copies batches of one rank. The host is never held up."""
+
+    def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
+        self._accelerator, self._device = accelerator, device
+        self._stream = accelerator.stream()
+
+    def start(self, batch: Batch) -> _UnderWay:
+        whole = torch.stack([batch.tokens, batch.labels, batch.positions])  # [3, b, s]
+        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask) if x is not None)
+        with self._accelerator.on_stream(self._stream):
+            tensors = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in pinned)
+            for to, source in zip(tensors, pinned, strict=True):
+                to.copy_(source, non_blocking=True)
+            event = self._accelerator.event()
+            event.record(self._stream)
+        tokens, labels, positions = tensors[0].unbind()
+        mask = tensors[1] if len(tensors) > 1 else None
+        counted = batch.num_loss_tokens()
+        made = replace(batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted)
+        return _UnderWay(made, event, tensors, pinned)
+
+    def _pinned(self, values: torch.Tensor) -> torch.Tensor:
+        memory = self._accelerator.host_memory(values.nbytes).view(values.dtype).view(values.shape)
+        return memory.copy_(values)
+
+    def join(self, upload: _UnderWay) -> Batch:
+        """The batch, on the current stream."""
+        stream = self._accelerator.current_stream()
+        stream.wait_event(upload.event)
+        for tensor in upload.tensors:
+            tensor.record_stream(stream)
+        return upload.batch
+
+
+class UploadedBatches(Sequence[Batch | None]):
+    """The micro-batches of a step by number; each is copied when one of the ``AHEAD`` before it is first asked for.
+
+    Args:
+        makers: of each micro-batch in host memory; None where this rank has no rows of it.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Batch] | None], uploader: Uploader) -> None:
+        self._makers, self._uploader = makers, uploader
+        self._started: dict[int, _UnderWay] = {}
+        self._joined: dict[int, Batch] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | None | Sequence[Batch | None]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        if self._makers[index] is None:
+            return None
+        if index not in self._joined:
+            while self._next < min(index + 1 + AHEAD, len(self)):
+                self._start(self._next)
+                self._next += 1
+            self._joined[index] = self._uploader.join(self._started[index])
+        return self._joined[index]
+
+    def _start(self, index: int) -> None:
+        make = self._makers[index]
+        if make is not None:
+            self._started[index] = self._uploader.start(make())

@@ -1,0 +1,99 @@
+"""Attention with a key-value cache, applied to a plain model stage from outside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hetero_megatron.model.gpt import Context, CoreAttention, GPTStage
+from hetero_megatron.ops import softcap
+
+
+@dataclass
+class Rows:
+    """Where the rows of a batch are; all layers of a stage share it.
+
+    Attributes:
+        length: tokens that the cache has room for.
+        filled: int64 [b], tokens of each row in the cache, those of the current call included.
+        even: how many there are, where all rows have equally many; None: they differ.
+        first: the current call is the first one, of whole prompts; later ones have one token per row.
+    """
+
+    length: int
+    filled: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    even: int | None = None
+    first: bool = True
+
+    def begin(self, lengths: torch.Tensor) -> None:
+        """Prompts of these lengths come, padded at their end."""
+        self.first, self.filled = True, lengths
+        self._level()
+
+    def advance(self) -> None:
+        """One more token of every row comes."""
+        self.first, self.filled = False, self.filled + 1
+        self._level()
+
+    def _level(self) -> None:
+        low, high = (int(bound) for bound in torch.aminmax(self.filled))
+        self.even = low if low == high else None
+
+
+class CachedAttention(nn.Module):
+    """Keeps keys and values of one layer, [b, kv heads, length, head_dim]."""
+
+    def __init__(self, inner: CoreAttention, rows: Rows) -> None:
+        super().__init__()
+        self.inner, self.rows = inner, rows
+        self.keys = self.values = torch.empty(0)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """q [b, t, heads, d], k and v [b, t, kv heads, d] of the current tokens, sinks [heads] -> [b, t, heads, d]."""
+        rows, count = self.rows, k.shape[1]
+        if rows.first:
+            shape = (k.shape[0], k.shape[2], rows.length, k.shape[3])
+            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+            self.keys[:, :, :count], self.values[:, :, :count] = k.transpose(1, 2), v.transpose(1, 2)
+            return self.inner(q, k, v, sinks, context)  # type: ignore[no-any-return]
+        if rows.even is not None:
+            self.keys[:, :, rows.even - 1], self.values[:, :, rows.even - 1] = k[:, 0], v[:, 0]
+        else:
+            at = torch.arange(len(rows.filled), device=k.device)
+            self.keys[at, :, rows.filled - 1], self.values[at, :, rows.filled - 1] = k[:, 0], v[:, 0]
+        return self._attend(q, sinks)
+
+    def _attend(self, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """One query per row and head over what its row has in the cache."""
+        b, _, heads, d = q.shape
+        if not heads:  # an empty share of a tensor-parallel rank
+            return q
+        rows, kv = self.rows, self.keys.shape[1]
+        end = rows.even if rows.even is not None else int(rows.filled.max())
+        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
+        scores = (q.view(b, kv, heads // kv, d) / math.sqrt(d)) @ keys.transpose(-1, -2)  # [b, kv, group, end]
+        if self.inner.softcap is not None:
+            scores = softcap(scores, self.inner.softcap)
+        window = self.inner.window
+        if rows.even is None or window is not None:
+            place = torch.arange(end, device=q.device)
+            hidden = place >= rows.filled[:, None]
+            if window is not None:
+                hidden |= place < rows.filled[:, None] - window
+            scores = scores.masked_fill(hidden[:, None, None], -math.inf)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, kv, -1, 1).expand(b, -1, -1, 1).to(scores.dtype)], dim=-1)
+        weights = torch.softmax(scores, -1, dtype=wide)[..., :end].to(q.dtype)
+        return (weights @ values).reshape(b, 1, heads, d)
+
+
+def apply_cache(stage: GPTStage, rows: Rows) -> None:
+    """Give every layer of ``stage`` a cache."""
+    for layer in stage.layers():
+        layer.self_attn.core_attention = CachedAttention(layer.self_attn.core_attention, rows)  # type: ignore[assignment]

@@ -1,0 +1,200 @@
+"""One rank of a plan that generates: prompts through all stages at once, then one token per row at a time.
+
+Of a stage with several tensor-parallel groups (inner data or context parallelism) the first one works; of several
+pipelines each has a part of the prompts. Every rank of a pipeline knows all tokens chosen so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.generation.cache import Rows, apply_cache
+from hetero_megatron.generation.sampling import Sampling
+from hetero_megatron.generation.weights import Weights
+from hetero_megatron.layout import cut
+from hetero_megatron.model import GPTStage, StagePart
+from hetero_megatron.ops import default_kernels
+from hetero_megatron.parallel.collectives import gather_tokens
+from hetero_megatron.parallel.lora import apply_lora
+from hetero_megatron.parallel.tensor import apply_tensor_parallel
+from hetero_megatron.plan import Plan, Stage, locate
+from hetero_megatron.spec import ModelSpec, shares, stage_tensors, tensor_box
+
+Told = Callable[[Sequence[int], int], None]  # (prompts of a batch, tokens of their answers so far)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the model needs to know besides tokens."""
+
+    positions: torch.Tensor
+    documents: None = None
+
+
+class Decoder:
+    """Built on every rank of the plan, whose groups have been created.
+
+    Args:
+        length: most tokens of a prompt with its answer.
+
+    Attributes:
+        works: this rank takes part; others only wait.
+    """
+
+    def __init__(
+        self, plan: Plan, spec: ModelSpec, comm: Comm, dtype: torch.dtype, weights: Weights, length: int
+    ) -> None:
+        self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
+        self.place = locate(plan, comm.rank)
+        self.pipeline = plan.pipelines[self.place.pipeline]
+        self.stages: Sequence[Stage] = self.pipeline.stages
+        self.works = self.place.unit == 0
+        self.world = comm.group(plan.ranks)
+        self.units = [stage.units[0] for stage in self.stages]
+        self.unit = self.units[self.place.stage]
+        chunks = max(len(stage.chunks) for stage in self.stages)
+        self.path = [(s, c) for c in range(chunks) for s in range(len(self.stages))]
+        self.rows = Rows(length)
+        self.shards: list[int] = [0] * self.unit.tp  # tokens of the current call on each rank of the group
+        self.model = self._build(weights)
+        if self.works:
+            self._connect()
+
+    def _build(self, weights: Weights) -> GPTStage:
+        stage, spec = self.stages[self.place.stage], self.spec
+        unit = stage.units[self.place.unit]
+        every = shares(spec, unit.tp_split)
+        share = every[self.place.tp_rank]
+        kernels = default_kernels(spec, share, stage.head, self.dtype, self.comm.device, unit.tp, dict(stage.kernels))
+        layers = stage.layer_indices()
+        model = GPTStage(
+            spec, share, layers, stage.embed, stage.head, self.dtype, self.comm.device, kernels, self.plan.seq_length
+        )
+        if spec.lora is not None:
+            apply_lora(model, spec.lora, self.dtype, self.comm.device)
+        params = dict(model.named_parameters())
+        held = {t.name: t for t in stage_tensors(spec, layers, stage.embed, stage.head)}
+        with torch.no_grad():
+            weights.fill({n: (t, tensor_box(t, share), params[n]) for n, t in held.items()}, self.world)
+        self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
+        if unit.tp > 1:
+            apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
+        apply_cache(model, self.rows)
+        if stage.head:
+            model.lm_head.register_forward_pre_hook(self._last_tokens)
+        return model.requires_grad_(False)
+
+    def _last_tokens(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        """The head is only asked about the last token of every row: [b, t, h] -> [b, 1, h]."""
+        (x,) = args
+        if x.shape[1] == 1:
+            return (x,)
+        return (x[torch.arange(len(x), device=x.device), self.rows.filled - 1].unsqueeze(1),)
+
+    def _connect(self) -> None:
+        peers = {rank for unit in self.units for rank in unit.ranks} - {self.comm.rank}
+        self.comm.connect(peers)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], first: int, new_tokens: int, stops: Sequence[int], sampling: Sampling,
+        told: Told = lambda prompts, step: None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Answers to some prompts, at most ``new_tokens`` each, up to and with a token of ``stops``.
+
+        Args:
+            prompts: one batch of this pipeline; ``first``: global index of its first one.
+            told: called on every rank of the pipeline after each token.
+        """
+        device = self.comm.device
+        lengths = torch.tensor([len(p) for p in prompts])
+        width = int(lengths.max())
+        tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        indices = range(first, first + len(prompts))
+        self.rows.begin(lengths.to(device))
+        positions = torch.arange(width, device=device).expand(len(prompts), width)
+        answers: list[list[int]] = [[] for _ in prompts]
+        going = set(range(len(prompts)))
+        tokens = tokens.to(device)
+        for step in range(new_tokens):
+            logits = self._forward(tokens, positions)
+            chosen = self._spread(sampling.choose(logits, indices, step) if logits is not None else None, len(prompts))
+            for row in sorted(going):
+                answers[row].append(int(chosen[row]))
+                if answers[row][-1] in stops:
+                    going.discard(row)
+            told(indices, step + 1)
+            if not going:
+                break
+            positions = self.rows.filled[:, None]
+            self.rows.advance()
+            tokens = chosen.to(device)[:, None]
+        return answers
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Logits [b, vocabulary] on the ranks of the head's group, None on others."""
+        b, t = tokens.shape
+        mine = self.place.stage
+        self.shards[:] = [stop - start for start, stop in cut(t, [1] * self.unit.tp)]
+        batch, out = _Batch(positions), tokens
+        for at, (s, c) in enumerate(self.path):
+            if s != mine or c >= len(self.stages[s].chunks):
+                continue
+            stage = self.stages[s]
+            part = StagePart(range(*stage.chunks[c]), stage.embed and c == 0, stage.head and c + 1 == len(stage.chunks))
+            before = self.path[at - 1][0] if at else mine
+            if before != mine:
+                out = self._receive(before, b)
+            out = self.model(out, batch, part)
+            after = self.path[at + 1][0] if at + 1 < len(self.path) else mine
+            if after != mine:
+                self._send(out, after, t)
+        if not self.stages[mine].head:
+            return None
+        return self._whole(out[:, -1])
+
+    def _send(self, x: torch.Tensor, stage: int, t: int) -> None:
+        """Hidden states to the group of the next stage: each of its ranks gets its tokens from one of this group."""
+        theirs = self.units[stage]
+        whole = gather_tokens(x, self.group, self.shards) if self.unit.tp > 1 else x
+        for k, (start, stop) in enumerate(cut(t, [1] * theirs.tp)):
+            if stop > start and k % self.unit.tp == self.place.tp_rank:
+                self.comm.isend(whole[:, start:stop].contiguous(), theirs.ranks[k], tag=0).wait()
+
+    def _receive(self, stage: int, b: int) -> torch.Tensor:
+        shape = (b, self.shards[self.place.tp_rank], self.spec.hidden_size)
+        x = torch.empty(shape, dtype=self.dtype, device=self.comm.device)
+        if x.numel():
+            theirs = self.units[stage]
+            self.comm.irecv(x, theirs.ranks[self.place.tp_rank % theirs.tp], tag=0).wait()
+        return x
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[b, this rank's rows] -> [b, vocabulary], on every rank of the group."""
+        if self.unit.tp == 1:
+            return logits
+        sizes = [b - a for a, b in (s.vocab for s in shares(self.spec, self.unit.tp_split))]
+        mine = logits.contiguous()
+        parts = [mine if i == self.group.index else mine.new_empty(len(mine), n) for i, n in enumerate(sizes)]
+        self.group.exchange([mine] * len(sizes), parts).wait()
+        return torch.cat(parts, dim=-1)
+
+    def _spread(self, chosen: torch.Tensor | None, b: int) -> torch.Tensor:
+        """The chosen tokens [b], on all working ranks of the pipeline."""
+        head = next(i for i, stage in enumerate(self.stages) if stage.head)
+        source = self.units[head].ranks
+        if chosen is None:
+            chosen = torch.empty(b, dtype=torch.int64, device=self.comm.device)
+            self.comm.irecv(chosen, source[0], tag=1).wait()
+        elif self.comm.rank == source[0]:
+            others = [rank for unit in self.units for rank in unit.ranks if rank not in source]
+            for handle in [self.comm.isend(chosen, rank, tag=1) for rank in others]:
+                handle.wait()
+        return chosen.cpu()

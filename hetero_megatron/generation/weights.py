@@ -1,0 +1,57 @@
+"""Where the weights of a model to look at come from: a Hugging Face directory, a checkpoint, an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hetero_megatron.checkpoint.adapter import AdapterWeights
+from hetero_megatron.checkpoint.boxes import BoxedTensor
+from hetero_megatron.checkpoint.hf_load import HFWeights
+from hetero_megatron.checkpoint.native import Checkpoint
+from hetero_megatron.checkpoint.state import MODEL, check_model
+from hetero_megatron.comm import Group
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import LogicalTensor, ModelSpec
+
+
+@dataclass(frozen=True)
+class Weights:
+    """``base``: of all tensors but adapters; ``checkpoint``: of trained ones, which are all without adapters."""
+
+    spec: ModelSpec
+    base: HFWeights | None = None
+    adapter: AdapterWeights | None = None
+    checkpoint: Checkpoint | None = None
+
+    def fill(self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], world: Group) -> None:
+        """Write the values of every box (by logical name) into its tensor. Called on all ranks of ``world``."""
+        for tensor, box, into in tensors.values():
+            if tensor.trained and self.adapter is not None:
+                into.copy_(self.adapter.read(tensor, box))
+            elif self.base is not None and not (tensor.trained and self.spec.lora is not None):
+                into.copy_(self.base.read(tensor, box))
+        if self.checkpoint is not None:
+            boxed = {
+                f"{MODEL}.{name}": BoxedTensor(tensor.shape, [(box, into)])
+                for name, (tensor, box, into) in tensors.items() if tensor.trained
+            }  # fmt: skip
+            self.checkpoint.read_into(boxed, world)
+
+
+def open_weights(
+    spec: ModelSpec, load_hf: str | None, adapter: str | None, checkpoint: Checkpoint | None
+) -> Weights:
+    """Weights of a model; UserError if something is missing or does not fit."""
+    if checkpoint is not None:
+        check_model(checkpoint, spec)
+    if load_hf is None and (checkpoint is None or spec.lora is not None):
+        raise UserError(
+            "missing: adapters need their base" if spec.lora is not None else "missing: the model's weights",
+            field="--load-hf", accepted="a Hugging Face directory, or a name on the hub",
+        )  # fmt: skip
+    base = HFWeights(load_hf, spec.base) if load_hf is not None and (checkpoint is None or spec.lora) else None
+    return Weights(spec, base, AdapterWeights(adapter, spec) if adapter is not None else None, checkpoint)

@@ -1,0 +1,116 @@
+"""Before anything is started: every host answers, is another one than the rest, and has the same software."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.errors import UserError
+from hetero_megatron.launch.connection import Connection
+from hetero_megatron.launch.hosts import python_of
+
+CONNECT_SECONDS = 30.0
+_SHOWN = 5  # hosts named in one message
+
+
+def connect_all(
+    connect: Callable[[], Sequence[Connection]], cluster: Cluster, seconds: float = CONNECT_SECONDS
+) -> list[Connection]:
+    """Connections to all hosts, checked.
+
+    Raises:
+        UserError: a host does not answer or does not fit; all connections are closed.
+    """
+    connections: list[Connection] = []
+    try:
+        connections = list(connect())
+        wait_for_facts(connections, cluster, seconds)
+        check_facts({c.host.node: c.facts or {} for c in connections}, connections, cluster)
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        for connection in connections:
+            connection.join(2)
+        raise
+    return connections
+
+
+def wait_for_facts(connections: Sequence[Connection], cluster: Cluster, seconds: float) -> None:
+    """Until all hosts have said what they are."""
+    end = time.monotonic() + seconds
+    while silent := [c for c in connections if c.facts is None]:
+        dead = [c for c in silent if c.lost]
+        if dead or time.monotonic() > end:
+            raise _no_answer(dead or silent, cluster, seconds)
+        time.sleep(0.02)
+
+
+def _no_answer(connections: Sequence[Connection], cluster: Cluster, seconds: float) -> UserError:
+    first = connections[0]
+    reason = first.lost or f"no answer in {seconds:g} s"
+    others = ", ".join(c.host.node for c in connections[1:_SHOWN])
+    more = f" (nor do {others}{', …' if len(connections) > _SHOWN else ''})" if others else ""
+    accepted = "a host that answers `ssh HOST true` without a password"
+    if "No module named" in reason or "not found" in reason or "No such file" in reason:
+        accepted = f"Hetero-Megatron in {python_of(cluster)} there, or launch: {{python: …}} in the cluster file"
+    return UserError(
+        f"cannot be started on: {reason}{more}", field=first.host.node, value=first.host.address, accepted=accepted,
+        where=cluster.file,
+    )  # fmt: skip
+
+
+def check_facts(facts: Mapping[str, Mapping[str, Any]], connections: Sequence[Connection], cluster: Cluster) -> None:
+    """The same versions everywhere, no host twice, and its interfaces are there.
+
+    Args:
+        facts: of ``launch.remote.facts``, by node.
+    """
+    names = {"version": "Hetero-Megatron", "torch": "torch", "python": "Python"}
+    for key, name in names.items():
+        found: dict[str, list[str]] = {}
+        for node, values in facts.items():
+            value = str(values.get(key, ""))
+            found.setdefault(".".join(value.split(".")[:2]) if key == "python" else value, []).append(node)
+        if len(found) > 1:
+            said = "; ".join(f"{version or 'none'} on {_some(nodes)}" for version, nodes in found.items())
+            accepted = "one version on all hosts"
+            raise UserError(f"versions differ: {said}", field=name, accepted=accepted, where=cluster.file)
+        if key == "torch" and "" in found:
+            raise UserError("is not installed", field="torch", value=_some(found[""]), where=cluster.file,
+                            accepted=f"torch in {python_of(cluster)}")  # fmt: skip
+    seen: dict[str, str] = {}
+    for node, values in facts.items():
+        identity = str(values.get("identity", ""))
+        if identity and identity in seen:
+            raise UserError(
+                f"is the same host as {seen[identity]} ({values.get('hostname', '?')})", field="nodes", value=node,
+                accepted="each host once; several labels on one host: hetero-megatron run", where=cluster.file,
+            )  # fmt: skip
+        seen[identity] = node
+    for connection in connections:
+        there = facts[connection.host.node].get("interfaces", [])
+        for name in filter(None, connection.host.interface.split(",")):
+            if name not in there:
+                raise UserError(
+                    f"{connection.host.node} has no such network interface", field="interface", value=name,
+                    accepted=", ".join(map(str, there)), where=cluster.file,
+                )  # fmt: skip
+
+
+def _some(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes[:_SHOWN]) + (", …" if len(nodes) > _SHOWN else "")
+
+
+def log_files(directory: str | None, names: Sequence[str]) -> dict[str, Path]:
+    """``DIRECTORY/NAME.log`` by name; empty without a directory."""
+    if directory is None:
+        return {}
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot be made: {error.strerror}", field="--log-dir", value=directory) from None
+    return {name: folder / f"{name}.log" for name in names}

@@ -1,0 +1,161 @@
+"""Kubernetes manifests: a JobSet with one replicated job per node group, or Kubeflow's PyTorchJob.
+
+JobSet (jobset.x-k8s.io/v1alpha2) names the pod of index i of a replicated job ``SET-JOB-0-i.SET``, and an Indexed Job
+tells each pod its index; so the number of a node and the name of the first one are known before anything runs.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.cluster import NodeGroup
+from hetero_megatron.cluster.dump import document
+from hetero_megatron.errors import UserError
+from hetero_megatron.launch.hosts import Host, hosts_of, torchrun
+
+CLUSTER_FILE = "/etc/hetero-megatron/cluster.yaml"  # where pods find it, for --cluster of COMMAND
+SAVE_SECONDS = 100  # between SIGTERM and SIGKILL
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+
+
+def manifest(cluster: Cluster, command: Sequence[str], kind: str, name: str, max_restarts: int = 0) -> str:
+    """Two YAML documents: a ConfigMap with the cluster file, and the job.
+
+    Args:
+        kind: ``jobset`` or ``pytorchjob``.
+
+    Raises:
+        UserError: a name that Kubernetes does not take, no image, or node groups that a PyTorchJob cannot say.
+    """
+    _check_name(name, "--job-name")
+    for group in cluster.nodes:
+        _check_name(_job(group), "nodes.name", cluster.file)
+    if not cluster.launch.image:
+        accepted = "launch: {image: REGISTRY/NAME:TAG}"
+        raise UserError("missing", field="launch.image", accepted=accepted, where=cluster.file)
+    cluster = replace(cluster, launch=replace(cluster.launch, python=cluster.launch.python or "python"))
+    job = _job_set if kind == "jobset" else _pytorch_job
+    where = {"namespace": cluster.launch.namespace} if cluster.launch.namespace else {}
+    files = {
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-cluster", **where},
+        "data": {"cluster.yaml": yaml.safe_dump(document(cluster), sort_keys=False)},
+    }  # fmt: skip
+    made = job(cluster, command, {"name": name, **where}, max_restarts)
+    return yaml.safe_dump_all([files, made], sort_keys=False, width=1 << 16)
+
+
+def _check_name(name: str, field: str, where: str = "") -> None:
+    if not _NAME.fullmatch(name):
+        accepted = "at most 40 small letters, digits and -, beginning with a letter"
+        raise UserError("is no name in Kubernetes", field=field, value=name, accepted=accepted, where=where)
+
+
+def _job(group: NodeGroup) -> str:
+    """A node group's name as Kubernetes takes it."""
+    return re.sub(r"[._]", "-", group.name.lower())
+
+
+def _job_set(cluster: Cluster, command: Sequence[str], metadata: dict[str, str], restarts: int) -> dict[str, Any]:
+    name = metadata["name"]
+    first = cluster.nodes[0]
+    master = f"{name}-{_job(first)}-0-0.{name}"
+    jobs = []
+    for group, host in _first_hosts(cluster):
+        pods = _pods(cluster, group, host, command, name, master, "JOB_COMPLETION_INDEX")
+        spec = {
+            "completionMode": "Indexed", "completions": group.count, "parallelism": group.count, "backoffLimit": 0,
+            "template": {"spec": pods},
+        }  # fmt: skip
+        jobs.append({"name": _job(group), "replicas": 1, "template": {"spec": spec}})
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": restarts},
+            "successPolicy": {"operator": "All"},
+            "replicatedJobs": jobs,
+        },
+    }  # fmt: skip
+
+
+def _pytorch_job(cluster: Cluster, command: Sequence[str], metadata: dict[str, str], restarts: int) -> dict[str, Any]:
+    """Its replicas are one Master and equal Workers, so the cluster is one node, or one and a group of equal ones."""
+    groups = _first_hosts(cluster)
+    if len(groups) == 1 and groups[0][0].count > 1:  # the first node of the only group is the master
+        group, host = groups[0]
+        rest = replace(host, index=1)
+        groups = [(replace(group, count=1), host), (replace(group, count=group.count - 1), rest)]
+    if len(groups) > 2 or groups[0][0].count > 1:
+        raise UserError(
+            "a PyTorchJob has one master and workers of one kind", field="--kind", value="pytorchjob",
+            accepted="--kind jobset; or a first node group of one node, and at most one other", where=cluster.file,
+        )  # fmt: skip
+    name, replicas = metadata["name"], {}
+    for kind, (group, host) in zip(("Master", "Worker"), groups, strict=False):
+        # The operator's name of the master is its service; of a worker, the last part of its host name is its number.
+        pods = _pods(cluster, group, host, command, name, f"{name}-master-0", "HOST_INDEX")
+        pods["containers"][0]["name"] = "pytorch"
+        if kind == "Master":
+            pods["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": cluster.launch.master_port}]
+        replicas[kind] = {"replicas": group.count, "restartPolicy": "OnFailure", "template": {"spec": pods}}
+        pods.pop("restartPolicy")
+    return {
+        "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata,
+        "spec": {
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": restarts}, "pytorchReplicaSpecs": replicas,
+        },
+    }  # fmt: skip
+
+
+def _first_hosts(cluster: Cluster) -> list[tuple[NodeGroup, Host]]:
+    hosts = hosts_of(cluster)
+    return [(group, next(host for host in hosts if host.group == group.name)) for group in cluster.nodes]
+
+
+def _pods(
+    cluster: Cluster, group: NodeGroup, host: Host, command: Sequence[str], name: str, master: str, index: str
+) -> dict[str, Any]:
+    """The specification of a group's pods; ``index``: the variable that counts them."""
+    hosts = hosts_of(cluster)
+    words = torchrun(host, hosts, cluster, command, node_rank="NODE_RANK", master=master)
+    line = " ".join("$NODE_RANK" if word == "NODE_RANK" else shlex.quote(word) for word in words)
+    counted = f"NODE_RANK=$(({host.index} + {index}))"
+    if index == "HOST_INDEX":  # of a PyTorchJob: NAME-worker-3
+        counted = f"HOST_INDEX=${{HOSTNAME##*-}}; {counted}"
+    whole = next(g for g in cluster.nodes if g.name == group.name)
+    before = next(h.index for h in hosts if h.group == group.name)
+    own = whole.node(0) if whole.count == 1 else f"{whole.name}-$((NODE_RANK - {before}))"
+    script = f"{counted}; export HETERO_NODE={own}; exec {line}"
+    container: dict[str, Any] = {
+        "name": "ranks", "image": cluster.launch.image, "command": ["/bin/sh", "-c", script],
+        "env": [*_variables(host.environment), _secret(name)],
+        "volumeMounts": [{"name": "cluster", "mountPath": CLUSTER_FILE.rpartition("/")[0], "readOnly": True}],
+    }  # fmt: skip
+    if cluster.launch.directory:
+        container["workingDir"] = cluster.launch.directory
+    if group.settings.resource:
+        container["resources"] = {"limits": {group.settings.resource: group.chips_per_node}}
+    selector = {"nodeSelector": dict(group.settings.node_selector)} if group.settings.node_selector else {}
+    return {
+        "restartPolicy": "Never", "terminationGracePeriodSeconds": SAVE_SECONDS, **selector,
+        "containers": [container],
+        "volumes": [{"name": "cluster", "configMap": {"name": f"{name}-cluster"}}],
+    }  # fmt: skip
+
+
+def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    own = {**environment, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS - 10)}
+    return [{"name": key, "value": value} for key, value in own.items() if key != "HETERO_NODE"]
+
+
+def _secret(name: str) -> dict[str, Any]:
+    """kubectl create secret generic NAME-secret --from-literal=value=$(openssl rand -hex 32); without it: none."""
+    reference = {"name": f"{name}-secret", "key": "value", "optional": True}
+    return {"name": "HETERO_JOB_SECRET", "valueFrom": {"secretKeyRef": reference}}

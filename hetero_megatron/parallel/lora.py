@@ -1,0 +1,39 @@
+"""Low-rank adapters, applied to a plain model stage from outside, before tensor parallelism.
+
+A's columns and B's rows are cut where those of the adapted matrix are; what is not cut is whole on every rank of the
+group. So each rank's own product, and each gradient, is the same kind of part as the matrix's own: rows of the result,
+or a partial sum.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from hetero_megatron.model.gpt import GPTStage, Linear
+from hetero_megatron.spec import Lora
+
+
+def apply_lora(stage: GPTStage, lora: Lora, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Freeze all parameters, and give the targets of ``lora`` adapters, uninitialised."""
+    stage.requires_grad_(False)
+    for name, module in list(stage.named_modules()):
+        if isinstance(module, Linear) and name.rpartition(".")[2] in lora.targets:
+            _adapt(module, lora, dtype, device)
+
+
+def _adapt(linear: Linear, lora: Lora, dtype: torch.dtype, device: torch.device | str) -> None:
+    outputs, inputs = linear.weight.shape
+    for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
+        adapter = Linear(columns, rows, False, linear.kernels).to(device=device, dtype=dtype)
+        linear.add_module(name, adapter)
+    linear.product = partial(_product, linear, lora.scale)  # type: ignore[method-assign]
+
+
+def _product(linear: Linear, scale: float, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (W + scale B A)^T + bias, as two products of low rank beside the frozen one."""
+    assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
+    base: torch.Tensor = linear.kernels.gemm(x, linear.weight, bias)
+    return base.add(linear.lora_B(linear.lora_A(x)), alpha=scale)

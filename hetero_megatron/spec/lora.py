@@ -1,0 +1,41 @@
+"""Low-rank adapters (LoRA): the base is frozen, and some matrices W become W + scale B A with small A and B."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hetero_megatron.errors import UserError
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_RANK = 1 << 14
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of PEFT's kind: A [rank, inputs], B [outputs, rank].
+
+    Attributes:
+        targets: projections that have one, in the order of ``TARGETS``.
+        rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
+            raise UserError("out of range", field="rank", value=self.rank, accepted=f"1 to {MAX_RANK:,}")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise UserError("out of range", field="alpha", value=self.alpha, accepted="a number > 0")
+        unknown = [name for name in self.targets if name not in TARGETS]
+        if unknown or not self.targets:
+            value = unknown[0] if unknown else "none"
+            raise UserError("no such projection", field="targets", value=value, accepted=", ".join(TARGETS))
+        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

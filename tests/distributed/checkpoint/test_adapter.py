@@ -1,0 +1,118 @@
+"""Adapters in files: peft loads what a run writes and the other way round; merging is peft's; runs go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.support.programs import Program, start_ranks
+
+SIZES = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --mock-data --log-interval 1 --seed 5"
+TWO = """
+version: 1
+seq_length: 16
+global_batch_size: 4
+pipelines:
+  - {micro_batch_size: 1, num_micro_batches: 3, stages: [{ranks: [0, 1], layers: [0, 3], tp: 2, tp_split: [2, 1]}]}
+  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 2, layers: [0, 2]}, {ranks: 3, layers: [2, 3]}]}
+"""
+TOKENS = torch.arange(12)[None] % 60
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=3, max_position_embeddings=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def run(*words: str) -> str:
+    program = Program([word for text in words for word in text.split()])
+    out, err = program.communicate(240)
+    assert program.returncode == 0, err
+    return out
+
+
+def losses(folder: Path) -> list[float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r["loss"] for r in records if "loss" in r]
+
+
+def logits(model: Any) -> np.ndarray:
+    return model.double().eval()(TOKENS).logits.detach().numpy()  # type: ignore[no-any-return]
+
+
+def close(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.abs(a - b).max() <= 1e-5 * np.abs(b).max())
+
+
+def test_exports_load_in_peft_and_merge_as_there(base: Path, tmp_path: Path) -> None:
+    lora = "--lora-rank 3 --lora-alpha 6 --lora-targets q_proj v_proj down_proj"
+    words = f"--load-hf {base} {SIZES} {lora} --train-iters 4 --save {tmp_path}/run"
+    out = run(words, f"--save-adapter {tmp_path}/adapter --save-hf {tmp_path}/merged --merge-lora")
+    assert "saved an adapter" in out
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    before = logits(plain)
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    assert model.peft_config["default"].r == 3
+    with_adapter = logits(model)
+    assert not close(with_adapter, before)
+    assert close(logits(model.merge_and_unload()), with_adapter)
+    assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), with_adapter)
+
+
+def test_a_plan_of_unequal_ranks_writes_the_same_and_runs_go_on_under_it(base: Path, tmp_path: Path) -> None:
+    """Uneven TP beside a pipeline; stopped after 2 of 5 steps under one plan, resumed under another."""
+    (tmp_path / "plan.yaml").write_text(TWO)
+    words = f"--load-hf {base} {SIZES} --lora-rank 4 --train-iters 5 --lr-decay-style constant"
+    alone = f"--save {tmp_path}/one --save-adapter {tmp_path}/one-adapter --save-hf {tmp_path}/one-hf --merge-lora"
+    run(words, alone)
+    plan = words.replace("--seq-length 16 --micro-batch-size 1 --global-batch-size 4 ", "")
+    plan += f" --plan {tmp_path}/plan.yaml --save {tmp_path}/two --load {tmp_path}/two"
+    ends = f" --save-adapter {tmp_path}/two-adapter --save-hf {tmp_path}/two-hf --merge-lora"
+    run(words, f"--exit-interval 2 --save {tmp_path}/two --load {tmp_path}/two")
+    assert len(losses(tmp_path / "two")) == 2
+    ranks = start_ranks(4, [*plan.split(), *ends.split()])
+    assert [p.communicate(240)[1] for p in ranks if p.wait(240)] == []
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    np.testing.assert_allclose(two, one, rtol=1e-4)
+    models = [
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / f"{name}-adapter")
+        for name in ("one", "two")
+    ]
+    first, second = (logits(m) for m in models)
+    assert np.abs(first - second).max() <= 2e-3 * np.abs(first).max()
+    assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "two-hf")), second)
+    held = json.loads((tmp_path / "two" / "iter_0000005" / "metadata.json").read_text())
+    assert "lora_A" in json.dumps(held) and "embed_tokens" not in json.dumps(held.get("tensors", held))
+
+
+def test_what_peft_wrote_is_where_training_begins(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["k_proj", "o_proj", "up_proj"], use_rslora=True)
+    wrapped = peft.get_peft_model(model, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if "lora_" in name:
+                param.normal_(0, 0.2)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    expected = logits(wrapped)
+    words = f"--load-hf {base} {SIZES} --load-adapter {tmp_path}/theirs --train-iters 1 --lr 0 --min-lr 0"
+    run(words, f"--save-adapter {tmp_path}/ours --save-hf {tmp_path}/merged --merge-lora")
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours")
+    assert close(logits(again), expected)
+    assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected)

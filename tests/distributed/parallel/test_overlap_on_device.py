@@ -1,0 +1,125 @@
+"""Gradients travel during backward though nobody asks whether they have come: a device's library, and a silent peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.comm.hooks import Hooks, Work
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.update import SGD
+from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.buckets import IN_FLIGHT
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.spec import from_hf_config
+from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.runtime import Runtime
+from tests.support.parity import check_case, fixed_case
+from tests.support.pool import Pool, shared_pool
+from tests.support.vendors import build_emulated
+
+MODEL = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+BUCKETS = 6
+PLANS = {
+    "equal": [[{"ranks": [0], "layers": [0, 2]}], [{"ranks": [1], "layers": [0, 2]}]],  # summed up where they are
+    "unlike": [  # packed, and summed up in new memory
+        [{"ranks": [0], "layers": [0, 2]}], [{"ranks": [1, 2], "layers": [0, 2], "tp": 2}],
+    ],
+}  # fmt: skip
+
+pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
+
+
+class Unfinished:
+    """A work that is complete when it has been waited for, and not before."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> object:
+        return self.work.wait()
+
+
+def plan_of(name: str) -> dict[str, Any]:
+    pipelines = [{"micro_batch_size": 1, "num_micro_batches": 2, "stages": stages} for stages in PLANS[name]]
+    return {"version": 1, "seq_length": 8, "global_batch_size": 4, "pipelines": pipelines}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extension() -> None:
+    build_emulated()
+
+
+@pytest.fixture
+def pool(extension: None) -> Pool:
+    return shared_pool(("emulated",) * 3)
+
+
+def starts_of(comm: Comm, name: str, key: str) -> list[str]:
+    """What rank 0 was doing when each bucket's exchange started; the others begin when as many have as there is memory
+    for. (Then its compute stream waits, and on this device with it the host.)"""
+    spec = from_hf_config(MODEL)
+    plan = plan_for(plan_from_dict(plan_of(name), spec), comm.islands)
+    compiled = CompiledPlan(plan, spec, bucket_bytes=16 << 10)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in plan.ranks:
+        return []
+    store = dist.distributed_c10d._get_default_store()
+    holders, started = plan.ranks, list[str]()
+
+    def submit(start: Callable[[], Work | None], sizes: Any, group: tuple[int, ...]) -> Work | None:
+        work = start()
+        if group == holders and "action" in comm.activity:
+            started.append(comm.activity)
+            if comm.rank == 0 and len(started) == IN_FLIGHT + 1:
+                store.set(key, "all")
+        return None if work is None else Unfinished(work)
+
+    tokens = torch.arange(32).view(4, 8) % 61
+
+    def fetch(indices: Any) -> Batch:
+        if comm.rank:
+            store.wait([key])
+        return Batch(tokens[list(indices)], tokens[list(indices)], torch.arange(8).expand(len(indices), 8))
+
+    before, comm.hooks = comm.hooks, Hooks(comm.clock, submit)
+    try:
+        runtime = Runtime(
+            compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), lambda g: SGD(g, 0.0)
+        )
+        memory = []
+        for step in range(2):
+            runtime.train_step(fetch, 0, plan.global_batch_size, 1e-3)
+            memory.append({i: flat.memory.data_ptr() for i, flat in runtime.sync._grads.items()})
+            if not step:
+                first, started = started, []
+    finally:
+        comm.hooks = before
+    assert memory[0] == memory[1]  # buckets are allocated once
+    assert len(memory[0]) == (BUCKETS if name == "equal" else 0)
+    return first
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_bucket_starts_during_backward(name: str, pool: Pool) -> None:
+    started = pool.run(starts_of, name, f"started/{name}")[0]
+    assert len(started) == BUCKETS
+    assert all("action B" in activity for activity in started), started
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_sums_are_those_of_one_process(name: str, pool: Pool) -> None:
+    check_case(fixed_case(MODEL, plan_of(name), dtype="fp64"), pool)

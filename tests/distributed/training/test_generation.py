@@ -1,0 +1,127 @@
+"""Generation is transformers': greedy, token by token, for several families under several plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.chat import TEMPLATES, chat_tokenizer
+from tests.support.selection import quick
+
+VOCAB, LENGTH, NEW = 330, 160, 64
+SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+         "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": LENGTH}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL},
+    "mistral": {"model_type": "mistral", **SMALL, "sliding_window": 9},
+    "qwen2": {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 12},
+    "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LENGTH},
+}
+UNEVEN = """
+version: 1
+seq_length: 16
+global_batch_size: 2
+pipelines:
+  - micro_batch_size: 1
+    num_micro_batches: 2
+    stages:
+      - {ranks: [1, 0], layers: [0, 2], tp: 2, tp_split: [2, 1]}
+      - {ranks: 2, layers: [2, 3]}
+"""
+INTERLEAVED = """
+version: 1
+seq_length: 16
+global_batch_size: 3
+schedule: interleaved
+pipelines:
+  - {micro_batch_size: 1, num_micro_batches: 2,
+     stages: [{ranks: [0, 1], layers: [[0, 1], [2, 3]], tp: 2}, {ranks: 2, layers: [[1, 2], [3, 3]]}]}
+  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 3, layers: [[0, 3], [3, 3]]}]}
+"""
+PLANS = {"one": (1, None), "uneven": (3, UNEVEN), "interleaved": (4, INTERLEAVED)}
+PROMPTS = ["the quick brown", "hello", "fox 17 jumps over the lazy dog and says hello to the other fox", "q"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in FAMILIES.items():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.dim() > 1:
+                    param.normal_(0, 0.15)
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(folder / name)
+        chat_tokenizer(folder / name, TEMPLATES["chatml"])
+    return folder
+
+
+def generate(words: list[str], ranks: int) -> tuple[str, str]:
+    """(stdout of rank 0, stderr) of the command on so many ranks."""
+    import socket
+
+    from tests.support.programs import ENVIRONMENT, Program
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
+    programs = [
+        Program(words, {**ENVIRONMENT, **job, **({"RANK": str(r), "LOCAL_RANK": str(r)} if job else {})}, "generate")
+        for r in range(ranks)
+    ]
+    said = [p.communicate(240) for p in programs]
+    assert [p.returncode for p in programs] == [0] * ranks, said
+    return said[0]
+
+
+def expected(path: Path, prompts: list[str]) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    out = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        made = model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
+        out.append(made[0, ids.shape[1] :].tolist())
+    return out
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", quick(FAMILIES, ["llama", "mistral"]))
+def test_greedy_is_transformers(name: str, plan: str, models: Path, tmp_path: Path) -> None:
+    ranks, text = PLANS[plan]
+    words = ["--load-hf", str(models / name), "--json", "--max-new-tokens", str(NEW), "--ignore-eos"]
+    words += ["--batch-size", "3"]
+    words += [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    if text is not None:
+        (tmp_path / "plan.yaml").write_text(text)
+        words += ["--plan", str(tmp_path / "plan.yaml")]
+    found = json.loads(generate(words, ranks)[0].splitlines()[-1])
+    assert [a["tokens"] for a in found["answers"]] == expected(models / name, PROMPTS)
+
+
+def test_draws_are_those_of_transformers_warpers() -> None:
+    """Frequencies against temperature and top-p as transformers applies them; draws depend on prompt and step only."""
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+    from hetero_megatron.generation.sampling import Sampling
+
+    torch.manual_seed(0)
+    logits = torch.randn(1, 12) * 2
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)])
+    wanted = torch.softmax(warpers(None, logits.clone()).double(), -1)[0]
+    sampling, count = Sampling(0.7, 0.8, seed=3), 4000
+    drawn = sampling.choose(logits.expand(count, -1), range(count), 5)
+    seen = torch.bincount(drawn, minlength=12) / count
+    assert (seen[wanted == 0] == 0).all() and (seen - wanted).abs().max() < 0.03
+    assert torch.equal(drawn[7:9], sampling.choose(logits.expand(2, -1), [7, 8], 5))
+    assert sampling.choose(logits, [0], 0).item() != -1 and Sampling().choose(logits, [0], 0) == logits.argmax()

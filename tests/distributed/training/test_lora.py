@@ -1,0 +1,152 @@
+"""LoRA under any plan: values and gradients are those of peft in one process, fp64."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.layout import Box
+from hetero_megatron.model import initial_values
+from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logical_tensors, trained_tensors
+from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.runtime import Runtime
+from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
+from tests.support.parity import Case, RandomSamples
+from tests.support.pool import shared_pool
+from tests.support.random_plans import random_model, random_plan
+from tests.support.selection import quick
+from tests.support.small_plans import LLAMA, pipe, plan, stage
+
+STEPS = 3
+WEIGHT_DECAY = 0.1
+
+
+def build(name: str) -> Any:
+    if name == "sgd":
+        return lambda groups: torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
+    return lambda groups: torch.optim.AdamW(groups, lr=1e-2)
+
+
+def peft_name(logical: str) -> str:
+    return "base_model.model." + logical.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
+
+
+def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.ndarray]) -> Any:
+    """The Hugging Face model with peft's adapters, whose values are given by logical name."""
+    lora = spec.lora
+    assert lora is not None
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), use_rslora=lora.rslora, lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    params = dict(wrapped.named_parameters())
+    names = {peft_name(t.name): t.name for t in trained_tensors(spec)}
+    assert names.keys() == {n for n, p in params.items() if p.requires_grad}
+    with torch.no_grad():
+        for theirs, ours in names.items():
+            params[theirs].copy_(torch.from_numpy(values[ours]))
+    return wrapped.double()
+
+
+def adapter_values(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
+    """A as we draw it; B not zero, so that every gradient is there."""
+    rng, out = np.random.default_rng(seed), {}
+    for tensor in trained_tensors(spec):
+        drawn = initial_values(tensor, Box.whole(tensor.shape), spec, seed).double().numpy()
+        assert (drawn == 0).all() == tensor.name.endswith("lora_B.weight")
+        out[tensor.name] = drawn if tensor.name.endswith("lora_A.weight") else rng.normal(0, 0.1, tensor.shape)
+    return out
+
+
+def run_rank(
+    comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]
+) -> tuple[list[list[float]], list[tuple[str, Box, np.ndarray]], int]:
+    plan = plan_for(plan, comm.islands)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in plan.ranks:
+        return [], [], 0
+
+    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        return torch.from_numpy(initial[tensor.name][box.slices()])
+
+    runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer))
+    data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
+    stats = []
+    for step in range(STEPS):
+        found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0)
+        stats.append([found.loss, found.grad_norm])
+    frozen = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}
+    assert all(p.grad is None for p in frozen.values())
+    changed = sum(
+        not np.array_equal(p.numpy(), initial[n][runtime.boxes[n].slices()]) for n, p in frozen.items()
+    )
+    weights = [(n, runtime.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
+    return stats, weights, changed
+
+
+def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: Case) -> None:
+    model, base = make_hf(model_config, case.seed)
+    spec = adapted(base, lora)
+    initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, base).items()}
+    initial |= adapter_values(spec, case.seed)
+    assert initial.keys() == {t.name for t in logical_tensors(spec)}
+    wrapped = peft_model(model, spec, initial)
+    params = dict(wrapped.named_parameters())
+    trained = {t.name: params[peft_name(t.name)] for t in trained_tensors(spec)}
+    optimizer = build(case.optimizer)([{"params": list(trained.values()), "weight_decay": WEIGHT_DECAY}])
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    plan = plan_from_dict(made, spec)
+    data, wanted = RandomSamples(case, spec.vocab_size), []
+    for step in range(STEPS):
+        batch = data.fetch(range(step * plan.global_batch_size, (step + 1) * plan.global_batch_size))
+        optimizer.zero_grad()
+        total = hf_loss_sum(wrapped, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
+        loss = total / batch.num_loss_tokens()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)
+        optimizer.step()
+        wanted.append([loss.item(), float(norm)])
+    ranks = [r for r in shared_pool().run(run_rank, case, plan, spec, initial) if r[0]]
+    assert len(ranks) == len(plan.ranks)
+    for stats, weights, changed in ranks:
+        np.testing.assert_allclose(stats, wanted, rtol=1e-10, err_msg=str(made))
+        assert changed == 0
+        for name, box, values in weights:
+            error = np.abs(values - trained[name].detach().numpy()[box.slices()]).max(initial=0.0)
+            assert error <= 1e-9, (name, error, made)
+
+
+@pytest.mark.parametrize("seed", quick(range(24), range(6)))
+def test_random_plans(seed: int) -> None:
+    rng = random.Random(seed + 7000)
+    config = random_model(rng)
+    while config["model_type"] == "gpt2":
+        config = random_model(rng)
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    made = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=rng.choice([1, 2, 3, 4]))
+    targets = TARGETS if rng.random() < 0.5 else tuple(rng.sample(TARGETS, rng.randint(1, 4)))
+    lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3)
+    case = Case(seed, 4, config, made, optimizer=rng.choice(["adamw", "sgd"]), packed=rng.random() < 0.5)
+    check(config, made, lora, case)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+def test_stages_without_a_layer_have_nothing_to_train(schedule: str) -> None:
+    """The embedding alone on the first stage, the head alone on the last; they have no gradient, and no bucket."""
+    made = plan([pipe(1, 4, stage([0], []), stage([1, 2], [0, 3], tp=2, tp_split=[2, 1]), stage([3], []))])
+    if schedule == "interleaved":
+        made = plan([pipe(1, 4, stage([0], [[0, 0], [1, 2]]), stage([1, 2], [[0, 1], [2, 3]], tp=2))])
+    made |= {"schedule": schedule}
+    check(LLAMA, made, Lora(4, 8.0), Case(1, 4, LLAMA, made))

@@ -1,0 +1,140 @@
+"""``hetero-megatron run --via ssh`` over namespaces as hosts: hosts are lost, cut off and come back; losses stay."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.namespace_hosts import NamespaceHosts, missing
+from tests.support.programs import inside
+
+pytestmark = [pytest.mark.slow, pytest.mark.testbed]
+STEPS = 240
+PLAN = """
+version: 1
+seq_length: 48
+global_batch_size: 4
+pipelines:
+  - micro_batch_size: 1
+    num_micro_batches: 4
+    stages: [{stages}]
+"""
+LAYERS = {3: [(0, 3), (3, 5), (5, 6)], 2: [(0, 4), (4, 6)], 1: [(0, 6)]}
+WORDS = [
+    *("--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3", "--lr-decay-style", "constant"),
+    *("--train-iters", str(STEPS), "--log-interval", "1"),
+]
+
+
+def plan(folder: Path, ranks: int) -> Path:
+    stages = ", ".join(f"{{ranks: {r}, layers: [{a}, {b}]}}" for r, (a, b) in enumerate(LAYERS[ranks]))
+    path = folder / f"plan-{ranks}.yaml"
+    path.write_text(PLAN.replace("{stages}", stages))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("alone")
+    more = ["--seq-length", "48", "--global-batch-size", "4", "--micro-batch-size", "1", "--save", str(folder)]
+    inside([*WORDS, *more, "--save-interval", "0"])
+    return losses(folder)
+
+
+@pytest.fixture(params=["stand-in", "sshd"])
+def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NamespaceHosts]:
+    if reason := missing(request.param == "sshd"):
+        pytest.skip(reason)
+    with NamespaceHosts(tmp_path, 3, request.param == "sshd") as found:
+        yield found
+
+
+def losses(directory: Path) -> list[float]:
+    path = directory / "metrics.jsonl"
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+class Run:
+    """A job on three hosts with one chip each, and what it said."""
+
+    def __init__(self, hosts: NamespaceHosts, folder: Path, *more: str) -> None:
+        self.directory = folder / "run"
+        self.said = ""
+        command = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--via", "ssh", "--ssh-command", hosts.ssh]
+        files = ["--cluster", str(hosts.cluster([1, 1, 1])), "--plan", str(plan(folder, 3))]
+        files += ["--fallback-plan", str(plan(folder, 2)), str(plan(folder, 1))]
+        limits = ["--lease", "6", "--grace", "20", "--max-restarts", "20", *more]
+        save = ["--save", str(self.directory), "--load", str(self.directory), "--save-interval", "10"]
+        words = [*WORDS, *save, "--distributed-timeout-minutes", "0.1"]
+        self.job = hosts.start([*command, *files, "--on-failure", "replan", *limits, "--", *words])
+        threading.Thread(target=self._read, args=(self.job.stdout,), daemon=True).start()
+        threading.Thread(target=self._read, args=(self.job.stderr,), daemon=True).start()
+
+    def _read(self, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            self.said += line
+
+    def until(self, step: int, seconds: float = 150) -> None:
+        end = time.monotonic() + seconds
+        while len(losses(self.directory)) < step:
+            assert self.job.poll() is None and time.monotonic() < end, self.said
+            time.sleep(0.02)
+
+    def until_said(self, text: str, seconds: float = 150) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.said:
+            assert self.job.poll() is None and time.monotonic() < end, self.said
+            time.sleep(0.05)
+
+    def wait(self, seconds: float = 300) -> None:
+        try:
+            self.job.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.job.kill()
+            raise AssertionError(self.said) from None
+        time.sleep(0.5)
+        assert self.job.returncode == 0, self.said
+
+
+def test_a_host_that_loses_its_power_and_comes_back(
+    hosts: NamespaceHosts, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    run = Run(hosts, tmp_path, "--rejoin", "2")
+    run.until(30)
+    hosts.power_off(2)
+    run.until_said("without host2, 2 ranks left")
+    run.until(len(losses(run.directory)) + 10)
+    hosts.boot(2)
+    run.until_said("with host2, 3 ranks")
+    run.wait()
+    assert losses(run.directory) == pytest.approx(undisturbed, rel=1e-9)
+    assert hosts.no_orphans() == []
+
+
+def test_two_hosts_that_are_cut_off_from_each_other(
+    hosts: NamespaceHosts, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    run = Run(hosts, tmp_path, "--rejoin", "2")
+    run.until(30)
+    hosts.cut(0, 1)
+    run.until_said("host0 and host1 cannot reach each other")
+    run.until_said("without host1, 2 ranks left")
+    run.until(len(losses(run.directory)) + 10)
+    hosts.mend(0, 1)
+    run.until_said("with host1, 3 ranks")
+    run.wait()
+    assert losses(run.directory) == pytest.approx(undisturbed, rel=1e-9)
+    assert hosts.no_orphans() == []
