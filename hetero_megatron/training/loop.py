@@ -55,6 +55,7 @@ from hetero_megatron.training.islands import (
     unlike_cluster,
 )
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
+from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.save_directory import claim_directory, make_folders
@@ -301,6 +302,7 @@ class Training:
         check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
         failure = config.failure
         self.guard = StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, self.say)
+        self.profiler = profiler_of(config, self.runtime, platform)
         self.stragglers = self._watch()
         self.drift: list[Behind] = []
         self.drift_reason = ""
@@ -434,18 +436,22 @@ class Training:
             start = time.perf_counter()
             size = config.batch_size.at(self.consumed)
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
-            stats = self.guard.step(
-                self.runtime, loader, self.step + 1, self.consumed, size, lr, decay,
-                config.optimizer.clip_grad, self.loss_scale.scale,
-                stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
-            )  # fmt: skip
+            with self.profiler.step(self.step + 1):
+                stats = self.guard.step(
+                    self.runtime, loader, self.step + 1, self.consumed, size, lr, decay,
+                    config.optimizer.clip_grad, self.loss_scale.scale,
+                    stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
+                )  # fmt: skip
             loader.advance(size)
             self.alignment.after_step(self.step + 1, self.runtime)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
             if self.stragglers is not None:
                 self._look_for_stragglers(stats.busy, size)
-            self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, seconds)
+            if told := self.profiler.after(self.step, stats.actions, seconds, stop or self.step == config.steps):
+                self.say(told)
             self.trained |= not stats.skipped
             if config.dtype == "fp16":
                 self.loss_scale.check(self.step, (stop or self.step == config.steps) and not self.trained)
