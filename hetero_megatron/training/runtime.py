@@ -243,7 +243,8 @@ class Runtime:
             return kernels.linear_cross_entropy(out, self.model.lm_head.matrix, batch.labels)  # type: ignore[no-any-return]
         if self.loss_chunk is not None:
             ops = kernels.vocab_cross_entropy, kernels.choices["gemm"].kernel
-            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, *ops)
+            cap = self.spec.logit_softcap
+            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, *ops, cap)
         if group.size > 1:
             return vocab_parallel_cross_entropy(out, batch.labels, group, vocab, kernels.vocab_cross_entropy)
         return kernels.cross_entropy(out, batch.labels)  # type: ignore[no-any-return]
