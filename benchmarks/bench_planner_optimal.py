@@ -132,7 +132,8 @@ def main() -> None:
             case = unequal_directions(case, seed)
         scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
         sizes = (case.size,) if case.size else None
-        space = SearchSpace(sizes, case.recompute, offload="always" if args.offload else "never")
+        offload = "always" if args.offload else "never"
+        space = SearchSpace(sizes, case.recompute, offload=offload, more_schedules="never")
         problem = PlanningProblem(
             case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=space)
         )

@@ -1,11 +1,12 @@
 """Pipeline schedules, measured on clusters of 3 to 6 unlike chips that the testbed emulates.
 
     python benchmarks/bench_testbed_schedules.py [--chips clock|soft] [--links namespaces|paced] [--only NAME …]
-                                                 [--out FILE]
+                                                 [--slower N] [--out FILE]
 
 For each cluster, in one run: chips and links are calibrated, then one pipeline over all chips runs for some steps under
 1F1B, zero-bubble, interleaved and adaptive schedules, each with the layers that are best for it. Prints predicted
-beside measured step times, and adaptive over 1F1B and over the best of the others.
+beside measured step times, and adaptive over 1F1B and over the best of the others. ``--slower``: chips and links are
+all so many times as slow, for machines whose cores have other work and so could not keep up with the chips.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ SPEEDS = {
     "4 stages": (0.5, 0.5, 0.25, 0.2),
     "6 stages": (0.35, 0.35, 0.25, 0.2, 0.15, 0.15),
 }
-LINKS = {"fast links": "100 MB/s", "slow links": "15 MB/s"}
+LINKS = {"fast links": 100, "slow links": 15}  # MB/s
 LAYERS = 3  # per stage, in the mean
 
 
-def cases() -> dict[str, dict[str, Any]]:
+def cases(slower: float = 1.0) -> dict[str, dict[str, Any]]:
     """Name to ``cluster``, ``layers`` and ``batch``: as many micro-batches as stages, and twice as many."""
     found = {}
     for stages, speeds in SPEEDS.items():
         for links, rate in LINKS.items():
-            groups = [(f"c{i}", 1, 1, speed, "1 GiB") for i, speed in enumerate(speeds)]
+            groups = [(f"c{i}", 1, 1, speed / slower, "1 GiB") for i, speed in enumerate(speeds)]
             for times in (1, 2):
                 name = f"{stages}, m = {'' if times == 1 else times}p, {links}"
                 found[name] = {
-                    "cluster": emulated_cluster(groups, rate), "layers": LAYERS * len(speeds),
+                    "cluster": emulated_cluster(groups, f"{rate / slower:g} MB/s"), "layers": LAYERS * len(speeds),
                     "batch": times * len(speeds),
                 }  # fmt: skip
     return found
@@ -83,14 +84,16 @@ def main() -> None:
     parser.add_argument("--chips", default="clock", choices=("clock", "soft"))
     parser.add_argument("--links", default="namespaces", choices=("namespaces", "paced", "none"))
     parser.add_argument("--only", nargs="*", metavar="NAME", default=list(cases()), choices=list(cases()))
+    parser.add_argument("--slower", type=float, default=1.0, metavar="N")
     parser.add_argument("--out", help="write everything as JSON")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    print(f"{machine()}; chips {args.chips}, links {args.links}, 3 steps")
+    print(f"{machine()}; chips {args.chips}, links {args.links}, {args.slower:g} times as slow, 3 steps")
     found, rows = {}, []
     for name in args.only:
-        found[name] = measure(cases()[name], name, args)
-        rows.append(report(cases()[name], name, found[name], args.chips))
+        case = cases(args.slower)[name]
+        found[name] = measure(case, name, args)
+        rows.append(report(case, name, found[name], args.chips))
         if args.out:
             Path(args.out).write_text(json.dumps(found, indent=1))
     over, others, errors = zip(*rows)

@@ -35,7 +35,6 @@ from hetero_megatron.checkpoint.manifest import (
     sha256,
     unusable,
 )
-from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
 from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
@@ -43,6 +42,7 @@ from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.progress import WorkLine, tracked
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +75,8 @@ def from_native(
         raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
     spec = spec_of(checkpoint)
     check_model(checkpoint, spec)
-    dtypes = dict.fromkeys(name_table(spec), DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
+    names = [tensor.name for tensor in logical_tensors(spec)]
+    dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
     along, chunks, nonfinite = checkpoint.companions(), _chunks(checkpoint, spec), dict[str, None]()
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:
@@ -98,8 +99,9 @@ def _names(dtypes: Mapping[str, torch.dtype]) -> str:
 
 
 def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    files = Files(checkpoint.path)
-    for tensor in logical_tensors(spec):
+    files, tensors = Files(checkpoint.path), logical_tensors(spec)
+    count = sum(tensor.size for tensor in tensors)
+    for tensor in tracked(tensors, "exporting weights", count, lambda tensor: tensor.size, bytes=False):
         name = f"{MODEL}.{tensor.name}"
         entry = checkpoint.metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
@@ -175,19 +177,23 @@ def _write(
     ``nonfinite``."""
     work, sums, places = directory.begin(0), {}, {}
     known = {f"{MODEL}.{t.name}": t for t in logical_tensors(weights.spec)}
+    line = WorkLine("importing weights", sum(tensor.size for tensor in known.values()), bytes=False)
 
     def get(key: str) -> torch.Tensor:
         tensor = known[key]
+        line.add(tensor.size)
         values = weights.read(tensor, Box.whole(tensor.shape)).to(dtypes[tensor.name])
         if not is_finite(values):
             nonfinite[weights.name(tensor)] = None
         return values
 
-    for number, names in enumerate(_deal(known, dtypes)):
-        file = f"rank_{number:05d}.safetensors"
-        entries = {name: (dtypes[known[name].name], known[name].shape) for name in names}
-        sums[file], _ = write_file(work / file, entries, get)
-        places.update({MetadataIndex(n, torch.Size([0] * len(known[n].shape))): ChunkLocation(file, n) for n in names})
+    with line:
+        for number, names in enumerate(_deal(known, dtypes)):
+            file = f"rank_{number:05d}.safetensors"
+            entries = {name: (dtypes[known[name].name], known[name].shape) for name in names}
+            sums[file], _ = write_file(work / file, entries, get)
+            whole = {n: MetadataIndex(n, torch.Size([0] * len(known[n].shape))) for n in names}
+            places.update({whole[n]: ChunkLocation(file, n) for n in names})
     metadata = Metadata({n: _whole(t, dtypes[t.name]) for n, t in known.items()}, storage_data=places)
     for name, content in {METADATA: encode_metadata(metadata, state).encode(), **extra}.items():
         write_synced(work / name, content)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.names import name_table
-from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+from hetero_megatron.checkpoint.names import name_table, stored_tensors
+from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_names import HFSource
 
 SHARD_BYTES = 4 << 30
@@ -44,7 +44,9 @@ class StoredTensor:
 
 def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: int) -> dict[str, StoredTensor]:
     """:func:`lay_out` of all tensors of a model, under transformers' file names."""
-    return lay_out(logical_tensors(spec), name_table(spec), dtypes, shard_bytes)
+    stored = list(stored_tensors(spec))
+    by_name = {tensor.name: dtypes[logical.name] for tensor, logical in stored}
+    return lay_out([tensor for tensor, _ in stored], name_table(spec), by_name, shard_bytes)
 
 
 def lay_out(

@@ -14,7 +14,7 @@ import torch
 from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
-from hetero_megatron.checkpoint.names import hf_source
+from hetero_megatron.checkpoint.names import hf_source, stored_boxes, stored_tensors
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_names import HFSource
@@ -50,7 +50,7 @@ class HFWeights:
         self._shapes = self._files.shapes()
         # GPT-2 on the hub has no "transformer." prefix; what transformers itself writes has it.
         self._prefix = "transformer." if any(n.startswith("transformer.") for n in self._shapes) else ""
-        self._sources = {t.name: self._source(t.name) for t in logical_tensors(spec)}
+        self._sources = {t.name: self._source(t.name) for t, _ in stored_tensors(spec)}
         self._check()
         self._check_copies()
 
@@ -65,7 +65,7 @@ class HFWeights:
 
     def _check(self) -> None:
         problems, used = [], set()
-        for tensor in logical_tensors(self.spec):
+        for tensor, _ in stored_tensors(self.spec):
             source = self._sources[tensor.name]
             used.add(source.name)
             expected, got = source.shape(tensor.shape), self._shapes.get(source.name)
@@ -107,8 +107,9 @@ class HFWeights:
         return str(self._files.tensor(name).get_dtype())
 
     def name(self, tensor: LogicalTensor) -> str:
-        """The Hugging Face tensor that holds it."""
-        return self._sources[tensor.name].name
+        """The Hugging Face tensor that holds it; of one over experts, the first expert's."""
+        stored, _ = next(stored_boxes(tensor, Box.whole(tensor.shape)))
+        return self._sources[stored.name].name
 
     def dtype(self, tensor: LogicalTensor) -> torch.dtype:
         """Of a tensor in the files."""
@@ -122,6 +123,8 @@ class HFWeights:
         """The values of one box in the file's dtype; only these bytes are read."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
+        if len(tensor.shape) == 3:
+            return torch.stack([self.read(stored, inside) for stored, inside in stored_boxes(tensor, box)])
         source = self._sources[tensor.name]
         slices = source.slices(box)
         values: torch.Tensor

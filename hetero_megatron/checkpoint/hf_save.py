@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,11 +23,11 @@ from hetero_megatron.checkpoint.hf_files import (
     make_files,
     plan_files,
 )
-from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import ModelSpec, export_config, to_hf_config
+from hetero_megatron.spec import LogicalTensor, ModelSpec, export_config, logical_tensors, to_hf_config
 from hetero_megatron.words import plural
 
 FLAG = "--save-hf"
@@ -61,15 +61,25 @@ def save_hf(
             left behind.
     """
     table, final = name_table(spec), Path(directory)
-    by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(table, dtypes)
+    logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
+    by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(logical, dtypes)
     plan = plan_files(spec, by_name, shard_bytes)
     export = Export(FLAG, final, world, table, plan)
     said = export.run(
-        lambda: _create(final, export.work, spec, plan, source), owned, lambda: _publish(final), nonfinite is not None
-    )
+        lambda: _create(final, export.work, spec, plan, source), _stored_pieces(owned, logical),
+        lambda: _publish(final), nonfinite is not None,
+    )  # fmt: skip
     if nonfinite is not None:
         nonfinite |= export.nonfinite
     return said
+
+
+def _stored_pieces(owned: Iterable[Owned], logical: Mapping[str, LogicalTensor]) -> Iterator[Owned]:
+    """The same values by the names and boxes of the tensors in files."""
+    for name, box, values in owned:
+        parts = list(stored_boxes(logical[name], box))
+        for (stored, inside), value in zip(parts, values if len(box.lo) == 3 else [values], strict=True):
+            yield stored.name, inside, value
 
 
 def _publish(final: Path) -> str:

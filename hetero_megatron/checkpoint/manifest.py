@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import member, open_file, read_text
+from hetero_megatron.progress import tracked
 
 FORMAT = 1
 METADATA = "metadata.json"
@@ -117,7 +118,9 @@ def verify(
     Raises:
         Damaged: a file is missing, unreadable, or altered.
     """
-    for name in sorted(sums)[part::parts]:
+    names = sorted(sums)[part::parts]
+    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else 0 for name in names}
+    for name in tracked(names, "checking the checkpoint", sum(sizes.values()), sizes.__getitem__):
         path = directory / name
         if not os.path.lexists(path):
             raise Damaged(path, "is missing")

@@ -104,7 +104,7 @@ def _ask(addresses: Sequence[str], cluster: Cluster, ssh: str, seconds: float) -
             except subprocess.TimeoutExpired:
                 raise UserError(f"no answer in {seconds:g} s", field="HOST", value=address,
                                 accepted="a host that answers ssh without a password") from None  # fmt: skip
-            said = [text for text in out.splitlines() if text.startswith(MARK)]
+            said = [text for text in out.split("\n") if text.startswith(MARK)]  # splitlines() would split at MARK, too
             if process.returncode or not said:
                 reason = printable(err.strip().splitlines()[-1]) if err.strip() else f"exit code {process.returncode}"
                 raise UserError(f"cannot be asked: {reason}", field="HOST", value=address,

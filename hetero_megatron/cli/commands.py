@@ -30,6 +30,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("launch", "start a command on all hosts of a cluster: ssh, SLURM, Kubernetes",
                 "hetero-megatron launch --cluster cluster.yaml -- pretrain_gpt.py --cluster cluster.yaml "
                 "--plan plan.yaml --model llama3-8b --mock-data --train-iters 10 --lr 1e-4"),
+        Command("top", "a run while it goes on: loss, time left, what every rank does",
+                "hetero-megatron top runs/tiny"),
         Command("report", "one page about a run: plan, timeline, loss, throughput, events",
                 "hetero-megatron report runs/tiny"),
     ),

@@ -12,6 +12,7 @@ from hetero_megatron.training.config import (
     ExitConfig,
     LoggingConfig,
     OptimizerConfig,
+    ProfileSteps,
     ScheduleConfig,
 )
 from hetero_megatron.training.loss_scale import LossScale
@@ -163,7 +164,18 @@ def build_logging(args: Arguments) -> LoggingConfig:
         args["log_validation_ppl_to_tensorboard"],
         wandb,
         args["log_kernel_plan"],
+        args["log_format"],
+        _profile(args),
     )
+
+
+def _profile(args: Arguments) -> ProfileSteps | None:
+    if not args["profile"]:
+        return None
+    start, end = args["profile_step_start"], args["profile_step_end"]
+    if end <= start:
+        raise flag_error("profile_step_end", end, "no step is profiled", f"above --profile-step-start {start}")
+    return ProfileSteps(start, end, tuple(args["profile_ranks"]) if args["use_pytorch_profiler"] else ())
 
 
 def build_alignment(args: Arguments) -> AlignmentConfig:

@@ -9,7 +9,7 @@ from typing import Any
 from hetero_megatron.cluster.catalogue import CHIPS, DEVICE_NAMES
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import require_text
-from hetero_megatron.training.log_fields import array, integer, number, record, require, text
+from hetero_megatron.training.log_fields import array, integer, mapping, number, record, require, text
 
 GIB = 2**30
 # What torch calls a chip, where the words of the catalogue's name do not stand in it.
@@ -19,7 +19,8 @@ _HOST = record(
     {
         "hostname": text, "accelerator": text, "cores": integer(1, 1 << 20), "memory": number(0),
         "chips": array(record({"name": text, "memory": number(0)})), "interfaces": array(text),
-    }
+    },
+    {"measured": mapping(number(0))},
 )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def _chip(
     devices = answer["chips"]
     if not devices:
         name = f"cpu-{answer['cores']}-cores"
-        chips.setdefault(name, {"memory": f"{answer['memory'] / GIB:.4g} GiB"})
+        chips.setdefault(name, _described(answer["memory"], answer))
         notices.append(f"{address} has no accelerator: one rank on its CPU")
         return name, 1
     kinds = {(device["name"], round(device["memory"] / GIB)) for device in devices}
@@ -113,10 +114,22 @@ def _chip(
         return known, len(devices)
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", first["name"]).strip("-") or "chip"
     if name not in chips:
-        chips[name] = {"memory": f"{first['memory'] / GIB:.4g} GiB"}
-        problem = "is not in the catalogue (docs/chips.md): add tflops, or calibrate"
+        chips[name] = _described(first["memory"], answer)
+        problem = "is not in the catalogue (docs/chips.md): its rates were measured in half a second"
         notices.append(f"{first['name']!r} of {address} {problem}")
     return name, len(devices)
+
+
+def _described(memory: float, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """A chip that the catalogue lacks, by what the host measured."""
+    found: dict[str, Any] = {"memory": f"{memory / GIB:.4g} GiB"}
+    measured = answer.get("measured", {})
+    flops = {name: float(f"{rate / 1e12:.3g}") for name, rate in measured.items() if name != "copy" and rate}
+    if flops:
+        found |= {"tflops": flops, "source": "measured by cluster discover"}
+    if measured.get("copy"):
+        found["memory_bandwidth"] = f"{measured['copy'] / 1e9:.3g} GB/s"
+    return found
 
 
 def _interface(interfaces: Sequence[str]) -> str:

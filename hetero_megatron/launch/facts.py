@@ -9,7 +9,10 @@ import json
 import os
 import socket
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 MARK = "\x1e"
@@ -30,9 +33,42 @@ def answer() -> dict[str, Any]:
             properties = module.get_device_properties(index)
             chips.append({"name": str(properties.name), "memory": float(properties.total_memory)})
     return {
-        **facts(), "hostname": socket.gethostname(), "accelerator": kind, "chips": chips, "cores": os.cpu_count() or 1,
+        **facts(), "measured": _measured(kind or "cpu"), "hostname": socket.gethostname(), "accelerator": kind,
+        "chips": chips, "cores": os.cpu_count() or 1,
         "memory": float(_memory()),
     }  # fmt: skip
+
+
+def _measured(device: str) -> dict[str, float]:
+    """FLOP/s of matrix products by dtype, and bytes/s of a copy (read and written), within half a second: for chips
+    that the catalogue lacks."""
+    import torch
+
+    host = device == "cpu"
+    size, found = 512 if host else 4096, dict[str, float]()
+    others = {"fp64": torch.float64} if host else {"bf16": torch.bfloat16, "fp16": torch.float16}
+    names = {"fp32": torch.float32, **others}
+    for name, dtype in names.items():
+        with suppress(RuntimeError):  # a dtype that the device lacks
+            a = torch.ones(size, size, dtype=dtype, device=device)
+            found[name] = 2 * size**3 / _seconds(partial(torch.mm, a, a), device)
+    big = torch.ones(16 << 20, device=device)
+    found["copy"] = 2 * big.numel() * big.element_size() / _seconds(big.clone, device)
+    return found
+
+
+def _seconds(work: Callable[[], object], device: str) -> float:
+    """The shortest of some calls."""
+    import torch
+
+    best = float("inf")
+    for _ in range(6):
+        began = time.perf_counter()
+        work()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
 def _memory() -> int:

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
 
@@ -175,10 +176,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
+    def __init__(self, spec: ModelSpec, columns: int, kernels: KernelPlan) -> None:
         super().__init__()
         self.kernels = kernels
-        h, f = spec.hidden_size, share.ffn[1] - share.ffn[0]
+        h, f = spec.hidden_size, columns
         self.activation = spec.activation
         self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
@@ -194,6 +195,14 @@ class MLP(nn.Module):
         else:
             y = self.kernels.gelu(self.gate_proj(x), self.activation == "geglu_tanh") * y
         return cast(torch.Tensor, self.down_proj(y))
+
+
+def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module:
+    if kind.mlp == "dense":
+        return MLP(spec, share.ffn[1] - share.ffn[0], kernels)
+    assert spec.moe is not None
+    shared = MLP(spec, share.shared_ffn[1] - share.shared_ffn[0], kernels) if spec.moe.shared_ffn else None
+    return MoEMLP(spec, share, kernels, shared)
 
 
 class Layer(nn.Module):
@@ -212,7 +221,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
-        self.mlp = MLP(spec, share, kernels)
+        self.mlp = _mlp(spec, kind, share, kernels)
         if spec.norm_placement != "pre":
             self.post_feedforward_layernorm = norm()
         names: dict[str, tuple[str | None, ...]] = {

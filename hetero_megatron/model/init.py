@@ -13,6 +13,7 @@ import torch
 
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec.tensors import expert_tensor
 
 BLOCK_ROWS = 256
 
@@ -26,6 +27,12 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
     """
     if len(tensor.shape) == 1:
         return torch.full(box.shape, 0.0 if tensor.name.endswith("bias") else 1.0)
+    if len(tensor.shape) == 3:  # one matrix per expert, as if it were a tensor by itself
+        parts = [
+            initial_values(one, Box(box.lo[1:], box.hi[1:]), spec, seed)
+            for one in (expert_tensor(tensor, e) for e in range(box.lo[0], box.hi[0]))
+        ]
+        return torch.stack(parts) if parts else torch.empty(box.shape)
     if tensor.name.endswith("lora_B.weight"):
         return torch.zeros(box.shape)
     adapter = tensor.name.endswith("lora_A.weight")

@@ -93,6 +93,17 @@ class KernelPlan:
             by.setdefault(provider, []).append(op)
         return "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(by.items()))
 
+    def why(self) -> list[str]:
+        """Lines about what was passed over: kernels meant for this platform that could not serve, with the reasons."""
+        by: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for op, choice in sorted(self.choices.items()):
+            for name, reasons in choice.rejected:
+                kernel, signature = self.registry.kernel(op, name), choice.signature
+                meant = not kernel.capability.platforms or signature.platform in kernel.capability.platforms
+                if meant and kernel.chosen_unasked(signature):
+                    by.setdefault((name, reasons), []).append(op)
+        return [f"  not {name} for {', '.join(ops)}: {'; '.join(reasons)}" for (name, reasons), ops in by.items()]
+
     def format(self) -> str:
         """A table: operator, provider, whether it was asked for, what was passed over and why."""
         lines = list[str]()
@@ -183,7 +194,11 @@ def _first(registry: Registry, signature: Signature, field: str) -> KernelChoice
             able.append(kernel)
     if not able:
         why = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in rejected)
-        raise UserError(f"no provider can serve {signature}: {why or 'none registered'}", field=field)
+        asked = [k.provider for k in registry.kernels(signature.op) if not _reasons(k, signature)]
+        raise UserError(
+            f"no provider serves {signature} unasked: {why or 'none registered'}", field=field,
+            accepted=f"by request (--kernels {signature.op}=PROVIDER): {', '.join(asked)}" if asked else "",
+        )  # fmt: skip
     if len(able) > 1:
         names = " and ".join(k.provider for k in able)
         raise UserError(

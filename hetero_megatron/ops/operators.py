@@ -18,7 +18,7 @@ from hetero_megatron.ops import (
 )
 from hetero_megatron.ops.cross_entropy import KERNELS as CROSS_ENTROPY_KERNELS
 from hetero_megatron.ops.cross_entropy import SPEC as CROSS_ENTROPY_SPEC  # the package's `cross_entropy` is a function
-from hetero_megatron.ops.kernel import REFERENCE, Kernel
+from hetero_megatron.ops.kernel import REFERENCE, Capability, Kernel
 from hetero_megatron.ops.registry import Registry
 from hetero_megatron.ops.spec import OpSpec
 
@@ -54,6 +54,8 @@ def reference_kernel(spec: OpSpec) -> Kernel:
     return Kernel(
         spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version,
         parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
+        # Scores of every query with every key: on a device nobody gets that unasked.
+        capability=Capability(automatic=("cpu", "meta")) if spec.name == "attention" else Capability(),
     )  # fmt: skip
 
 

@@ -34,6 +34,12 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
         yield "rope", {"head_dim": turned, "heads": (heads, kv_heads)}
     activation = {"swiglu": "swiglu", "squared_relu": "squared_relu"}.get(spec.activation, "gelu")
     yield activation, {"width": (ffn,)}
+    if spec.moe is not None:
+        columns = share.expert_ffn[1] - share.expert_ffn[0]
+        yield "grouped_gemm", {"inputs": (h, columns), "outputs": (columns, h)}
+        yield "moe_permute", {"width": (h,)}
+        yield "moe_unpermute", {"width": (h,)}
+        yield "router_topk", {"experts": (spec.moe.num_experts,)}
     yield "attention", {"head_dim": (d,), "heads": (heads,), "kv_heads": (kv_heads,)}
     if head:
         yield ("vocab_cross_entropy" if tp > 1 else "cross_entropy"), {"vocabulary": (vocabulary,)}

@@ -15,6 +15,7 @@ from torch import nn
 
 from hetero_megatron.comm import Group
 from hetero_megatron.model.gpt import Embedding, GPTStage, Linear
+from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 
@@ -52,7 +53,9 @@ def apply_tensor_parallel(stage: GPTStage, group: Group, shards: Sequence[int], 
         return (args[0][:, start : start + shards[group.index]], *args[1:])
 
     for layer in stage.layers():
-        for block, row in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+        # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
+        mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
+        for block, row in ((layer.self_attn, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
             block.register_forward_pre_hook(gather)
             setattr(block, row, RowParallelLinear(getattr(block, row), group, shards))
     if stage.has_embed:

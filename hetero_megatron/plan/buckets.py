@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
-from hetero_megatron.plan.canonical import Plan
+from hetero_megatron.plan.canonical import Plan, Stage
 from hetero_megatron.plan.context_plan import context_groups
+from hetero_megatron.plan.experts import rank_shares, routing_groups
 from hetero_megatron.schedule import Action
-from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors, shares, stage_tensors, tensor_box
+from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
 BUCKET_BYTES = 32 << 20
@@ -74,7 +75,6 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
     for at, stage in enumerate(stages):
         for layer in stage.layer_indices():
             of_layer[layer].append(at)
-    splits = {split: shares(spec, split) for split in {u.tp_split for stage in stages for u in stage.units}}
     layouts: dict[tuple[object, ...], Layout] = {}
     out: dict[str, Layout] = {}
     place = 0  # of a tensor in its layer
@@ -86,15 +86,24 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
             at_stages = of_layer[tensor.layer]
         else:
             at_stages = [i for i, s in enumerate(stages) if tensor in stage_tensors(spec, (), s.embed, s.head)]
-        key = ("layer" if isinstance(tensor.layer, int) else tensor.layer, place, tuple(at_stages))
+        kind = "layer" if isinstance(tensor.layer, int) else tensor.layer
+        key = (kind, place, tensor.shape, tensor.axes, tuple(at_stages))
         if key not in layouts:
-            boxes: dict[int, tuple[Box, ...]] = {}
-            parts = {split: [(tensor_box(tensor, share),) for share in each] for split, each in splits.items()}
-            for unit in (u for i in at_stages for u in stages[i].units):
-                boxes.update(zip(unit.ranks, parts[unit.tp_split], strict=True))
-            layouts[key] = Layout(tensor.shape, boxes)
+            layouts[key] = Layout(tensor.shape, _boxes(spec, tensor, [stages[i] for i in at_stages]))
         out[tensor.name] = layouts[key]
     return out
+
+
+def _boxes(spec: ModelSpec, tensor: LogicalTensor, stages: Sequence[Stage]) -> dict[int, tuple[Box, ...]]:
+    """What each rank of some stages holds of a tensor; ranks with equal shares have one tuple."""
+    known: dict[Share, tuple[Box, ...]] = {}
+    found = {}
+    for stage in stages:
+        for rank, share in rank_shares(spec, stage).items():
+            if share not in known:
+                known[share] = (tensor_box(tensor, share),)
+            found[rank] = known[share]
+    return found
 
 
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
@@ -212,7 +221,7 @@ def bucket_actions(bucket: Bucket, spread: bool) -> tuple[Action, ...]:
 
 
 def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
-    """All groups that some ranks of the plan exchange data in: TP and context groups, bucket holders, the world.
+    """All groups that some ranks of the plan exchange data in: those of layers, bucket holders, the world.
 
     Gradients travel during the last backward, as its own exchanges do, and start when they can; so a group that both
     need is listed twice, and the second one is for gradients.
@@ -223,7 +232,8 @@ def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
 
 
 def layer_groups(plan: Plan) -> set[tuple[int, ...]]:
-    """TP and context groups: those that meet in forward and backward."""
+    """TP, context and expert groups: those that meet in forward and backward."""
     stages = [s for p in plan.pipelines for s in p.stages]
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
+    units |= {group for s in stages for group in routing_groups(s)}
     return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}

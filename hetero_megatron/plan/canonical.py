@@ -89,6 +89,27 @@ class KeyValues:
 
 
 @dataclass(frozen=True)
+class ExpertMember:
+    """Ranks that hold the experts ``[a, b)`` of every mixture-of-experts layer of a stage; several ranks share the
+    columns of each expert by the weights ``split`` (expert tensor parallelism). An empty interval: no experts."""
+
+    ranks: tuple[int, ...]
+    experts: Interval
+    split: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Ranks that exchange routed tokens: together they hold every expert, some perhaps several times."""
+
+    members: tuple[ExpertMember, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for member in self.members for rank in member.ranks)
+
+
+@dataclass(frozen=True)
 class Stage:
     """Consecutive layers on one mesh of ranks.
 
@@ -99,6 +120,8 @@ class Stage:
         embed, head: whether it holds the input embedding, and the final norm, output head and loss.
         chip: name of the chip that its ranks must be, checked at start; None: any.
         kernels: (operator, provider) pairs, sorted.
+        experts: groups that divide the experts and tile the stage's ranks; empty: every unit is a group, whose ranks
+            share the columns of every expert as they do those of a dense MLP.
     """
 
     layers: tuple[Interval, ...]
@@ -110,6 +133,7 @@ class Stage:
     optimizer: Optimizer = Optimizer()
     kernels: tuple[tuple[str, str], ...] = ()
     kv: KeyValues | None = None
+    experts: tuple[ExpertGroup, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -238,4 +262,8 @@ class Plan:
 
 
 def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
-    return {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}
+    found = {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}
+    for stage in found["stages"]:
+        if not stage["experts"]:
+            del stage["experts"]
+    return found

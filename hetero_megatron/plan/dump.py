@@ -8,7 +8,17 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.plan.canonical import VERSION, KeyValues, Optimizer, Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.canonical import (
+    VERSION,
+    ExpertGroup,
+    KeyValues,
+    Optimizer,
+    Pipeline,
+    Plan,
+    Recompute,
+    Stage,
+    Unit,
+)
 from hetero_megatron.plan.pipeline_schedule import stored_schedule
 from hetero_megatron.plan.schema import shifted
 from hetero_megatron.words import rank_ranges
@@ -102,6 +112,18 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
         entry["optimizer"] = {k: v for k, v in asdict(stage.optimizer).items() if v != getattr(Optimizer(), k)}
     if stage.kernels:
         entry["kernels"] = dict(stage.kernels)
+    if stage.experts:
+        entry["experts"] = [_expert_group(group) for group in stage.experts]
+    return entry
+
+
+def _expert_group(group: ExpertGroup) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "ranks": [m.ranks[0] if len(m.ranks) == 1 else list(m.ranks) for m in group.members],
+        "experts": [list(m.experts) if m.experts[0] < m.experts[1] else [] for m in group.members],
+    }
+    if any(len(set(m.split)) > 1 for m in group.members):
+        entry["split"] = [list(m.split) for m in group.members]
     return entry
 
 

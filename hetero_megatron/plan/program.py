@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hetero_megatron.plan.buckets import Bucket, sync_actions
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
+from hetero_megatron.plan.experts import routing_groups
 from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
 from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples
 from hetero_megatron.schedule import (
@@ -50,8 +51,9 @@ SyncActions = tuple[tuple[Action, ...], tuple[Action, ...]]  # REDUCEs, SPREADs
 class Collectives:
     """Which groups of ranks meet in an action: ``collectives(rank, action)``, in the order in which they first meet.
 
-    F and B: the rank's TP group, then the groups of its context. REDUCE and SPREAD: the holders of the bucket, or those
-    in the rank's island. UPDATE: all ranks, for loss and norm. Groups of one rank exchange nothing and are left out.
+    F and B: the rank's TP group, then the groups of its context and of its experts. REDUCE and SPREAD: the holders of
+    the bucket, or those in the rank's island. UPDATE: all ranks, for loss and norm. Groups of one rank exchange nothing
+    and are left out.
     """
 
     def __init__(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
@@ -61,6 +63,7 @@ class Collectives:
         for stage in (s for p in plan.pipelines for s in p.stages):
             groups = [tuple(sorted(u.ranks)) for u in stage.units]
             groups += [tuple(sorted(g)) for g in context_groups(stage, plan.seq_length)]
+            groups += routing_groups(stage)
             for rank in stage.ranks:
                 self._layers[rank] = tuple(dict.fromkeys(g for g in groups if rank in g and len(g) > 1))
 

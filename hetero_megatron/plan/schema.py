@@ -20,13 +20,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_megatron.cluster.document import Entry, from_data, read_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import (
     SCHEDULES,
     VERSION,
+    ExpertMember,
     KeyValues,
     Optimizer,
     Pipeline,
@@ -36,6 +37,7 @@ from hetero_megatron.plan.canonical import (
     Unit,
 )
 from hetero_megatron.plan.context import context_units
+from hetero_megatron.plan.experts import read_experts, without_plain_experts
 from hetero_megatron.plan.fields import (
     first_layers,
     is_nested,
@@ -56,13 +58,14 @@ if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
 
+T = TypeVar("T", Unit, ExpertMember)
 PLAN_KEYS = (
     "version", "seq_length", "global_batch_size", "schedule", "islands", "allow_bridge", "made_for", "pipelines",
 )  # fmt: skip
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "in_flight", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
-    "recompute", "optimizer", "kernels", "chip", "kv", "order",
+    "recompute", "optimizer", "kernels", "chip", "kv", "order", "experts",
 )  # fmt: skip
 
 
@@ -99,6 +102,7 @@ def plan_from_dict(
 
 def _load(document: Entry, spec: ModelSpec, cluster: Cluster | None, dtype: str | None) -> Plan:
     plan, source = expand(document, spec.num_heads)
+    plan = without_plain_experts(plan, spec)
     validate(plan, spec, cluster, dtype=dtype, source=source)
     return plan
 
@@ -197,22 +201,12 @@ def _holders(stages: list[dict[str, Entry]], key: str, default: int) -> list[boo
 def shifted(pipeline: Pipeline, offset: int) -> Pipeline:
     """The same pipeline on ranks that are ``offset`` higher."""
 
-    def unit(u: Unit) -> Unit:
-        ranks = tuple(r + offset for r in u.ranks)
-        return Unit(ranks, u.tp_split, u.sequences, u.tokens, u.heads, u.group)
+    def move(part: T) -> T:
+        return replace(part, ranks=tuple(r + offset for r in part.ranks))
 
     def stage(s: Stage) -> Stage:
-        return Stage(
-            s.layers,
-            tuple(map(unit, s.units)),
-            s.embed,
-            s.head,
-            s.recompute,
-            s.chip,
-            s.optimizer,
-            s.kernels,
-            s.kv,
-        )
+        groups = tuple(replace(g, members=tuple(map(move, g.members))) for g in s.experts)
+        return replace(s, units=tuple(map(move, s.units)), experts=groups)
 
     return replace(pipeline, stages=tuple(map(stage, pipeline.stages)))
 
@@ -239,6 +233,7 @@ def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bo
         optimizer=_optimizer(keys.get("optimizer")),
         kernels=tuple(sorted((name, _provider(name, provider)) for name, provider in kernels.items())),
         kv=_key_values(keys["kv"]) if "kv" in keys else None,
+        experts=read_experts(keys["experts"]) if "experts" in keys else (),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
 from hetero_megatron.plan.source import Source
@@ -63,6 +64,7 @@ def validate(
     step_is_short_enough(plan, source)
     sequence_fits_the_model(plan, spec, source)
     weights_can_be_split(plan, spec, source)
+    experts_are_held(plan, spec, source)
     features_are_supported(plan, source)
     if cluster is not None:
         ranks_fit_the_cluster(plan, cluster, source)
@@ -352,6 +354,43 @@ def weights_can_be_split(plan: Plan, spec: ModelSpec, source: Source) -> None:
                 key = "tp" if len(set(unit.tp_split)) == 1 else "tp_split"
                 value = unit.tp if key == "tp" else list(unit.tp_split)
                 raise source.error(error.problem, f"{path}.{key}", value, error.accepted) from None
+
+
+def experts_are_held(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    for path, _, stage in stages(plan):
+        if not stage.experts:
+            continue
+        field, moe = f"{path}.experts", spec.moe
+        if moe is None:
+            value = [list(group.ranks) for group in stage.experts]
+            raise source.error("the model has no mixture-of-experts layers", field, value, "a plan without experts")
+        ranks = [rank for group in stage.experts for rank in group.ranks]
+        if sorted(ranks) != sorted(stage.ranks):
+            raise source.error(
+                "the groups do not contain each rank of the stage once", field, sorted(ranks),
+                f"the ranks {sorted(stage.ranks)}; a rank without experts has []",
+            )  # fmt: skip
+        for g, group in enumerate(stage.experts):
+            held = sorted(member.experts for member in group.members)
+            end = 0
+            for a, b in held:
+                if b > moe.num_experts:
+                    there = plural(moe.num_experts, "expert")
+                    raise source.error(f"the model has {there}", f"{field}[{g}].experts", [a, b])
+                if a > end:
+                    break
+                end = max(end, b)
+            if end < moe.num_experts:
+                raise source.error(
+                    f"no rank of the group holds expert {end}", f"{field}[{g}].experts", [list(e) for e in held],
+                    f"intervals that cover [0, {moe.num_experts}]; they may overlap",
+                )  # fmt: skip
+            for member in group.members:
+                if any(a == b for a, b in cut_in_tiles(moe.ffn_hidden_size, member.split)):
+                    raise source.error(
+                        f"gives a rank none of the {moe.ffn_hidden_size} columns of each expert",
+                        f"{field}[{g}].split", list(member.split), "weights that leave every rank at least one column",
+                    )  # fmt: skip
 
 
 def features_are_supported(plan: Plan, source: Source) -> None:

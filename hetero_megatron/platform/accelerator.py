@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +50,8 @@ class Accelerator:
         dtypes: it computes in.
         tested: whether this project has run on such a device.
         automatic: whether a run that names no platform may take it.
+        settings: environment variables that its libraries read when the device is first used, as a run wants them;
+            exact_settings: further ones that equal bits in every run need (``--deterministic-mode``).
     """
 
     name: ClassVar[str] = ""
@@ -61,6 +65,19 @@ class Accelerator:
     limits: ClassVar[Limits] = Limits()
     tested: ClassVar[bool] = False
     automatic: ClassVar[bool] = True
+    settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    exact_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def configure(self, deterministic: bool = False) -> tuple[str, ...]:
+        """Set the environment variables, but for those that are set already. Called before the device is first used.
+
+        Returns:
+            what holds, as ``NAME=value``, for the log.
+        """
+        wanted = {**self.settings, **(self.exact_settings if deterministic else {})}
+        for name, value in wanted.items():
+            os.environ.setdefault(name, value)
+        return tuple(f"{name}={os.environ[name]}" for name in wanted)
 
     def installed(self) -> bool:
         """Whether its adapter is there; nothing is imported."""
@@ -205,8 +222,6 @@ class CPU(Accelerator):
         return platform.processor() or platform.machine()
 
     def total_memory(self, index: int = 0) -> int:
-        import os
-
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def peak_memory(self, index: int = 0) -> int:

@@ -18,12 +18,14 @@ from hetero_megatron.platform.accelerator import Accelerator
 class Platform:
     """``device`` computes; ``backend`` is the torch.distributed backend string for groups of such platforms.
 
-    ``accelerator`` is the plugin that knows the device; None: only torch does.
+    ``accelerator`` is the plugin that knows the device; None: only torch does. ``settings``: environment variables of
+    its libraries, as they hold.
     """
 
     device: torch.device
     backend: str
     accelerator: Accelerator | None = None
+    settings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -73,14 +75,16 @@ class Platform:
 
 
 def choose_platform(
-    accelerators: Iterable[Accelerator], name: str | None, backend: str | None, local_rank: int, vendor: str = ""
-) -> Platform:
+    accelerators: Iterable[Accelerator], name: str | None, backend: str | None, local_rank: int, vendor: str = "",
+    deterministic: bool = False,
+) -> Platform:  # fmt: skip
     """The platform called ``name``, or that of ``vendor``, or the one accelerator that is here, or the CPU.
 
     Args:
         vendor: that the cluster file gives an emulated chip, whose platform is not to be guessed from what is here.
         backend: value of ``--distributed-backend``; None or ``auto``: the platform's best; ``gloo`` means the CPU.
         local_rank: index of the device on this node.
+        deterministic: its libraries are to give equal bits in every run.
 
     Raises:
         UserError: no such platform, none of its devices here, several that could be meant, or a backend that the
@@ -111,8 +115,9 @@ def choose_platform(
             f"{name} does not speak it", field="--distributed-backend", value=backend,
             accepted=" or ".join(chosen.backends),
         )  # fmt: skip
+    settings = chosen.configure(deterministic)
     device = chosen.device(local_rank)
-    return Platform(device, backend_of(device, wanted), chosen)
+    return Platform(device, backend_of(device, wanted), chosen, settings)
 
 
 def backend_of(device: torch.device, backend: str) -> str:

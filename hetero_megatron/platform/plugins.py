@@ -29,7 +29,8 @@ from hetero_megatron.platform.accelerator import Accelerator
 API_VERSION = 1
 GROUP = "hetero_megatron.plugins"
 ENVIRONMENT = "HETERO_PLUGINS"
-BUILT_IN = ("reference", "cpu", "triton", "nvidia", "amd", "ascend", "vendors")  # modules of hetero_plugins
+# Modules of hetero_plugins.
+BUILT_IN = ("reference", "cpu", "triton", "sdpa", "nvidia", "amd", "ascend", "flash_attention", "liger", "vendors")
 
 
 @dataclass(frozen=True)

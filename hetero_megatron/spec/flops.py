@@ -34,11 +34,26 @@ def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
     return attention_pairs(spec, length) / spec.num_layers
 
 
-def layer_matmul_flops(spec: ModelSpec) -> int:
-    """Forward FLOPs per token of one layer's projections and MLP: 2 x its matrix elements."""
+def moe_layers(spec: ModelSpec) -> float:
+    """The share of layers that are mixtures of experts."""
+    return sum(kind.mlp == "moe" for kind in spec.layers) / spec.num_layers if spec.moe is not None else 0.0
+
+
+def mlp_columns(spec: ModelSpec) -> float:
+    """Feed-forward columns that a token passes in an average layer: of a mixture of experts, those of the experts that
+    it chooses and of what all tokens share."""
+    if spec.moe is None:
+        return spec.ffn_hidden_size
+    share, used = moe_layers(spec), spec.moe.top_k * spec.moe.ffn_hidden_size + spec.moe.shared_ffn
+    return (1 - share) * spec.ffn_hidden_size + share * used
+
+
+def layer_matmul_flops(spec: ModelSpec) -> float:
+    """Forward FLOPs per token of one (average) layer's projections and MLP: 2 x the matrix elements that it passes."""
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     matrices = 3 if spec.gated else 2
-    return 2 * (h * (2 * q + 2 * kv) + matrices * h * spec.ffn_hidden_size)
+    router = 0.0 if spec.moe is None else moe_layers(spec) * h * spec.moe.num_experts
+    return 2 * (h * (2 * q + 2 * kv) + matrices * h * mlp_columns(spec) + router)
 
 
 def layer_attention_flops(spec: ModelSpec, pairs: float) -> float:
@@ -60,7 +75,7 @@ def head_flops(spec: ModelSpec, seq_length: int) -> int:
 def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
     """Forward and backward FLOPs of the whole model for one sequence: about 6 N per token (4 N of a frozen base), plus
     attention."""
-    layers = spec.num_layers * seq_length * layer_matmul_flops(spec)
+    layers = round(spec.num_layers * seq_length * layer_matmul_flops(spec))
     attention = round(layer_attention_flops(spec, attention_pairs(spec, seq_length)))
     head = head_flops(spec, seq_length)
     if spec.lora is None:
@@ -113,6 +128,11 @@ def extra_norm_widths(spec: ModelSpec) -> int:
     return 2 if spec.norm_placement == "pre_post" else 0
 
 
+def routed_widths(spec: ModelSpec) -> float:
+    """Inputs and outputs of the experts of a token, in hidden sizes, in an average layer."""
+    return 0.0 if spec.moe is None else 2 * spec.moe.top_k * moe_layers(spec)
+
+
 def layer_activation_bytes(
     spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0, shards: int | None = None
 ) -> int:
@@ -122,6 +142,7 @@ def layer_activation_bytes(
 
     - on the token shard: both norms' inputs, 2 h;
     - after the gather, on every rank whole: the inputs of QKV and of the MLP, 2 h;
+    - of a mixture of experts, for each expert of a token its input and its output, 2 h;
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
@@ -141,7 +162,7 @@ def layer_activation_bytes(
         return round(tokens * h / (shards or tp)) * itemsize
     shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
     gathered = 2 * h + adapter_widths(spec)
-    cut = 2 * q + 2 * kv + mlp_widths(spec) * spec.ffn_hidden_size
+    cut = 2 * q + 2 * kv + mlp_widths(spec) * mlp_columns(spec) + routed_widths(spec) * h
     if spec.qk_norm:
         cut += q + kv
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
@@ -161,7 +182,7 @@ def layer_backward_bytes(
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
     """
-    h, f = spec.hidden_size, spec.ffn_hidden_size / tp
+    h, f = spec.hidden_size, mlp_columns(spec) / tp
     row = tokens * itemsize
     weight = h * f if spec.lora is None else 0
     inside = (2 if spec.gated else 1) * f
@@ -181,7 +202,7 @@ def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: flo
     up (and, with SwiGLU, gate), and ``down_proj``'s input, 2 q + 2 kv + 2 f (3 f).
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * spec.ffn_hidden_size
+    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * mlp_columns(spec) + routed_widths(spec) * h
     return round(tokens * itemsize * (4 * h + 2 * adapter_widths(spec) + cut / tp))
 
 

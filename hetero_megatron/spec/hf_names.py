@@ -11,6 +11,8 @@ from hetero_megatron.spec.model_spec import ModelSpec
 
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
 
 @dataclass(frozen=True)
 class HFSource:
@@ -40,7 +42,7 @@ class NameTable:
 
     Args:
         layer: their decoder layer ``{}``.
-        modules: logical module in a layer -> theirs; others have the same name.
+        modules: logical module in a layer -> theirs, ``{}`` for the number of an expert; others have the same name.
         fused: their module in a layer -> the logical modules whose rows it holds, one after the other.
         transposed: their modules whose weights are stored transposed.
         outside: logical tensor outside of the layers -> theirs; others have the same name.
@@ -58,7 +60,10 @@ class NameTable:
         if found is None:
             return HFSource(self.outside.get(name, name))
         layer, module, kind = found.groups()
-        theirs, start, rows = self.modules.get(module, module), 0, None
+        expert = _EXPERT.fullmatch(module)
+        any_expert = module if expert is None else f"{expert[1]}.{{}}.{expert[3]}"
+        theirs, start, rows = self.modules.get(any_expert, any_expert), 0, None
+        theirs = theirs if expert is None else theirs.format(expert[2])
         for fused, parts in self.fused.items():
             if module in parts:
                 sizes = [_rows(spec, part) for part in parts]

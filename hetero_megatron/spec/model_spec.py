@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.lora import Lora
+from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.rope import Rope
 
 # Beyond these, sizes overflow (int64 bytes) or exhaust memory before anything can be said about them.
@@ -30,7 +31,7 @@ class LayerKind:
     """What one decoder layer may have otherwise than its neighbours.
 
     ``window``: a token sees itself and the ``window - 1`` tokens before it; None: all. ``rope``: None for a layer
-    without rotary positions. ``mlp``: ``dense``.
+    without rotary positions. ``mlp``: ``dense`` or ``moe``.
     """
 
     window: int | None = None
@@ -44,7 +45,7 @@ class LayerKind:
             raise UserError("unknown value", field="mlp", value=self.mlp, accepted=" | ".join(MLP_KINDS))
 
 
-MLP_KINDS = ("dense",)
+MLP_KINDS = ("dense", "moe")
 
 
 # Fields that change numbers, but neither memory nor time.
@@ -71,6 +72,7 @@ class ModelSpec:
             residual stream, and of the logits.
         attn_scale: of the scores; None: 1 / sqrt(head_dim).
         attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
+        moe: what the MLP of a layer of kind ``moe`` is.
         sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
         lora: adapters; all that is not of them is frozen.
     """
@@ -104,6 +106,7 @@ class ModelSpec:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
+    moe: MoE | None = None
     lora: Lora | None = None
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
@@ -143,6 +146,10 @@ class ModelSpec:
         if self.position != "rope":
             kinds = tuple(replace(kind, rope=None) for kind in kinds)
         object.__setattr__(self, "layer_kinds", _shortest(kinds, self.num_layers))
+        if self.moe is None and any(kind.mlp == "moe" for kind in self.layer_kinds):
+            raise UserError("some layer is a mixture of experts", field="moe", value=None, accepted="what its MLP is")
+        if self.moe is not None and self.activation != "swiglu":
+            raise UserError("experts are gated by silu", field="activation", value=self.activation, accepted="swiglu")
         for rope in self.ropes:
             rope.check(self.head_dim)
 
@@ -199,7 +206,7 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = asdict(value) if isinstance(value, Lora) else value
+                found[f.name] = asdict(value) if isinstance(value, MoE | Lora) else value
         kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}

@@ -18,7 +18,8 @@ from hetero_megatron.spec.model_spec import ModelSpec
 class Axis:
     """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
 
-    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position or rank (of an adapter).
+    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position or rank (of an adapter); of a mixture of
+    experts: experts (which are divided over ranks), expert_ffn, shared_ffn, and router (one per expert, never cut).
     """
 
     role: str
@@ -28,13 +29,15 @@ class Axis:
 @dataclass(frozen=True)
 class LogicalTensor:
     """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
-    a gradient and optimizer states, and checkpoints hold it."""
+    a gradient and optimizer states, and checkpoints hold it; ``by_load``: it is moved by how many tokens chose each
+    expert, not by the optimizer."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     layer: int | str
     trained: bool = True
+    by_load: bool = False
 
     @property
     def size(self) -> int:
@@ -74,6 +77,11 @@ def _with_adapters(tensors: Iterable[LogicalTensor], lora: Lora) -> Iterator[Log
 
 def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """The model with adapters. UserError for a projection that it does not have."""
+    inside = [name for name in lora.targets if name in ("gate_proj", "up_proj", "down_proj")]
+    if spec.moe is not None and inside:
+        raise UserError(
+            "experts cannot have adapters", field="targets", value=inside[0], accepted="q_proj, k_proj, v_proj, o_proj"
+        )
     found = replace(spec, lora=lora)
     has = {t.name.split(".")[-3] for t in logical_tensors(found) if t.trained}
     if lacking := [name for name in lora.targets if name not in has]:
@@ -118,15 +126,45 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     yield from _norm(spec, f"{base}.post_attention_layernorm", i)
     if spec.norm_placement == "pre_post":
         yield from _norm(spec, f"{base}.pre_feedforward_layernorm", i)
-    for column in ("gate_proj", "up_proj") if spec.gated else ("up_proj",):
-        yield LogicalTensor(f"{base}.mlp.{column}.weight", (f, h), (ffn, _HIDDEN), i)
-        if spec.mlp_bias:
-            yield LogicalTensor(f"{base}.mlp.{column}.bias", (f,), (ffn,), i)
-    yield LogicalTensor(f"{base}.mlp.down_proj.weight", (h, f), (_HIDDEN, ffn), i)
-    if spec.mlp_bias:
-        yield LogicalTensor(f"{base}.mlp.down_proj.bias", (h,), (_HIDDEN,), i)
+    yield from _moe(spec, i) if spec.layer(i).mlp == "moe" else _mlp(spec, f"{base}.mlp", f, ffn, i)
     if spec.norm_placement != "pre":
         yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
+
+
+def _mlp(spec: ModelSpec, name: str, columns: int, axis: Axis, i: int) -> Iterator[LogicalTensor]:
+    h = spec.hidden_size
+    for column in ("gate_proj", "up_proj") if spec.gated else ("up_proj",):
+        yield LogicalTensor(f"{name}.{column}.weight", (columns, h), (axis, _HIDDEN), i)
+        if spec.mlp_bias:
+            yield LogicalTensor(f"{name}.{column}.bias", (columns,), (axis,), i)
+    yield LogicalTensor(f"{name}.down_proj.weight", (h, columns), (_HIDDEN, axis), i)
+    if spec.mlp_bias:
+        yield LogicalTensor(f"{name}.down_proj.bias", (h,), (_HIDDEN,), i)
+
+
+def _moe(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
+    moe, h, name = spec.moe, spec.hidden_size, f"model.layers.{i}.mlp"
+    assert moe is not None
+    router, experts, columns = Axis("router"), Axis("experts"), Axis("expert_ffn")
+    yield LogicalTensor(f"{name}.gate.weight", (moe.num_experts, h), (router, _HIDDEN), i)
+    if moe.score_bias:
+        yield LogicalTensor(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), (router,), i, by_load=True)
+    for column in ("gate_proj", "up_proj"):
+        shape = (moe.num_experts, moe.ffn_hidden_size, h)
+        yield LogicalTensor(f"{name}.experts.{column}.weight", shape, (experts, columns, _HIDDEN), i)
+    shape = (moe.num_experts, h, moe.ffn_hidden_size)
+    yield LogicalTensor(f"{name}.experts.down_proj.weight", shape, (experts, _HIDDEN, columns), i)
+    if moe.shared_ffn:
+        yield from _mlp(spec, f"{name}.shared_expert", moe.shared_ffn, Axis("shared_ffn"), i)
+    if moe.shared_gate:
+        yield LogicalTensor(f"{name}.shared_expert_gate.weight", (1, h), (Axis("gate"), _HIDDEN), i)
+
+
+def expert_tensor(tensor: LogicalTensor, expert: int) -> LogicalTensor:
+    """One expert's matrix of a tensor over experts, with Hugging Face's name of it."""
+    assert tensor.axes[0].role == "experts", tensor
+    name = tensor.name.replace(".experts.", f".experts.{expert}.")
+    return replace(tensor, name=name, shape=tensor.shape[1:], axes=tensor.axes[1:])
 
 
 def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTensor]:

@@ -49,11 +49,28 @@ class ExitConfig:
 
 
 @dataclass(frozen=True)
+class ProfileSteps:
+    """Steps ``start`` to ``end - 1``, counted from 0 as in Megatron: the first one profiled is step ``start + 1``.
+
+    ``torch_ranks``: whose torch profiler output is written; empty: nobody's.
+    """
+
+    start: int
+    end: int
+    torch_ranks: tuple[int, ...] = ()
+
+    def covers(self, step: int) -> bool:
+        """Whether the step with this number, counted from 1, is profiled."""
+        return self.start < step <= self.end
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """``save``: directory for metrics.jsonl (None: not written). ``interval``: steps between console lines.
 
     ``wandb``: arguments of ``wandb.init``; None: off. ``validation_perplexity``: of evaluations, for TensorBoard.
-    ``kernel_plan``: each stage's kernels are printed with what was passed over and why.
+    ``kernel_plan``: each stage's kernels are printed with what was passed over and why. ``log_format``: of the console
+    line, ``short`` or ``megatron``. ``profile``: None: off.
     """
 
     interval: int = 100
@@ -64,6 +81,8 @@ class LoggingConfig:
     validation_perplexity: bool = False
     wandb: Mapping[str, Any] | None = None
     kernel_plan: bool = False
+    log_format: str = "short"
+    profile: ProfileSteps | None = None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""Megatron's log line, with tokens/s, MFU and time left. Scripts grep its fields, so names and order stay."""
+"""The console line: a short one, and Megatron's, with tokens/s, MFU and time left. Scripts grep the latter's fields, so
+their names and order stay."""
 
 from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+
+COLUMNS = 120  # of a short line, at most
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,28 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
     parts.append(f"number of skipped iterations: {p.skipped:3d}")
     parts.append(f"number of nan iterations: {p.nan:3d}")
     return " | ".join(parts) + " |"
+
+
+def format_short(p: ConsoleLine) -> str:
+    """At most ``COLUMNS`` characters: what matters most comes first, and what does not fit is left out."""
+    eta = p.eta_seconds if p.eta_seconds is not None else (p.iterations - p.iteration) * p.seconds
+    width = len(str(p.iterations))
+    line = f" iteration {p.iteration:{width}d}/{p.iterations}"
+    parts = [f"loss {p.loss:.4f}"] if p.loss is not None else []
+    parts += [f"skipped {p.skipped}"] if p.skipped else []
+    parts += [f"not finite {p.nan}"] if p.nan else []
+    parts.append(f"{p.seconds:.3g} s" if p.seconds >= 1 else f"{1000 * p.seconds:.3g} ms")
+    parts += [f"{p.tokens_per_second:,.0f} tokens/s"] if p.tokens_per_second is not None else []
+    parts += [f"MFU {100 * p.mfu:.1f}%"] if p.mfu is not None else []
+    parts.append(f"ETA {format_duration(eta)}")
+    parts += [f"grad norm {p.grad_norm:.3g}"] if p.grad_norm is not None else []
+    parts.append(f"lr {p.learning_rate:.2e}")
+    parts += [f"loss scale {p.loss_scale:g}"] if p.loss_scale != 1.0 else []
+    parts += [f"{p.tflops:.3g} TFLOP/s/GPU"] if p.tflops is not None else []
+    for part in parts:
+        if len(line) + 3 + len(part) <= COLUMNS:
+            line += f" | {part}"
+    return line
 
 
 def format_validation(iteration: int, loss: float, perplexity: float, name: str = "validation set") -> str:

@@ -11,8 +11,9 @@ from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
+from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.platform import Platform
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
@@ -43,7 +44,7 @@ def rank_kernels(
         "", platform.device.type, dtype, platform.name, arch,
         compiled=compiled, deterministic=deterministic,
     )  # fmt: skip
-    share = shares(spec, unit.tp_split)[place.tp_rank]
+    share = rank_shares(spec, stage)[rank]
     requests = dict(stage.kernels)
     chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
     tiled = bool(stage_contexts(spec, stage, plan.seq_length))
@@ -55,21 +56,21 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     """Kernels for a dry run with fake tensors: torch's own, whatever the plan asks for; shapes and sizes are alike."""
     place = locate(config.plan, rank)
     stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
-    share = shares(config.spec, unit.tp_split)[place.tp_rank]
+    share = rank_shares(config.spec, stage)[rank]
     chunked = loss_chunk(stage, place.unit, config.spec, dtype, config.logits_bytes) is not None
     tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
     return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled)
 
 
 def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
-    """The ranks of a stage use the same kernels; the first rank prints every stage's.
+    """The ranks of a stage use the same kernels; the first rank prints every stage's, and what could not serve.
 
-    ``reasons``: with a line per operator, and what was passed over.
+    ``reasons``: with a line per operator, and all that was passed over.
 
     Stages may differ: that is the point. Ranks of one stage with other sizes (uneven TP) may not differ in providers.
     """
     place, plan = runtime.place, runtime.kernels
-    text = plan.summary() + ("\n" + plan.format() if reasons else "")
+    text = "\n".join([plan.summary(), *([plan.format()] if reasons else plan.why())])
     mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
     everyone = runtime.world.gather_objects(mine, tuple[int, int, dict[str, str], str, str])
     first: dict[tuple[int, int], tuple[str, str]] = {}

@@ -15,7 +15,6 @@ import torch
 from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import check_target, save_hf
-from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.comm.device_clock import DeviceClock
@@ -38,7 +37,7 @@ from hetero_megatron.plan import format_plan, idle_ranks, locate, stage_at
 from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
-from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.spec import LogicalTensor, logical_tensors
 from hetero_megatron.training.adapters import adapters_of
 from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.alignment.session import Alignment
@@ -56,12 +55,17 @@ from hetero_megatron.training.islands import (
     unlike_cluster,
 )
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
+from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.training.stragglers import DRIFT, FACTOR, Behind, StragglerWatch, write_drift
 from hetero_megatron.words import notice_line, plural
 
+COMPILED = (
+    "--compile: weight gradients pass through autograd, so each needs memory of its own and an addition per "
+    "micro-batch, and attention that torch cannot trace is a break in the graph of its layer"
+)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -88,7 +92,8 @@ def train(
     check_world(config, world)
     plugins = load_plugins()
     place = position(config.cluster, launcher)
-    platform = platform_at(place, config.cluster, launcher, plugins, config.platform, config.distributed.backend)
+    asked = config.platform, config.distributed.backend, config.deterministic
+    platform = platform_at(place, config.cluster, launcher, plugins, *asked)
     check_device(platform, launcher)
     timeout = 60 * config.distributed.timeout_minutes
     emulation = Emulation.of(launcher, place, timeout)
@@ -182,11 +187,12 @@ def platform_at(
     plugins: Plugins,
     name: str | None = None,
     backend: str | None = None,
+    deterministic: bool = False,
 ) -> Platform:
     """This process's platform: ``name``, else that of the vendor of its emulated chip, else the one that is here; see
     :func:`~hetero_megatron.platform.choose_platform`."""
     vendor = cluster.emulated_vendor(place) if cluster is not None else ""
-    return choose_platform(plugins.platforms.values(), name, backend, launcher.device_index, vendor)
+    return choose_platform(plugins.platforms.values(), name, backend, launcher.device_index, vendor, deterministic)
 
 
 def check_world(config: RunConfig, world: int) -> None:
@@ -207,6 +213,10 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
     if config.plan.islands:
         print(format_islands(config.compiled), flush=True)
     print(f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}", flush=True)
+    if platform.settings:
+        print(f"settings: {', '.join(platform.settings)}", flush=True)
+    if config.compile is not None:
+        print(notice_line(COMPILED), flush=True)
     if testbed:
         print(testbed, flush=True)
     for plugin in plugins.broken():
@@ -292,6 +302,7 @@ class Training:
         check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
         failure = config.failure
         self.guard = StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, self.say)
+        self.profiler = profiler_of(config, self.runtime, platform)
         self.stragglers = self._watch()
         self.drift: list[Behind] = []
         self.drift_reason = ""
@@ -402,7 +413,8 @@ class Training:
         if adapters is not None:
             dtypes = self.weights.dtypes() if self.weights is not None else None
         if config.save_hf_dtype is not None or dtypes is None:
-            dtypes = dict.fromkeys(name_table(config.spec.base), DTYPES[config.save_hf_dtype or config.dtype])
+            names = [tensor.name for tensor in logical_tensors(config.spec.base)]
+            dtypes = dict.fromkeys(names, DTYPES[config.save_hf_dtype or config.dtype])
         along = self.checkpoints.companions
         if adapters is not None:
             self.say(adapters.save_merged(self.runtime, dtypes, along))
@@ -424,18 +436,22 @@ class Training:
             start = time.perf_counter()
             size = config.batch_size.at(self.consumed)
             lr, decay = config.learning_rate.at(self.consumed), config.weight_decay.at(self.consumed)
-            stats = self.guard.step(
-                self.runtime, loader, self.step + 1, self.consumed, size, lr, decay,
-                config.optimizer.clip_grad, self.loss_scale.scale,
-                stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
-            )  # fmt: skip
+            with self.profiler.step(self.step + 1):
+                stats = self.guard.step(
+                    self.runtime, loader, self.step + 1, self.consumed, size, lr, decay,
+                    config.optimizer.clip_grad, self.loss_scale.scale,
+                    stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
+                )  # fmt: skip
             loader.advance(size)
             self.alignment.after_step(self.step + 1, self.runtime)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
             if self.stragglers is not None:
                 self._look_for_stragglers(stats.busy, size)
-            self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.reporter.step(self.step, self.consumed, size, lr, scale.scale, stats, seconds)
+            if told := self.profiler.after(self.step, stats.actions, seconds, stop or self.step == config.steps):
+                self.say(told)
             self.trained |= not stats.skipped
             if config.dtype == "fp16":
                 self.loss_scale.check(self.step, (stop or self.step == config.steps) and not self.trained)

@@ -16,7 +16,7 @@ from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.console import ConsoleLine, format_line, format_validation
+from hetero_megatron.training.console import ConsoleLine, format_line, format_short, format_validation
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
 from hetero_megatron.training.record import (
     FILE,
@@ -160,7 +160,7 @@ class Reporter:
             tokens_per_second=tokens / seconds, tflops=rate / len(self.config.plan.ranks) / 1e12, mfu=rate / self.peak,
             skipped=self._skipped, nan=self._nan,
         )  # fmt: skip
-        print(format_line(progress), flush=True)
+        print((format_line if self.config.logging.log_format == "megatron" else format_short)(progress), flush=True)
         self._since.clear()
         self._skipped = self._nan = 0
 

@@ -53,7 +53,7 @@ _TIMELINE = {
     "ranks": f.numbered(f.array(f.row(f.one_of(*KINDS), f.number(), _SECONDS, f.integer(-1)))),
 }  # fmt: skip
 _EVENTS = {
-    "start": f.record({**_EVENT, **_START}, {"nodes": f.numbered(f.text)}),
+    "start": f.record({**_EVENT, **_START}, {"nodes": f.numbered(f.text), "steps": f.integer()}),
     "timeline": f.record({**_EVENT, **_TIMELINE}),
     **dict.fromkeys(("end", "straggler", "error", "launcher"), f.record(_EVENT, {"step": f.integer()})),
 }

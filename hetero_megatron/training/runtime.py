@@ -20,10 +20,12 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.model.gpt import Linear
+from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
+from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
 from hetero_megatron.parallel.lora import apply_lora
@@ -45,9 +47,10 @@ from hetero_megatron.plan import (
 )
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
+from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.schedule import Action, receive_order
-from hetero_megatron.spec import LogicalTensor, shares, stage_tensors, tensor_box
+from hetero_megatron.spec import LogicalTensor, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
@@ -107,7 +110,7 @@ class Runtime:
         self.compiled, self.plan, self.spec, self.comm, self.dtype = compiled, plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
-        self.share = shares(spec, self.unit.tp_split)[self.place.tp_rank]
+        self.share = rank_shares(spec, self.stage)[comm.rank]
         chunk = loss_chunk(self.stage, self.place.unit, spec, dtype, logits_bytes)
         contexts = stage_contexts(spec, self.stage, plan.seq_length)
         self.context = next((c for c in contexts if comm.rank in c.ranks), None)
@@ -160,6 +163,7 @@ class Runtime:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
             merge = self.kernels.choices["attn_merge"].kernel.forward
             apply_context_parallel(model, self.context, self.comm, kernel, merge)
+        apply_expert_parallel(model, stage, self.comm)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
@@ -199,9 +203,10 @@ class Runtime:
         ]  # fmt: skip
 
     def _products(self) -> Iterator[torch.Tensor]:
-        """Trained weights that a forward uses once, in ``gemm``; a tied head's is the embedding's, too."""
+        """Trained weights that a forward uses once, in a product; a tied head's is the embedding's, too."""
+        kinds = (Linear, RowParallelLinear, GroupedLinear, Router, SharedGate)
         for module in self.model.modules():
-            if isinstance(module, (Linear, RowParallelLinear)) and module.weight.requires_grad:
+            if isinstance(module, kinds) and module.weight.requires_grad:
                 yield module.weight
         if self.spec.lora is not None:
             return

@@ -105,6 +105,8 @@ class Supervisor:
         self.max_restarts, self.grace, self.scratch, self._print = max_restarts, grace, scratch, log
         self.replanner, self.max_replans, self.launch, self.watch = replanner, max_replans, launch, watch
         self._whole = setup  # with every node, as far as plans were changed only by drift
+        self._next: Setup | None = None  # with nodes that are back
+        self._idle: set[frozenset[str]] = set()  # nodes of which no other plan uses all
         self._signalled: int | None = None  # the first signal, and when it came; whether there was another
         self._since, self._again = 0.0, False
 
@@ -205,29 +207,37 @@ class Supervisor:
         return ended
 
     def _back(self) -> set[str]:
-        """Lost nodes that are back."""
+        """Lost nodes that are back, where another plan uses them; it is what runs next."""
         present = {seat.node for seat in self.setup.seats}
         lost = {seat.node for seat in self._whole.seats} - present
         if self.watch is None or not lost or self._whole.cluster is None:
             return set()
         back = self.watch.look(self._whole.cluster, lost, present)
-        if back:
-            self.log(f"{', '.join(sorted(back))} can be reached again: the ranks stop after this step, and save")
+        key = frozenset(present | back)
+        if not back or key in self._idle:
+            return set()
+        found = self._with_nodes(present | back)
+        if found is None or found.plan == self.setup.plan:
+            self._idle.add(key)
+            self.log(f"{', '.join(sorted(back))} can be reached again, but no other plan uses it: the job goes on")
+            return set()
+        self._next = found
+        self.log(f"{', '.join(sorted(back))} can be reached again: the ranks stop after this step, and save")
         return back
+
+    def _with_nodes(self, nodes: set[str]) -> Setup | None:
+        """What runs on these of all nodes; None: there is no plan."""
+        lost = {seat.node for seat in self._whole.seats} - nodes
+        if not lost:
+            return self._whole
+        seats, cluster = self._left(lost, "next", self._whole)
+        plan = self.planner(seats, cluster)
+        return None if plan is None else replace(self._whole, plan=plan, seats=tuple(seats), cluster=cluster)
 
     def _take_back(self, back: set[str], number: int) -> None:
         """The next round with the nodes that are back."""
-        nodes = {seat.node for seat in self.setup.seats} | back
-        lost = {seat.node for seat in self._whole.seats} - nodes
-        if not lost:
-            self.setup = self._whole
-        else:
-            seats, cluster = self._left(lost, number, self._whole)
-            plan = self.planner(seats, cluster)
-            if plan is None:
-                self.log(f"round {number}: no plan for {plural(len(seats), 'rank')}; the same plan again")
-                return
-            self.setup = replace(self._whole, plan=plan, seats=tuple(seats), cluster=cluster)
+        assert self._next is not None
+        self.setup = self._next
         count = plural(len(self.setup.seats), "rank")
         self.log(f"round {number}: with {', '.join(sorted(back))}, {count}, plan {self.setup.plan}")
 
@@ -265,7 +275,7 @@ class Supervisor:
                 self.log(str(found))
         return to_drop(pairs, nodes)
 
-    def _left(self, lost: set[str], number: int, base: Setup | None = None) -> tuple[list[Seat], Path | None]:
+    def _left(self, lost: set[str], number: int | str, base: Setup | None = None) -> tuple[list[Seat], Path | None]:
         """(seats, cluster file) of ``base``, the present setup, without some nodes."""
         base = base or self.setup
         seats = [s for s in base.seats if s.node not in lost]

@@ -144,12 +144,12 @@ def adamw_step(
         grad_scale = torch.full((), grad_scale, dtype=dtype, device=params[0].device)
     numbers = (1 - lr * weight_decay, lr / (1 - beta1**step), beta1, beta2, 1 / math.sqrt(1 - beta2**step), eps)
     chosen = config("adamw", CHUNK, dtype, limits)
-    for first in range(0, table.chunks, limits.max_grid):
-        _adamw[(min(limits.max_grid, table.chunks - first),)](
+    for first, chunks, aligned in table.launches(limits.max_grid):
+        _adamw[(chunks,)](
             table.addresses, table.sizes, table.owner, table.first, grad_scale if scaled else table.sizes,
             table.sizes if found_inf is None else found_inf, first, table.rows,
             *(part for number in numbers for part in _split(number)),
             TRITON_DTYPES[dtype], TRITON_DTYPES[grad_dtype], TRITON_DTYPES[copy_dtype], copies is not None, scaled,
-            found_inf is not None, accumulator(dtype), table.aligned, CHUNK, chosen["tile"],
+            found_inf is not None, accumulator(dtype), aligned, CHUNK, chosen["tile"],
             num_warps=chosen["num_warps"],
         )  # fmt: skip

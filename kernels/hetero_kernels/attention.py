@@ -48,6 +48,21 @@ def attention_reference(
     return torch.einsum("bhqk,bkhd->bqhd", p, v).to(q.dtype), lse
 
 
+def shared_bytes(
+    op: str, block_q: int, block_k: int, stages: int, dim: int, dim_v: int, item_bytes: int, bounds: bool = False
+) -> int:
+    """On-chip memory of a program of ``op``: what rests there, and per stage what is loaded ahead.
+
+    Forward keeps q, and loads k and v; dQ keeps q and dout; dK and dV keep k and v, and load q, dout, and lse and delta
+    of each query (with ``bounds`` its interval, too), which are needed one product later.
+    """
+    both = (dim + dim_v) * item_bytes
+    if op == "attention_bwd_kv":
+        rows = (stages - 1) * block_q * max(item_bytes, 4) * (4 if bounds else 2)
+        return block_k * both + stages * block_q * both + rows
+    return block_q * (dim * item_bytes if op == "attention_fwd" else both) + stages * block_k * both
+
+
 @dataclass(frozen=True)
 class _Call:
     """What forward and backward hand to their kernels alike."""
@@ -65,18 +80,17 @@ class _Call:
         smallest = 1 if INTERPRETED else 16  # of a matrix unit's operand
         block_q = min(chosen["block_q"], max(power_of_two(self.sizes[2]), smallest))
         block_k = min(chosen["block_k"], max(power_of_two(self.sizes[3]), smallest))
-        stages, features = chosen["num_stages"], (self.dims[2] + self.dims[3]) * self.item_bytes
-        moving, resting = (block_q, block_k) if op == "attention_bwd_kv" else (block_k, block_q)
-        while (stages * moving + resting) * features > self.limits.shared_bytes:
+        stages, features = chosen["num_stages"], (*self.dims[2:], self.item_bytes, self.intervals is not None)
+        while shared_bytes(op, block_q, block_k, stages, *features) > self.limits.shared_bytes:
+            moving_q = op == "attention_bwd_kv"
             if stages > 1:
                 stages -= 1
-            elif max(moving, resting) <= 16:
+            elif max(block_q, block_k) <= 16:
                 break
-            elif moving >= resting:
-                moving //= 2
+            elif block_q > block_k or (block_q == block_k and moving_q):
+                block_q //= 2
             else:
-                resting //= 2
-        block_q, block_k = (moving, resting) if op == "attention_bwd_kv" else (resting, moving)
+                block_k //= 2
         return block_q, block_k, chosen["num_warps"], stages
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **options: int) -> None:

@@ -48,7 +48,8 @@ def _ce_fwd(
         row = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
         live = row < rows
         here = logits_ptr + row[:, None] * stride
-        top = tl.full([BLOCK_R], float("-inf"), ACC)
+        top = tl.full([BLOCK_R], float("-inf"), ACC)  # of the logits
+        scaled = tl.full([BLOCK_R], float("-inf"), ACC)
         total = tl.zeros([BLOCK_R], ACC)
         plain = tl.zeros([BLOCK_R, BLOCK_C], ACC)
         ahead = tl.load(here + lane[None, :], mask=live[:, None] & (lane < width)[None, :], other=float("-inf"))
@@ -56,14 +57,20 @@ def _ce_fwd(
             raw = ahead  # the next tile is on its way while this one is summed
             col = begin + BLOCK_C + lane
             ahead = tl.load(here + col[None, :], mask=live[:, None] & (col < width)[None, :], other=float("-inf"))
-            inside = (begin + lane < width)[None, :]
-            x = tl.where(inside, _capped(widen(raw, ACC), SOFTCAP), float("-inf"))
-            if SMOOTHING != 0.0:
-                plain += tl.where(inside, x, 0.0)
-            higher = tl.maximum(top, tl.max(x, 1))
+            x = _capped(widen(raw, ACC), SOFTCAP)
+            if SOFTCAP != 0.0 or SMOOTHING != 0.0:
+                inside = (begin + lane < width)[None, :]
+                if SOFTCAP != 0.0:  # which makes a finite number of what lies outside
+                    x = tl.where(inside, x, float("-inf"))
+                if SMOOTHING != 0.0:
+                    plain += tl.where(inside, x, 0.0)
+            top = tl.maximum(top, tl.max(x, 1))
+            higher = top * LOG2E
             safe = finite_or_zero(higher)
-            total = total * tl.exp2((top - safe) * LOG2E) + tl.sum(tl.exp2((x - safe[:, None]) * LOG2E), 1)
-            top = higher
+            total = total * tl.exp2(scaled - safe) + tl.sum(tl.exp2(x * LOG2E - safe[:, None]), 1)  # one multiply-add
+            scaled = higher
+        # The sum is relative to 2 ** scaled, which is exp(top) but for a rounding: that is put right once a row.
+        lost = tl.fma(finite_or_zero(top), tl.full([BLOCK_R], LOG2E, ACC), -finite_or_zero(scaled))
         target = tl.load(target_ptr + row, mask=live, other=0)
         kept = live & (target != ignore_index)
         local = target - start
@@ -71,10 +78,10 @@ def _ce_fwd(
         picked = _capped(widen(tl.load(logits_ptr + row * stride + local, mask=found, other=0.0), ACC), SOFTCAP)
         if STATS:
             tl.store(a_ptr + row, top, mask=live)
-            tl.store(b_ptr + row, total, mask=live)
+            tl.store(b_ptr + row, total * tl.exp2(-lost), mask=live)
             tl.store(picked_ptr + row, tl.where(found, picked, 0.0), mask=live)
         else:
-            log_total = tl.log2(tl.where(live, total, 1.0)) * LN2
+            log_total = (tl.log2(tl.where(live, total, 1.0)) - lost) * LN2
             lse = top + log_total
             loss = log_total + (top - picked)
             if SMOOTHING != 0.0:
@@ -98,19 +105,24 @@ def _ce_bwd(
         col = (task % across) * BLOCK_C + tl.arange(0, BLOCK_C)
         live, inside = row < rows, col < width
         target = tl.load(target_ptr + row, mask=live, other=0)
+        kept = live & (target != ignore_index)
         lse = widen(tl.load(lse_ptr + row, mask=live, other=0.0), ACC)
-        dloss = widen(tl.load(dloss_ptr + row * dloss_stride, mask=live & (target != ignore_index), other=0.0), ACC)
-        x = load_tile(logits_ptr, row, live, col, inside, stride, ACC)
-        x = _capped(x, SOFTCAP)
-        grad = tl.exp2((x - lse[:, None]) * LOG2E)
+        dloss = widen(tl.load(dloss_ptr + row * dloss_stride, mask=kept, other=0.0), ACC)
+        local = target - start
+        local = tl.where(kept & (local >= 0) & (local < width), local, -1).to(tl.int32)
+        x = _capped(load_tile(logits_ptr, row, live, col, inside, stride, ACC), SOFTCAP)
+        scaled = lse * LOG2E
+        lost = tl.fma(lse, tl.full([BLOCK_R], LOG2E, ACC), -scaled)  # in the rounding of scaled
+        factor = dloss * tl.exp2(-lost)
         if Z_LOSS != 0.0:
-            grad *= (1.0 + 2.0 * Z_LOSS * lse)[:, None]
+            factor *= 1.0 + 2.0 * Z_LOSS * lse
+        scaled = tl.where(kept, scaled, float("inf"))  # a token that does not count has probabilities of 0
+        grad = tl.exp2(x * LOG2E - scaled[:, None]) * factor[:, None]
         if SMOOTHING != 0.0:
-            grad -= tl.full([], SMOOTHING, ACC) / classes
-        grad -= tl.where((col[None, :] + start) == target[:, None], tl.full([], 1.0 - SMOOTHING, ACC), 0.0)
+            grad -= (dloss * (tl.full([], SMOOTHING, ACC) / classes))[:, None]
+        grad -= tl.where(col[None, :] == local[:, None], (dloss * (1.0 - SMOOTHING))[:, None], 0.0)
         if SOFTCAP != 0.0:
             grad *= 1.0 - (x / SOFTCAP) * (x / SOFTCAP)
-        grad = tl.where((target == ignore_index)[:, None], 0.0, grad * dloss[:, None])
         store_tile(out_ptr, row, live, col, inside, out_stride, grad)
 
 

@@ -82,10 +82,10 @@ def l2norm(tensors: Sequence[torch.Tensor], *, squared: bool = False, limits: Li
     chosen = config("l2norm", CHUNK, dtype, limits)
     done = 0
     for group, table in zip(groups, tables):
-        for first in range(0, table.chunks, limits.max_grid):
-            _squares[(min(limits.max_grid, table.chunks - first),)](
+        for first, chunks, aligned in table.launches(limits.max_grid):
+            _squares[(chunks,)](
                 table.addresses, table.sizes, table.owner, table.first, partial[done:], first, table.rows,
-                TRITON_DTYPES[group[0].dtype], accumulator(dtype), table.aligned, CHUNK, chosen["tile"],
+                TRITON_DTYPES[group[0].dtype], accumulator(dtype), aligned, CHUNK, chosen["tile"],
                 num_warps=chosen["num_warps"],
             )  # fmt: skip
         done += table.chunks

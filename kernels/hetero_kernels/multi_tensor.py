@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Many tensors in one launch: a table of addresses on the device, cut into chunks that programs take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ class TensorTable:
     sizes: torch.Tensor  # int64 [rows]
     owner: torch.Tensor  # int32 [chunks], row of each chunk
     first: torch.Tensor  # int64 [chunks], its first element in that row's tensors
-    aligned: bool  # all addresses to 16 bytes
+    aligned: int  # so many chunks come first whose addresses are all multiples of 16 bytes
 
     @property
     def rows(self) -> int:
@@ -34,6 +34,12 @@ class TensorTable:
     def chunks(self) -> int:
         return self.owner.shape[0]
 
+    def launches(self, max_grid: int) -> Iterator[tuple[int, int, bool]]:
+        """(first chunk, chunks, aligned) of each launch: one misaligned tensor must not slow the others down."""
+        for begin, end, aligned in ((0, self.aligned, True), (self.aligned, self.chunks, False)):
+            for first in range(begin, end, max_grid):
+                yield first, min(max_grid, end - first), aligned
+
 
 def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device) -> TensorTable:
     """``columns``: lists of contiguous tensors of equal length; tensors of no element are left out."""
@@ -42,6 +48,8 @@ def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device
         assert len(column) == len(columns[0]), "columns of unlike length"
         for i in keep:
             assert column[i].is_contiguous() and column[i].numel() == columns[0][i].numel(), f"tensor {i} does not fit"
+    odd = {i for i in keep if INTERPRETED or any(column[i].data_ptr() % 16 for column in columns)}
+    keep.sort(key=odd.__contains__)  # aligned ones first, otherwise in the order given
     sizes = [columns[0][i].numel() for i in keep]
     addresses = [[column[i].data_ptr() for i in keep] for column in columns]
     chunks = [-(-size // CHUNK) for size in sizes]
@@ -54,7 +62,7 @@ def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device
         _upload(torch.tensor(sizes, dtype=torch.int64), device),
         _upload(owner, device),
         _upload(first, device),
-        not INTERPRETED and all(address % 16 == 0 for column in addresses for address in column),
+        sum(chunks[: len(keep) - len(odd)]),
     )
 
 

@@ -133,6 +133,8 @@ def _norm_bwd(
         live = row < rows
         dy = widen(dy_ahead, ACC)
         normed, rstd = _normed(x_ahead, mean_ptr, rstd_ptr, row, live, ACC, CENTER)
+        if ADD:
+            dsum = _raw(dsum_ptr, row, live, col, inside, dsum_stride)  # on its way while the rows are reduced
         ahead = row + step  # the next rows are on their way while these are reduced
         dy_ahead = _raw(dy_ptr, ahead, ahead < rows, col, inside, dy_stride)
         x_ahead = _raw(x_ptr, ahead, ahead < rows, col, inside, x_stride)
@@ -142,7 +144,7 @@ def _norm_bwd(
             dx -= (tl.sum(scaled, 1) / width)[:, None]
         dx *= rstd[:, None]
         if ADD:
-            dx += load_tile(dsum_ptr, row, live, col, inside, dsum_stride, ACC)
+            dx += widen(dsum, ACC)
         store_tile(dx_ptr, row, live, col, inside, width, dx)
         if WEIGHT:
             dw += dy * normed

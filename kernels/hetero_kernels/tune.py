@@ -22,7 +22,8 @@ import torch
 import triton
 
 import hetero_kernels as hk
-from hetero_kernels.limits import DTYPE_NAMES, Limits, limits_of, load_table
+from hetero_kernels.attention import shared_bytes
+from hetero_kernels.limits import DTYPE_NAMES, Limits, limits_of, load_table, power_of_two
 
 Config = dict[str, int]
 Timer = Callable[[Callable[[], Any]], float]  # of one call, in milliseconds
@@ -43,9 +44,9 @@ CANDIDATES: dict[str, list[Config]] = {
     "softmax": _product(tile=(4096, 16384), max_cols=(4096, 16384), num_warps=_WARPS),
     "cross_entropy_fwd": _product(tile=(4096, 8192, 16384), max_cols=(4096, 8192, 16384), num_warps=_WARPS),
     "cross_entropy_bwd": _product(tile=(2048, 4096, 8192, 16384), num_warps=_WARPS),
-    "attention_fwd": _product(block_q=(64, 128), block_k=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3)),
-    "attention_bwd_kv": _product(block_q=(32, 64), block_k=(64, 128), num_warps=(4, 8), num_stages=(1, 2, 3)),
-    "attention_bwd_q": _product(block_q=(64, 128), block_k=(32, 64), num_warps=(4, 8), num_stages=(1, 2, 3)),
+    "attention_fwd": _product(block_q=(64, 128), block_k=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
+    "attention_bwd_kv": _product(block_q=(32, 64), block_k=(64, 128), num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
+    "attention_bwd_q": _product(block_q=(64, 128), block_k=(32, 64), num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
     "attention_rows": _product(tile=(1024, 2048, 4096, 8192), num_warps=(2, 4, 8)),
     "adamw": _product(tile=(1024, 2048, 4096), num_warps=(4, 8)),
     "l2norm": _product(tile=(2048, 4096, 8192, 16384), num_warps=(4, 8)),
@@ -115,6 +116,15 @@ def workload(op: str, size: int, dtype: torch.dtype, device: torch.device, token
     return lambda limits: hk.attention_bwd(q, q, k, v, None, lse, delta=delta, limits=limits)
 
 
+def _fits(op: str, size: int, dtype: torch.dtype, candidate: Config, limits: Limits) -> bool:
+    """Whether a candidate runs as it is; attention would cut one that needs too much on-chip memory."""
+    if "num_stages" not in candidate:
+        return True
+    blocks = candidate["block_q"], candidate["block_k"], candidate["num_stages"]
+    dims = (power_of_two(size),) * 2
+    return shared_bytes(op, *blocks, *dims, dtype.itemsize) <= limits.shared_bytes
+
+
 def tune_op(
     op: str, size: int, dtype: torch.dtype, candidates: list[Config], run: Callable[[Limits], Any], limits: Limits,
     timer: Timer, folder: Path,
@@ -126,7 +136,8 @@ def tune_op(
     """
     table = dict(load_table(limits.arch, limits.table))
     best: tuple[Config, float] | None = None
-    for number, candidate in enumerate(candidates):
+    fitting = [c for c in candidates if _fits(op, size, dtype, c, limits)] or candidates
+    for number, candidate in enumerate(fitting):
         if candidate["num_warps"] > limits.max_warps:
             continue
         path = folder / f"{op}-{size}-{DTYPE_NAMES[dtype]}-{number}.json"

@@ -13,6 +13,9 @@ HETERO_PLUGIN_API = 1
 class Nvidia(Accelerator):
     name, vendor, device_type, backends = "nvidia", "NVIDIA", "cuda", ("nccl",)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    # Blocks that grow instead of new ones: sizes that change (batch ramp-up, documents) do not fragment the memory.
+    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    exact_settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else cuBLAS may pick another algorithm each time
     limits = Limits(shared_bytes=227 * 1024, max_warps=32, max_grid=2**31 - 1)
 
     def matches(self) -> bool:

@@ -131,28 +131,32 @@ def _softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: b
     return (_kernels().softmax_bwd(dy, y, scale=scale),)
 
 
+# Both cross-entropies write the gradient over the logits, which nothing else needs: their saved state is their own.
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _kernels().cross_entropy_fwd(logits, labels, ignore_index=NO_LABEL)  # type: ignore[no-any-return]
+    loss, lse = _kernels().cross_entropy_fwd(logits, labels, ignore_index=NO_LABEL)
+    return loss, logits, labels, lse
 
 
 def _cross_entropy_backward(
     dloss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    return (_kernels().cross_entropy_bwd(dloss, logits, labels, lse, ignore_index=NO_LABEL),)
+    inplace = logits.is_contiguous()
+    return (_kernels().cross_entropy_bwd(dloss, logits, labels, lse, ignore_index=NO_LABEL, inplace=inplace),)
 
 
 def _vocab(logits: torch.Tensor, labels: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
     top, total, target = _kernels().vocab_stats(logits, labels, start, ignore_index=NO_LABEL)
     here = (labels >= start) & (labels < start + logits.shape[-1])
-    return top, total, torch.where(here, target - top, 0.0)
+    return top, total, torch.where(here, target - top, 0.0), logits
 
 
 def _vocab_backward(
     grad: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, peak: torch.Tensor, normalizer: torch.Tensor,
     start: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    lse, inplace = peak + normalizer.log(), logits.is_contiguous()
     return (
-        _kernels().vocab_stats_bwd(grad, logits, labels, start, peak + normalizer.log(), ignore_index=NO_LABEL),
+        _kernels().vocab_stats_bwd(grad, logits, labels, start, lse, ignore_index=NO_LABEL, inplace=inplace),
     )
 
 
@@ -301,9 +305,28 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
 )
 
 
+def _kernel(
+    op: str, file: str, forward: Callable[..., Any], backward: Callable[..., Any] | None
+) -> Kernel | None:
+    """None where the package has no such file."""
+    if source_file(f"hetero_kernels.{file}") is None:
+        return None
+    own = op in ("cross_entropy", "vocab_cross_entropy")
+    return Kernel(
+        op, "triton", TRITON, forward, backward,
+        Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu")), _supports,
+        parts=_PARTS.get(op, {}), version=_VERSIONS.get(op, 1), interpreted=INTERPRETED,
+        private=own, overwrites=("logits",) if own else (),
+    )  # fmt: skip
+
+
+def attention_kernel() -> Kernel | None:
+    """For providers that leave to Triton what they do not serve."""
+    return _kernel("attention", "attention", _attention, _attention_backward)
+
+
 def register(api: PluginApi) -> None:
-    capability = Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu"))
-    for op, file, forward, backward in _TABLE:
-        if source_file(f"hetero_kernels.{file}") is not None:
-            more = {"parts": _PARTS.get(op, {}), "version": _VERSIONS.get(op, 1), "interpreted": INTERPRETED}
-            api.kernel(Kernel(op, "triton", TRITON, forward, backward, capability, _supports, **more))  # type: ignore[arg-type]
+    for row in _TABLE:
+        kernel = _kernel(*row)
+        if kernel is not None:
+            api.kernel(kernel)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
 import sys
 import threading
@@ -27,10 +29,7 @@ pipelines:
     stages: [{stages}]
 """
 LAYERS = {3: [(0, 3), (3, 5), (5, 6)], 2: [(0, 4), (4, 6)], 1: [(0, 6)]}
-WORDS = [
-    *("--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3", "--lr-decay-style", "constant"),
-    *("--train-iters", str(STEPS), "--log-interval", "1"),
-]
+WORDS = ["--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3", "--lr-decay-style", "constant"]
 
 
 def plan(folder: Path, ranks: int) -> Path:
@@ -42,9 +41,13 @@ def plan(folder: Path, ranks: int) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("alone")
+    return alone(tmp_path_factory.mktemp("alone"), STEPS)
+
+
+def alone(folder: Path, steps: int) -> list[float]:
+    """Losses of one process."""
     more = ["--seq-length", "48", "--global-batch-size", "4", "--micro-batch-size", "1", "--save", str(folder)]
-    inside([*WORDS, *more, "--save-interval", "0"])
+    inside([*WORDS, *more, "--train-iters", str(steps), "--save-interval", "0"])
     return losses(folder)
 
 
@@ -70,15 +73,15 @@ def losses(directory: Path) -> list[float]:
 class Run:
     """A job on three hosts with one chip each, and what it said."""
 
-    def __init__(self, hosts: NamespaceHosts, folder: Path, *more: str) -> None:
+    def __init__(self, hosts: NamespaceHosts, folder: Path, *more: str, steps: int = STEPS) -> None:
         self.directory = folder / "run"
         self.said = ""
         command = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--via", "ssh", "--ssh-command", hosts.ssh]
         files = ["--cluster", str(hosts.cluster([1, 1, 1])), "--plan", str(plan(folder, 3))]
         files += ["--fallback-plan", str(plan(folder, 2)), str(plan(folder, 1))]
-        limits = ["--lease", "6", "--grace", "20", "--max-restarts", "20", *more]
+        limits = ["--lease", "6", "--grace", "20", "--max-restarts", "1000", *more]
         save = ["--save", str(self.directory), "--load", str(self.directory), "--save-interval", "10"]
-        words = [*WORDS, *save, "--distributed-timeout-minutes", "0.1"]
+        words = [*WORDS, *save, "--train-iters", str(steps), "--distributed-timeout-minutes", "0.1"]
         self.job = hosts.start([*command, *files, "--on-failure", "replan", *limits, "--", *words])
         threading.Thread(target=self._read, args=(self.job.stdout,), daemon=True).start()
         threading.Thread(target=self._read, args=(self.job.stderr,), daemon=True).start()
@@ -93,9 +96,13 @@ class Run:
             assert self.job.poll() is None and time.monotonic() < end, self.said
             time.sleep(0.02)
 
-    def until_said(self, text: str, seconds: float = 150) -> None:
+    def forget(self, text: str) -> None:
+        """What was said of it does not count for the next ``until_said``."""
+        self.said = self.said.replace(text, "-")
+
+    def until_said(self, text: str, seconds: float = 150, times: int = 1) -> None:
         end = time.monotonic() + seconds
-        while text not in self.said:
+        while self.said.count(text) < times:
             assert self.job.poll() is None and time.monotonic() < end, self.said
             time.sleep(0.05)
 
@@ -138,3 +145,26 @@ def test_two_hosts_that_are_cut_off_from_each_other(
     run.wait()
     assert losses(run.directory) == pytest.approx(undisturbed, rel=1e-9)
     assert hosts.no_orphans() == []
+
+
+@pytest.mark.timeout(0)
+def test_many_losses(tmp_path: Path) -> None:
+    """``LOSSES=50 SEED=1 pytest -m slow tests/slow/test_lost_hosts.py -k many``: one host after another is lost."""
+    if reason := missing():
+        pytest.skip(reason)
+    count, seed = int(os.environ.get("LOSSES", "3")), int(os.environ.get("SEED", "1"))
+    dice, steps = random.Random(seed), 150 * count
+    with NamespaceHosts(tmp_path, 3) as hosts:
+        run = Run(hosts, tmp_path, "--rejoin", "1", steps=steps)
+        for number in range(count):
+            run.until(len(losses(run.directory)) + dice.randint(3, 20), 300)
+            gone = dice.randrange(3)
+            hosts.power_off(gone)
+            run.until_said("2 ranks left", 300, number + 1)
+            run.until(len(losses(run.directory)) + dice.randint(1, 10), 300)
+            hosts.boot(gone)
+            run.until_said(f"with host{gone}, 3 ranks", 300)
+            run.forget(f"with host{gone}, 3 ranks")
+        run.wait(1200)
+        assert losses(run.directory) == pytest.approx(alone(tmp_path / "alone", steps), rel=1e-9)
+        assert hosts.no_orphans() == []

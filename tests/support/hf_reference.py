@@ -23,6 +23,7 @@ def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float6
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config)
     hf_config._attn_implementation = "sdpa"
+    hf_config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -42,6 +43,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
         elif kind.endswith("RotaryEmbedding"):
             module.forward = _exact_rotary(module, dtype)  # type: ignore[method-assign]
+        elif kind.lower().endswith("topkrouter"):
+            module.forward = _exact_router(module)  # type: ignore[method-assign]
         elif "ScaledWordEmbedding" in kind:
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=dtype)
 
@@ -51,6 +54,18 @@ def _exact_rms_norm(module: Any) -> Any:
     gemma, eps = type(module).__name__.startswith("Gemma"), getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     return lambda x: F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight if gemma else module.weight, eps)
+
+
+def _exact_router(module: Any) -> Any:
+    """transformers' rules for softmax routers, which it computes in fp32."""
+    normalize = getattr(module, "norm_topk_prob", True)  # Mixtral's always does
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = F.linear(x.reshape(-1, module.hidden_dim), module.weight)
+        weights, experts = logits.softmax(-1).topk(module.top_k, dim=-1)
+        return logits, weights / weights.sum(-1, keepdim=True) if normalize else weights, experts
+
+    return forward
 
 
 def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
@@ -125,15 +140,21 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     table, found = name_table(spec), {}
     for tensor in logical_tensors(spec):
+        if len(tensor.shape) == 3:  # transformers keeps all experts, gate and up, in one tensor
+            prefix, column = tensor.name.removesuffix(".weight").rsplit(".", 1)
+            fused = values[f"{prefix}.{'down_proj' if column == 'down_proj' else 'gate_up_proj'}"]
+            halves = (fused, fused) if column == "down_proj" else fused.chunk(2, dim=1)
+            found[tensor.name] = halves[column == "up_proj"].contiguous()
+            continue
         source = table[tensor.name]
-        value = values[source.name][source.slices(Box.whole(tensor.shape))]
+        value = values[source.name if source.name in values else tensor.name][source.slices(Box.whole(tensor.shape))]
         found[tensor.name] = (value.T if source.transpose else value).contiguous()
     return found
 
 
 def hf_to_logical(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Views of the model's parameters by logical name (contiguous copies where transposed)."""
-    return _logical({n: p.detach() for n, p in model.named_parameters()}, spec)
+    return _logical({n: p.detach() for n, p in [*model.named_parameters(), *model.named_buffers()]}, spec)
 
 
 def hf_grads(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:

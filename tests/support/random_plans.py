@@ -138,6 +138,33 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
     return plan
 
 
+def random_experts(rng: random.Random, ranks: list[int], count: int, columns: int) -> list[dict[str, Any]]:
+    """Groups over ``ranks`` in random order that divide ``count`` experts: unequally, some replicated, some ranks
+    without any, some sharing the columns of each."""
+    order = rng.sample(ranks, len(ranks))
+    groups, start = [], 0
+    for size in composition(rng, len(order), rng.randint(1, min(3, len(order))), least=1):
+        mine = order[start : start + size]
+        start += size
+        members: list[list[int]] = []
+        while mine:
+            wide = rng.choice([1, 1, 1, 2, 3])
+            members.append(mine[:wide])
+            mine = mine[wide:]
+        bounds = [0]
+        for part in composition(rng, count, len(members)):
+            bounds.append(bounds[-1] + part)
+        intervals = [[a, b] if a < b else [] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        for i, pair in enumerate(intervals):
+            if rng.random() < 0.25:  # more than its own: these experts are replicated
+                a, b = pair or [rng.randrange(count)] * 2
+                intervals[i] = [rng.randint(0, a), rng.randint(max(b, 1), count)]
+        splits = [[rng.randint(1, 3) for _ in member] for member in members]
+        groups.append({"ranks": [m if len(m) > 1 else m[0] for m in members], "experts": intervals, "split": splits})
+    assert columns >= 9, "every split leaves each rank a column"
+    return groups
+
+
 def adapt(rng: random.Random, plan: dict[str, Any], heads: int) -> None:
     """Store schedules that were made for stages of random speed and memory; ``1f1b`` where all of them are that."""
     canonical, _ = expand(from_data({**plan, "schedule": "1f1b"}), heads)

@@ -14,12 +14,15 @@ _NEVER_WRITTEN = (
     "--no-one-logger",
 )  # fmt: skip
 _PROFILE = "profiles are not built yet"
-_WITHOUT = "it has no effect without --profile"
+_WITHOUT = "the trace holds steps, actions and transfers"
+_PROFILED = needs("--profile", harmless=True)
 _BOARD, _WANDB = needs("--tensorboard-dir"), needs("--wandb-project")
 _ELASTIC = "restarts inside a process are not supported"
 
 FLAGS = (
     count("--log-interval", 100, "steps between lines on the console"),
+    value("--log-format", str, "short", "the console line: short fits 120 columns; megatron has Megatron's fields",
+          choices=("short", "megatron")),
     switch("--log-kernel-plan", "print a line per operator and stage at start, with what was passed over and why"),
     value("--tensorboard-dir", str, None, "write TensorBoard events there"),
     count("--tensorboard-queue-size", 1000, "events that TensorBoard may hold back", needs=_BOARD),
@@ -52,11 +55,14 @@ FLAGS = (
     value("--wandb-entity", str, None, "owner of the project", needs=_WANDB),
     value("--wandb-exp-name", str, None, "name of the run", needs=_WANDB),
     value("--wandb-save-dir", str, None, "where Weights & Biases keeps its files", needs=_WANDB),
-    refused("--profile", _PROFILE),
-    notice("--profile-step-start", _WITHOUT, nargs=1, type=int),
-    notice("--profile-step-end", _WITHOUT, nargs=1, type=int),
-    notice("--profile-ranks", _WITHOUT, nargs="+", type=int),
-    notice("--use-pytorch-profiler", _WITHOUT),
+    switch("--profile", "write what every rank did, on one clock, as a trace for ui.perfetto.dev: "
+           "SAVE/profile/trace.json", needs=needs("--save")),
+    count("--profile-step-start", 10, "the first profiled step, counted from 0", least=0, needs=_PROFILED),
+    count("--profile-step-end", 12, "the step before which it ends, counted from 0", needs=_PROFILED),
+    value("--profile-ranks", int, [0], "ranks whose torch profiler output is written", least=0, nargs="+",
+          needs=needs("--use-pytorch-profiler", harmless=True)),
+    switch("--use-pytorch-profiler", "also write torch profiler output of --profile-ranks: "
+           "SAVE/profile/torch-rank-N.json", needs=_PROFILED),
     refused("--record-memory-history", _PROFILE),
     refused("--memory-snapshot-path", _PROFILE, nargs=1),
     count("--exit-interval", None, "stop after a step that is a multiple of this"),

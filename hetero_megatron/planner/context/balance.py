@@ -15,37 +15,33 @@ Floats = npt.NDArray[np.float64]
 
 
 class Balancer:
-    """Balances groupings of one problem; equal groups are computed once. ``idle``: members without tokens and heads."""
+    """Balances groupings of one problem; equal groups are computed once."""
 
-    def __init__(self, costs: ContextCosts, idle: frozenset[int] = frozenset()) -> None:
-        self.costs, self.problem, self.idle = costs, costs.problem, idle
+    def __init__(self, costs: ContextCosts) -> None:
+        self.costs, self.problem = costs, costs.problem
         self._heads: dict[object, tuple[int, ...]] = {}
         self._caps: dict[object, float] = {}
         self._tokens: dict[object, tuple[int, ...]] = {}
 
-    def balance(self, grouping: Grouping, transport: str, block: int, by: str = "speed") -> ContextLayout | None:
+    def balance(self, grouping: Grouping, transport: str, block: int, equal: bool = False) -> ContextLayout | None:
         """Integer shares that equalise the groups' times; None where they do not fit in memory.
 
         Args:
             block: most tokens in a block of the ring.
-            by: how heads are divided: by ``speed``; ``kv``: by speed in whole key-value heads, so that none is copied;
-                ``equal``: so that no member receives more than another.
+            equal: heads are divided equally, so that no member receives more than another; else by speed.
         """
-        problem, active = self.problem, self._active(grouping)
-        if not active:
-            return None
-        transport = "a2a" if len(active) == 1 else transport
-        heads = [self.heads(group, by) for group in active]
+        problem = self.problem
+        heads = [self.heads(group, equal) for group in grouping]
         empty = ContextLayout((), transport, block if transport == "ring" else 0)
         buffer = kv_bytes(problem, empty) if transport != "a2a" else 0.0
-        caps = np.array([self.cap(g, h, buffer) for g, h in zip(active, heads, strict=True)])
+        caps = np.array([self.cap(g, h, buffer) for g, h in zip(grouping, heads, strict=True)])
         unit = problem.unit
         units, rest = divmod(problem.seq_length, unit)
         if int(np.floor(caps / unit).sum()) < units + (rest > 0):
             return None
-        totals = self._group_tokens(active, heads, caps, transport, block, units, rest)
+        totals = self._group_tokens(list(grouping), heads, caps, transport, block, units, rest)
         built = []
-        for group, h, total in zip(active, heads, totals, strict=True):
+        for group, h, total in zip(grouping, heads, totals, strict=True):
             tokens = self.tokens(group, h, total, buffer)
             if tokens is None:
                 return None
@@ -53,10 +49,6 @@ class Balancer:
         if transport == "ring":
             block = even_block(totals, block)
         return self._with_idle([g for g in built if sum(g.tokens)], grouping, transport, block)
-
-    def _active(self, grouping: Grouping) -> list[tuple[int, ...]]:
-        groups = [tuple(m for m in group if m not in self.idle) for group in grouping]
-        return [group for group in groups if group]
 
     def _with_idle(self, built: list[MemberGroup], grouping: Grouping, transport: str, block: int) -> ContextLayout:
         """The layout with members without work appended to the first group, with zeros."""
@@ -69,15 +61,12 @@ class Balancer:
             return ContextLayout(tuple(built), "a2a")
         return ContextLayout(tuple(built), transport, block if transport == "ring" else 0)
 
-    def heads(self, group: tuple[int, ...], by: str) -> tuple[int, ...]:
+    def heads(self, group: tuple[int, ...], equal: bool) -> tuple[int, ...]:
         """Query heads per member; by speed, the exact min-max solution."""
-        model = self.problem.model
-        key = (self.costs.signature(group), by)
+        key = (self.costs.signature(group), equal)
         if key not in self._heads:
-            cost = self.costs.pair[list(group)] if by != "equal" else np.ones(len(group))
-            size = model.queries_per_kv if by == "kv" and model.num_kv_heads >= len(group) else 1
-            shares = min_max_shares(model.num_heads // size, cost)
-            self._heads[key] = tuple(int(n) * size for n in shares)
+            cost = np.ones(len(group)) if equal else self.costs.pair[list(group)]
+            self._heads[key] = tuple(min_max_shares(self.problem.model.num_heads, cost).tolist())
         return self._heads[key]
 
     def _limits(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> tuple[Floats, Floats, float]:

@@ -130,7 +130,7 @@ class ContextProblem:
         return unit
 
     @property
-    def linear_flops(self) -> int:
+    def linear_flops(self) -> float:
         """Forward FLOPs per token and layer of projections and MLP."""
         return layer_matmul_flops(self.model) * self.options.micro_batch
 

@@ -12,7 +12,13 @@ from dataclasses import replace
 
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import adapter_shapes, layer_attention_flops, mean_attention_pairs, visible_pairs
+from hetero_megatron.spec.flops import (
+    adapter_shapes,
+    layer_attention_flops,
+    mean_attention_pairs,
+    mlp_columns,
+    visible_pairs,
+)
 
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
@@ -219,12 +225,12 @@ class Operators:
         """Seconds of the matrix products of a layer's forward."""
         model = self.model
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.gated else 1) * model.ffn_hidden_size
+        columns = (2 if model.gated else 1) * mlp_columns(model)
         return (
             self.gemm(tokens, share * (q + 2 * kv), h)
             + self.gemm(tokens, h, share * q)
             + self.gemm(tokens, share * columns, h)
-            + self.gemm(tokens, h, share * model.ffn_hidden_size)
+            + self.gemm(tokens, h, share * mlp_columns(model))
         )
 
     def _layer_by_operators(
@@ -232,10 +238,10 @@ class Operators:
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.gated else 1) * model.ffn_hidden_size
+        columns = (2 if model.gated else 1) * mlp_columns(model)
         products = self._products(share, tokens)
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
-        local = 2 * (q + kv) * bool(model.ropes) + columns + model.ffn_hidden_size
+        local = 2 * (q + kv) * bool(model.ropes) + columns + mlp_columns(model)
         norms = 10 * h * (share if self.sequence_parallel else 1.0)
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)

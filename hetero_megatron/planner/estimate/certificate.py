@@ -231,7 +231,7 @@ def assumptions(
         for g, group in enumerate(pool.groups)
         for t in tp_degrees(pool, g, model, space, group.per_node <= 4 or enumerated)
     }
-    stages = f"equal TP of {_listed(degrees)}"
+    stages = f"backwards not split, one chunk of layers per stage, equal TP of {_listed(degrees)}"
     if method == "enumeration":
         taken = (
             f"gpipe up to {scorer.tables.depth} micro-batches, pipelines placed on nodes stage by stage or one "

@@ -6,7 +6,9 @@ micro-batches instead of an event queue, with the same result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,29 +136,30 @@ def _steady(before: Sequence[float], now: Sequence[float]) -> float | None:
     return step if all(abs(a - b - step) <= near for a, b in zip(now, before)) else None
 
 
-def _gpipe(forward: Times, backward: Times, link: Links, m: int) -> float:
+def _gpipe(
+    forward: Sequence[Any], backward: Sequence[Any], link: Links, m: int, later: Callable[..., Any] = max
+) -> Any:
+    """Of one pipeline, or of many at once: ``forward``, ``backward``: per stage, seconds or [ways] seconds; ``later``:
+    the maximum of two of them."""
     p = len(forward)
-    arrival = [0.0] * m
-    ends = []
+    arrival: list[Any] = [0.0] * m
+    ends: list[Any] = []
     for i in range(p):
         clock = busy = 0.0
         for j in range(m):
-            clock = max(clock, arrival[j]) + forward[i]
+            clock = later(clock, arrival[j]) + forward[i]
             if i < p - 1:
-                busy = max(busy, clock) + link[i][0]
-                arrival[j] = busy
+                arrival[j] = busy = later(busy, clock) + link[i][0]
         ends.append(clock)
     arrival = [0.0] * m
     for i in range(p - 1, -1, -1):
-        clock = ends[i]
-        busy = 0.0
+        clock, busy = ends[i], 0.0
         for j in range(m):
-            clock = max(clock, arrival[j]) + backward[i]
+            clock = later(clock, arrival[j]) + backward[i]
             if i:
-                busy = max(busy, clock) + link[i - 1][1]
-                arrival[j] = busy
+                arrival[j] = busy = later(busy, clock) + link[i - 1][1]
         ends[i] = clock
-    return max(ends)
+    return reduce(later, ends)
 
 
 FAST = {"1f1b": _one_f_one_b, "gpipe": _gpipe}
@@ -172,7 +175,7 @@ def many(forward: Floats, backward: Floats, link: Links, micro_batches: int, sch
         )
     if len(f) == 1:
         return np.asarray(micro_batches * (f[0] + b[0]))
-    return FAST_MANY[schedule](f, b, link, micro_batches)
+    return np.asarray(FAST_MANY[schedule](f, b, link, micro_batches))
 
 
 def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
@@ -193,26 +196,4 @@ def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: in
     return np.asarray(np.max(free, axis=0))
 
 
-def _many_gpipe(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
-    p, zero = len(forward), np.zeros(len(forward[0]))
-    ends = []
-    arrival = [zero] * m
-    for i in range(p):
-        clock = busy = zero
-        for j in range(m):
-            clock = np.maximum(clock, arrival[j]) + forward[i]
-            if i < p - 1:
-                arrival[j] = busy = np.maximum(busy, clock) + link[i][0]
-        ends.append(clock)
-    arrival = [zero] * m
-    for i in range(p - 1, -1, -1):
-        clock, busy = ends[i], zero
-        for j in range(m):
-            clock = np.maximum(clock, arrival[j]) + backward[i]
-            if i:
-                arrival[j] = busy = np.maximum(busy, clock) + link[i - 1][1]
-        ends[i] = clock
-    return np.asarray(np.max(ends, axis=0))
-
-
-FAST_MANY = {"1f1b": _many_1f1b, "gpipe": _many_gpipe}
+FAST_MANY: dict[str, Callable[..., Any]] = {"1f1b": _many_1f1b, "gpipe": partial(_gpipe, later=np.maximum)}

@@ -46,7 +46,7 @@ canvas { width: 100%; border: 1px solid var(--line); cursor: grab; touch-action:
 """
 
 _SCRIPT = """
-const colors = {F: '#4c8bf5', B: '#34a06f', B_INPUT: '#34a06f', W: '#8ecfae', gradients: '#e0a020',
+const colors = {F: '#4c8bf5', B: '#34a06f', B_INPUT: '#1d7f8c', W: '#8ecfae', gradients: '#e0a020',
                 optimizer: '#b05fd0', parameters: '#d9654f', rest: '#b9b9b9'};
 const row = 22, left = 10, head = 18;
 for (const chart of DATA.charts) {
@@ -109,7 +109,8 @@ for (const chart of DATA.charts) {
 
 
 LEGEND = {
-    "forward": "#4c8bf5", "backward": "#34a06f", "gradients": "#e0a020", "optimizer": "#b05fd0",
+    "forward": "#4c8bf5", "backward": "#34a06f", "its part for the input (B_INPUT)": "#1d7f8c",
+    "its part for the weights (W)": "#8ecfae", "gradients": "#e0a020", "optimizer": "#b05fd0",
     "parameters": "#d9654f",
 }  # fmt: skip
 

@@ -11,6 +11,10 @@ from hetero_megatron.planner.simulate.step import Prediction
 from hetero_megatron.words import rank_ranges
 
 MARKS = {"F": "F", "B": "b", "B_INPUT": "b", "W": "w"}
+COLORS = {  # reserved names of the trace format: of the first chunk of layers, and of others
+    "F": ("thread_state_running", "rail_response"), "B": ("good", "rail_load"),
+    "B_INPUT": ("thread_state_runnable", "rail_animation"), "W": ("bad", "rail_idle"),
+}  # fmt: skip
 
 
 class TimelineGroup(NamedTuple):
@@ -50,7 +54,7 @@ def group_title(found: Prediction, group: TimelineGroup) -> str:
 def format_timeline(found: Prediction, width: int = 100) -> str:
     """One row per stage; each column shows the mark that takes most of its time: F forward, b backward, w weight
     gradients, g gradient reduction, u optimizer, p parameter spread, . waiting."""
-    lines = ["timeline (F forward, b backward, g gradients, u optimizer, p parameters, . waiting)"]
+    lines = ["timeline (F forward, b backward, w weight gradients, g gradients, u optimizer, p parameters, . waiting)"]
     scale = width / found.step_seconds if found.step_seconds else 0.0
     for group in groups(found):
         lines.append(group_title(found, group))
@@ -111,7 +115,10 @@ def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
                 if action.kind.startswith("RECV"):
                     continue  # a receive is waiting: the gap shows it
                 line = 3 * s + {"SEND_F": 1, "SEND_B": 2}.get(action.kind, 0)
-                events.append(_event(str(action), action.kind, number, line, start, end))
+                event = _event(str(action), action.kind, number, line, start, end)
+                if action.kind in COLORS:
+                    event["cname"] = COLORS[action.kind][action.chunk > 0]
+                events.append(event)
     events += _buckets("gradients", found.reduces, len(found.timelines))
     events += _buckets("parameters", found.spreads, len(found.timelines) + 1)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,7 +1,6 @@
 """Local search: small changes to the best templates, kept when the estimated step time falls.
 
-Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules, other micro-batch
-sizes, the other placement order.
+Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
-from hetero_megatron.planner.hill_climb import HillClimb
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, Row
 from hetero_megatron.planner.template.plan_template import (
-    PipelineReplicas,
     PipelineTemplate,
     PlanTemplate,
     StageTemplate,
@@ -41,59 +38,49 @@ class LocalSearch:
 
     @staticmethod
     def climb(start: Row, space: SearchSpace, incumbent: Incumbent, effort: int) -> bool:
-        """Climb from one template; False where the incumbent said to stop."""
-        scorer, best, stopped = incumbent.scorer, start[0], False
-
-        def improves(template: PlanTemplate) -> bool:
-            nonlocal best, stopped
-            stopped = stopped or incumbent.should_stop()
-            limit = best * (1 - LEAST_GAIN)
-            if stopped or scorer.bounds.lower_bound(template) >= limit:
-                return False
-            score = incumbent.offer(template, limit)
-            if score is None:
-                return False
-            best = score.step_seconds
-            return True
-
-        for _ in HillClimb[PlanTemplate](effort).run(start[2], lambda t: _neighbours(scorer, t, space), improves):
+        """Climb from one template, from neighbour to the first better one; False where the incumbent said to stop."""
+        scorer, (best, _, template) = incumbent.scorer, start
+        seen, neighbours = {template}, _neighbours(scorer, template, space)
+        while effort and (other := next(neighbours, None)) is not None:
+            if other in seen:
+                continue
             if incumbent.should_stop():
                 return False
-        return not stopped
+            seen.add(other)
+            effort -= 1
+            limit = best * (1 - LEAST_GAIN)
+            score = incumbent.offer(other, limit) if scorer.bounds.lower_bound(other) < limit else None
+            if score is not None:
+                best, neighbours = score.step_seconds, _neighbours(scorer, other, space)
+        return not incumbent.should_stop()
 
 
 def _neighbours(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     for schedule in space.schedules:
         if schedule != template.schedule:
             yield from _fitted(scorer, replace(template, schedule=schedule), space)
-    if template.pipelines > 1:
-        yield replace(template, order="pipeline" if template.order == "stage" else "stage")
     for p, part in enumerate(template.parts):
-        for shape, m in _shapes(part, space):
-            parts = (*template.parts[:p], PipelineReplicas(shape, part.copies, m), *template.parts[p + 1 :])
+        for shape in shapes_near(part.shape, space):
+            parts = (*template.parts[:p], replace(part, shape=shape), *template.parts[p + 1 :])
             yield from _fitted(scorer, replace(template, parts=parts), space)
 
 
-def _shapes(part: PipelineReplicas, space: SearchSpace) -> Iterator[tuple[PipelineTemplate, int]]:
-    stages, m, size = part.shape.stages, part.num_micro_batches, part.shape.micro_batch_size
+def shapes_near(shape: PipelineTemplate, space: SearchSpace) -> Iterator[PipelineTemplate]:
+    """Pipelines that differ by one move of a stage or a layer."""
+    stages = shape.stages
     last = len(stages) - 1
     if space.offload == "always":
         for i, stage in enumerate(stages):
-            yield _with(part.shape, {i: replace(stage, offload=not stage.offload)}), m
+            yield _with(shape, {i: replace(stage, offload=not stage.offload)})
     for i in range(last):
         if (i == 0 or stages[i + 1].layers) and (i + 1 == last or stages[i].layers):  # inner stages need layers
-            yield _with(part.shape, {i: stages[i + 1], i + 1: stages[i]}), m
+            yield _with(shape, {i: stages[i + 1], i + 1: stages[i]})
     for i, giver in enumerate(stages):
         for j, taker in enumerate(stages):
             least = 0 if i in (0, last) and last else 1
             if i != j and giver.layers > least and (abs(i - j) <= 2 or len(stages) <= 8):
                 moved = {i: replace(giver, layers=giver.layers - 1), j: replace(taker, layers=taker.layers + 1)}
-                yield _with(part.shape, moved), m
-    if space.micro_batch_sizes is None:
-        if m % 2 == 0:
-            yield replace(part.shape, micro_batch_size=size * 2), m // 2
-        if size % 2 == 0 and all((size // 2) % s.dp == 0 for s in stages):
-            yield replace(part.shape, micro_batch_size=size // 2), m * 2
+                yield _with(shape, moved)
 
 
 def _with(shape: PipelineTemplate, changed: Mapping[int, StageTemplate]) -> PipelineTemplate:

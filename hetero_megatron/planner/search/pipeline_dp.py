@@ -27,7 +27,6 @@ from hetero_megatron.planner.time_budget import ShouldStop, never
 
 CUT = 1.03  # programs with a lower bound above this multiple of the best so far are skipped
 FAR = 1.5  # the same for pipelines over a single group, as long as none was found
-ISLANDS = 6  # divisions into islands that are proposed
 
 
 class PipelineDP:
@@ -164,12 +163,7 @@ class Programs:
         return PipelineOutline(self._traced[family], family.size, family.replicas)
 
     def _islands(self) -> Iterator[list[PipelineOutline]]:
-        """The best division of the groups into islands, then the best ones with other numbers of pipelines."""
-        banned: set[tuple[int, int, int]] = set()
-        for _ in range(ISLANDS):
-            left = [f for f in self.families if (f.mask, f.replicas, f.size) not in banned]
-            choice = divide_into_islands(left, len(self.inputs.pool.groups), self.inputs.batch)
-            if choice is None:
-                return
+        """The best division of the groups into islands."""
+        choice = divide_into_islands(self.families, len(self.inputs.pool.groups), self.inputs.batch)
+        if choice is not None:
             yield [self._outline(f) for f in choice]
-            banned.add((choice[0].mask, choice[0].replicas, choice[0].size))

@@ -1,4 +1,4 @@
-"""Element counts that the ranks of a bucket exchange, as arrays over its ranks.
+"""Element counts that some ranks exchange in one action on a bucket, as arrays over these ranks.
 
 Thousands of holders of a bucket have only a few distinct boxes (one per tensor-parallel index), and every element has
 one owner. Instead of all pairs of ranks there is one row per distinct box: how much of it each rank owns. The traffic
@@ -8,7 +8,8 @@ between nodes is a product of two small matrices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from hetero_megatron.layout import Box, Layout
 from hetero_megatron.layout.layout import box_arrays, overlapping_pairs
 from hetero_megatron.plan.buckets import Bucket
-from hetero_megatron.planner.cost.link_model import LinkKind, LinkModel, LinkTraffic
+from hetero_megatron.planner.cost.link_model import LinkKind, LinkModel
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -40,12 +41,6 @@ class PortIndex:
     @property
     def ports(self) -> int:
         return 2 * (len(self.ranks) + len(self.nodes))
-
-    def rank_ports(self, at: Ints, into: bool) -> Ints:
-        return 2 * at + into
-
-    def node_ports(self, nodes: Ints, into: bool) -> Ints:
-        return 2 * (len(self.ranks) + nodes) + into
 
 
 def distinct(values: Ints) -> tuple[Ints, Ints]:
@@ -72,30 +67,54 @@ class PortTraffic:
     pairs: Mapping[LinkKind, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BucketFlows:
-    """Elements exchanged by the ranks of one bucket; arrays [ranks] in ascending order.
+    """What some ranks exchange in one action on a bucket; arrays [ranks].
 
     Attributes:
-        at: indices of the ranks in the plan.
+        at: their indices in the plan; inside: their indices among the ranks of the bucket.
         kind: row of ``volume`` for what each rank holds.
         volume: [kinds, ranks]: elements of a kind's boxes that each rank owns.
-        held, mine: elements held and owned.
-        given: sent to other owners; taken: received from other holders; owned: kept by the rank itself.
     """
 
+    ranks: tuple[int, ...]
     at: Ints
+    inside: Ints
     kind: Ints
     volume: Ints
-    held: Ints
-    mine: Ints
-    given: Ints
-    taken: Ints
-    owned: Ints
+    _traffic: dict[bool, PortTraffic] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def owned(self) -> Ints:
+        """Elements that the rank holds and keeps."""
+        return np.asarray(self.volume[self.kind, np.arange(len(self.at))])
+
+    @cached_property
+    def given(self) -> Ints:
+        """Elements sent to other owners."""
+        return np.asarray(self.volume.sum(axis=1)[self.kind] - self.owned)
+
+    @cached_property
+    def taken(self) -> Ints:
+        """Elements received from other holders."""
+        return np.asarray(np.bincount(self.kind, minlength=len(self.volume)) @ self.volume - self.owned)
+
+    def elements(self) -> Mapping[tuple[int, int], int]:
+        """Elements by (source, destination), towards the owners."""
+        source, target = np.nonzero(self.volume[self.kind])
+        counts = self.volume[self.kind[source], target].tolist()
+        rows = zip(source.tolist(), target.tolist(), counts, strict=True)
+        return {(self.ranks[i], self.ranks[j]): n for i, j, n in rows}
+
+    def traffic(self, spread: bool, places: PortIndex) -> PortTraffic:
+        """In elements; from holders to owners, or with ``spread`` back."""
+        if spread not in self._traffic:
+            self._traffic[spread] = port_traffic(self, places, spread)
+        return self._traffic[spread]
 
 
 def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:
-    """The flows of a bucket; ``at``: indices of its ranks in the plan."""
+    """The flows of a bucket that travels in one hop; ``at``: indices of its ranks in the plan."""
     kinds, volumes = zip(*(_volume(bucket.holders[name], bucket.owners[name]) for name in bucket.names))
     if len(kinds) == 1:
         kind, volume = kinds[0], volumes[0]
@@ -105,12 +124,7 @@ def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:
         kind = np.array([known.setdefault(row, len(known)) for row in each], np.int64)
         rows = np.array(list(known), np.int64)
         volume = sum(v[rows[:, i]] for i, v in enumerate(volumes))
-    own = volume[kind, np.arange(len(at))]
-    held, mine = (
-        np.sum([layout.counts() for layout in layouts.values()], axis=0) for layouts in (bucket.holders, bucket.owners)
-    )
-    taken = np.bincount(kind, minlength=len(volume)) @ volume - own
-    return BucketFlows(at, kind, volume, held, mine, volume.sum(axis=1)[kind] - own, taken, own)
+    return BucketFlows(bucket.ranks, at, np.arange(len(at)), kind, volume)
 
 
 def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
@@ -177,16 +191,6 @@ def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str
                 there = count[holders].sum(axis=0) - np.where(holders[node[owners]][:, None], count[node[owners]], 0.0)
                 pairs[kind] = float(np.where(there > 0.5, flows.volume.T[owners], 0).max())
     return _joined(rows, most, pairs)
-
-
-def from_link_traffic(traffic: LinkTraffic, places: PortIndex) -> PortTraffic:
-    """:class:`PortTraffic` of messages that were added up pair by pair."""
-    rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
-    for ((end, where), kind), size in traffic.bytes_by.items():
-        at = np.array([places.nodes[where] if isinstance(where, str) else places.index[where]])
-        ports = (places.node_ports if isinstance(where, str) else places.rank_ports)(at, end == "in")
-        rows.append((ports, np.array([size]), (end == "in", kind)))
-    return _joined(rows, traffic.longest, traffic.pairs)
 
 
 def _joined(

@@ -72,7 +72,7 @@ class GradSync:
         if key not in self._prices:
             if content.ranks not in self._posting:
                 self._posting[content.ranks] = self.network.posting(content.ranks)
-            found = price(content.traffic(spread, self.structure.places, self.network), item, self.network)
+            found = price(content.traffic(spread, self.structure.places), item, self.network)
             self._prices[key] = replace(found, latency=found.latency + self._posting[content.ranks])
         return self._prices[key]
 

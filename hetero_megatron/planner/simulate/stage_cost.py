@@ -16,7 +16,7 @@ from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec import Share, shares
-from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
 
 Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
 
@@ -216,5 +216,5 @@ def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
         return heads
     matrices = layer_matmul_flops(spec) * model.seq_length
     core = layer_attention_flops(spec, mean_attention_pairs(spec, model.seq_length))
-    ffn = (3 if spec.gated else 2) * 2 * spec.hidden_size * spec.ffn_hidden_size * model.seq_length
+    ffn = (3 if spec.gated else 2) * 2 * spec.hidden_size * mlp_columns(spec) * model.seq_length
     return (columns * ffn + heads * (matrices - ffn + core)) / (matrices + core)

@@ -51,6 +51,8 @@ class Prediction:
             ``optimizer``, ``parameters``.
         busy: by rank, seconds of its stage's forwards and backwards, including TP exchanges.
         assumed: chips whose rates come from data sheets and default efficiencies, with the source of the sheet.
+        tails: by rank, seconds from the last action of all pipelines that hold its layers until its gradients are
+            summed, which the end of the step waits for.
         unsplit: other chips of a plan that splits backwards whose rates do not say what B_INPUT and W take: W is
             counted by FLOPs, and splitting costs nothing.
     """
@@ -70,6 +72,7 @@ class Prediction:
     busy: Mapping[int, float]
     chips: Mapping[int, str]
     assumed: Mapping[str, str]
+    tails: Mapping[int, float]
     unsplit: tuple[str, ...] = ()
 
     @property
@@ -185,6 +188,7 @@ class _Times:
     reduces: tuple[BucketSpan, ...]
     spreads: tuple[BucketSpan, ...]
     parts: Mapping[str, float]
+    tails: Mapping[int, float]
 
 
 class _Step:
@@ -218,7 +222,15 @@ class _Step:
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
         }
-        return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step)
+        return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step, self._tails(computed, summed))
+
+    def _tails(self, computed: Mapping[int, float], summed: Mapping[int, float]) -> dict[int, float]:
+        last = dict(computed)
+        for bucket in self.sync.buckets:
+            end = max(computed[rank] for rank in bucket.ranks)
+            for rank in bucket.ranks:
+                last[rank] = max(last[rank], end)
+        return {rank: max(0.0, end - last[rank]) for rank, end in summed.items()}
 
     def _all_at(self, seconds: Mapping[int, float]) -> Callable[[Bucket], NDArray[np.float64]]:
         structure = self.sync.structure
@@ -249,6 +261,7 @@ class _Step:
                 for rank in stage.ranks
             },
             chips=self.chips,
+            tails=times.tails,
             assumed={
                 c: source_of(costs.cluster.chips[c])
                 for c in sorted(set(self.chips.values()))

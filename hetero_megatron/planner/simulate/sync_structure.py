@@ -14,69 +14,9 @@ from hetero_megatron.plan.buckets import Bucket, Hop, bucket_actions, make_bucke
 from hetero_megatron.plan.islands import hop_elements
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.link_model import LinkModel
-from hetero_megatron.planner.simulate.bucket_flows import (
-    BucketFlows,
-    PortIndex,
-    PortTraffic,
-    bucket_flows,
-    from_link_traffic,
-    port_traffic,
-)
+from hetero_megatron.planner.simulate.bucket_flows import BucketFlows, PortIndex, bucket_flows
 
 Ints = NDArray[np.int64]
-
-
-class ActionContent:
-    """What some ranks exchange in one action; arrays are over these ranks.
-
-    Attributes:
-        at: their indices in the plan; inside: their indices among the ranks of the bucket.
-        given: elements sent to other owners; taken: received from other holders; owned: kept.
-        flows: for a bucket that travels in one hop.
-        pairs: otherwise, elements by (source, destination), towards the owners.
-    """
-
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        at: Ints,
-        inside: Ints,
-        flows: BucketFlows | None,
-        pairs: Mapping[tuple[int, int], int],
-    ) -> None:
-        self.ranks, self.at, self.inside, self.flows, self.pairs = ranks, at, inside, flows, pairs
-        if flows is not None:
-            self.given, self.taken, self.owned = flows.given, flows.taken, flows.owned
-        else:
-            place = {rank: i for i, rank in enumerate(ranks)}
-            self.given, self.taken, self.owned = (np.zeros(len(ranks), np.int64) for _ in range(3))
-            for (src, dst), count in pairs.items():
-                if src == dst:
-                    self.owned[place[src]] += count
-                else:
-                    self.given[place[src]] += count
-                    self.taken[place[dst]] += count
-        self._traffic: dict[bool, PortTraffic] = {}
-
-    def elements(self) -> Mapping[tuple[int, int], int]:
-        """Elements by (source, destination), towards the owners."""
-        if self.flows is None:
-            return self.pairs
-        flows = self.flows
-        source, target = np.nonzero(flows.volume[flows.kind])
-        counts = flows.volume[flows.kind[source], target].tolist()
-        rows = zip(source.tolist(), target.tolist(), counts, strict=True)
-        return {(self.ranks[i], self.ranks[j]): n for i, j, n in rows}
-
-    def traffic(self, spread: bool, places: PortIndex, network: LinkModel) -> PortTraffic:
-        """In elements; from holders to owners, or with ``spread`` back."""
-        if spread not in self._traffic:
-            if self.flows is not None:
-                self._traffic[spread] = port_traffic(self.flows, places, spread)
-            else:
-                flows = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in self.pairs.items() if n]
-                self._traffic[spread] = from_link_traffic(network.traffic(flows), places)
-        return self._traffic[spread]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +25,7 @@ class SyncAction:
 
     bucket: Bucket
     hop: int
-    content: ActionContent
+    content: BucketFlows
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -121,17 +61,20 @@ class SyncStructure:
         self._ranks: dict[tuple[int, ...], Ints] = {}
         self._at = [self._places_of(b.ranks) for b in self.buckets]
         self._orders: dict[bool, ActionOrder] = {}
-        contents: dict[tuple[int, ...], tuple[BucketFlows, list[list[ActionContent]]]] = {}
-        self._contents: list[list[list[ActionContent]]] = []  # by bucket and hop; empty for a single rank
+        contents: dict[tuple[int, ...], tuple[Ints, Ints, list[list[BucketFlows]]]] = {}
+        self._contents: list[list[list[BucketFlows]]] = []  # by bucket and hop; empty for a single rank
         for bucket, at in zip(self.buckets, self._at, strict=True):
             # Equal for buckets with the same transfers between the same ranks.
             key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
             if key not in contents:
-                flows = bucket_flows(bucket, at)
-                contents[key] = flows, self._hops(bucket, flows)
-            flows, rows = contents[key]
-            self.owned[at] += flows.mine
-            self.held[at] += flows.held
+                held, owned = (
+                    np.sum([layout.counts() for layout in layouts.values()], axis=0)
+                    for layouts in (bucket.holders, bucket.owners)
+                )
+                contents[key] = held, owned, self._hops(bucket, at)
+            held, owned, rows = contents[key]
+            self.held[at] += held
+            self.owned[at] += owned
             self._contents.append(rows)
         self.hops = max((len(b.hops) for b in self.buckets), default=1)
 
@@ -168,21 +111,24 @@ class SyncStructure:
             self._ranks[ranks] = np.array([self.places.index[r] for r in ranks], np.int64)
         return self._ranks[ranks]
 
-    def _hops(self, bucket: Bucket, flows: BucketFlows) -> list[list[ActionContent]]:
+    def _hops(self, bucket: Bucket, at: Ints) -> list[list[BucketFlows]]:
         if len(bucket.ranks) == 1:
             return [[] for _ in bucket.hops]
         if len(bucket.hops) == 1:
-            return [[ActionContent(bucket.ranks, flows.at, np.arange(len(bucket.ranks)), flows, {})]]
+            return [[bucket_flows(bucket, at)]]
         return [self._groups(bucket, hop) for hop in bucket.hops]
 
-    def _groups(self, bucket: Bucket, hop: Hop) -> list[ActionContent]:
-        parts: dict[tuple[int, ...], dict[tuple[int, int], int]] = {ranks: {} for ranks in hop.groups}
-        group_of = {rank: ranks for ranks in hop.groups for rank in ranks}
+    def _groups(self, bucket: Bucket, hop: Hop) -> list[BucketFlows]:
+        """Of each group of ranks that exchanges something in a hop; every rank holds boxes of its own."""
+        groups = [ranks for ranks in hop.groups if len(ranks) > 1]
+        place = {rank: (g, i) for g, ranks in enumerate(groups) for i, rank in enumerate(ranks)}
+        volumes = [np.zeros((len(ranks), len(ranks)), np.int64) for ranks in groups]
         for (src, dst), count in hop_elements(hop).items():
-            parts[group_of[src]][src, dst] = count
+            if src in place:
+                (g, i), (_, j) = place[src], place[dst]
+                volumes[g][i, j] += count
         inside = {rank: i for i, rank in enumerate(bucket.ranks)}
         return [
-            ActionContent(ranks, self._places_of(ranks), np.array([inside[r] for r in ranks], np.int64), None, pairs)
-            for ranks, pairs in parts.items()
-            if len(ranks) > 1
+            BucketFlows(ranks, self._places_of(ranks), np.array([inside[r] for r in ranks]), np.arange(len(ranks)), v)
+            for ranks, v in zip(groups, volumes)
         ]

@@ -116,7 +116,11 @@ def renumbered(plan: Plan, number: Mapping[int, int]) -> Plan:
         stages = []
         for stage in pipeline.stages:
             units = tuple(replace(u, ranks=tuple(number[r] for r in u.ranks)) for u in stage.units)
-            stages.append(replace(stage, units=units))
+            groups = tuple(
+                replace(g, members=tuple(replace(m, ranks=tuple(number[r] for r in m.ranks)) for m in g.members))
+                for g in stage.experts
+            )
+            stages.append(replace(stage, units=units, experts=groups))
         pipelines.append(replace(pipeline, stages=tuple(stages)))
     return Plan(plan.seq_length, plan.global_batch_size, plan.schedule, tuple(pipelines))
 

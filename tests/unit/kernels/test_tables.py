@@ -13,7 +13,7 @@ import torch
 
 import hetero_kernels as hk
 from hetero_kernels import limits as chip_limits
-from hetero_kernels import tune
+from hetero_kernels import multi_tensor, tune
 from hetero_kernels.limits import TABLES, config, flat_tile, load_table, row_tile
 from tests.support.kernel_cases import DEVICE, FP32
 
@@ -116,6 +116,40 @@ def test_the_tuner_leaves_out_what_does_not_run(tmp_path: Path) -> None:
     assert best["tile"] == 2
     with pytest.raises(RuntimeError, match="no tile size of rope"):
         tune.tune_op("rope", 64, FP32, options[:1], run, hk.INTERPRETER, lambda f: f() or 1.0, tmp_path)
+
+
+def test_the_tuner_times_attention_only_as_it_is_asked_for(tmp_path: Path) -> None:
+    """What does not fit on the chip would be cut, and be timed again under another name."""
+    limits, tried = hk.Limits("cuda-90", shared_bytes=232_448, max_warps=32), []
+
+    def run(trial: hk.Limits) -> None:
+        tried.append(config("attention_fwd", 128, torch.bfloat16, trial))
+
+    def timer(call: Callable[[], Any]) -> float:
+        call()
+        return 1.0
+
+    case = ("attention_fwd", 128, torch.bfloat16)
+    tune.tune_op(*case, tune.CANDIDATES["attention_fwd"], run, limits, timer, tmp_path)
+    bytes_of = [(c["block_q"] + 2 * c["num_stages"] * c["block_k"]) * 128 * 2 for c in tried]
+    assert max(bytes_of) <= 232_448 and len(tried) < len(tune.CANDIDATES["attention_fwd"])
+    assert {"block_q": 128, "block_k": 128, "num_warps": 8, "num_stages": 3} in tried
+    few = hk.Limits("generic", shared_bytes=1024)
+    assert tune.tune_op(*case, [tried[0]], run, few, timer, tmp_path)
+
+
+def test_one_misaligned_tensor_does_not_slow_the_others_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_tensor, "INTERPRETED", False)
+    memory = torch.zeros(4 * multi_tensor.CHUNK + 64)
+    sizes = (multi_tensor.CHUNK + 8, 40, 12)
+    odd = [memory[4:][: sizes[0]], memory[1:][: sizes[1]], memory[8:][: sizes[2]]]
+    table = multi_tensor.tensor_table([odd, [torch.zeros(n) for n in sizes]], torch.device("cpu"))
+    assert table.addresses[0].tolist() == [odd[i].data_ptr() for i in (0, 2, 1)]
+    assert table.sizes.tolist() == [sizes[i] for i in (0, 2, 1)] and table.owner.tolist() == [0, 0, 1, 2]
+    assert list(table.launches(100)) == [(0, 3, True), (3, 1, False)]
+    assert list(table.launches(2)) == [(0, 2, True), (2, 1, True), (3, 1, False)]
+    even = multi_tensor.tensor_table([odd[:1]], torch.device("cpu"))
+    assert list(even.launches(100)) == [(0, 2, True)]
 
 
 def test_the_tuner_without_an_accelerator(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

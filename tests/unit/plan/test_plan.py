@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +323,6 @@ def test_megatron_ranks_run_through_tp_then_dp_then_pp() -> None:
     assert [[s.ranks for s in p.stages] for p in plan.pipelines] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
     assert [(p.micro_batch_size, p.num_micro_batches) for p in plan.pipelines] == [(2, 2), (2, 2)]
     assert plan_from_dict(to_dict(plan), small_spec()) == plan
-    from dataclasses import replace
 
     other = from_megatron(replace(flags, use_tp_pp_dp_mapping=True), small_spec())
     assert [p.ranks for p in other.pipelines] == [(0, 1, 2, 3), (4, 5, 6, 7)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,9 +26,10 @@ WORDS = [
 ]  # fmt: skip
 
 
-def found(*pipelines: Any):  # type: ignore[no-untyped-def]
+def found(*pipelines: Any, schedule: str = "1f1b"):  # type: ignore[no-untyped-def]
     ranks = {r for _, s in pipelines for stage in s for r in stage["ranks"]}
-    return predict(plan_from_dict(plan(*pipelines), MODEL), MODEL, cluster(len(ranks), step_seconds=33.0), "fp32")
+    spelled = plan(*pipelines, schedule=schedule)
+    return predict(plan_from_dict(spelled, MODEL), MODEL, cluster(len(ranks), step_seconds=33.0), "fp32")
 
 
 def test_timeline_as_text() -> None:
@@ -55,6 +57,24 @@ def test_trace_holds_every_action_once_and_in_time() -> None:
     for spans in lines.values():  # one stage does one thing at a time
         spans.sort()
         assert all(a[1] <= b[0] + 1e-3 for a, b in zip(spans, spans[1:]))
+
+
+def test_kinds_and_chunks_have_their_own_colors() -> None:
+    """Parts of a backward and chunks in the trace; parts in the page, whose legend names them."""
+    where = [[[0, 2], [5, 8]], [[2, 5], [8, 11]]]
+    chunked = [{"ranks": [r], "layers": layers} for r, layers in enumerate(where)]
+    colors: dict[str, set[str]] = {}
+    for schedule, spelled in (("zero-bubble", stages(6, 5)), ("interleaved", chunked), ("1f1b", stages(6, 5))):
+        prediction = found((3, spelled), schedule=schedule)
+        for event in perfetto_trace(prediction)["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] in ("F", "B", "B_INPUT", "W"):
+                colors.setdefault(f"{event['cat']}{'.' in event['name']}", set()).add(event["cname"])
+        page = html_page(prediction, "x")
+        written = dict(re.findall(r"(\w+): '(#\w+)'", page.split("const colors = {")[1].split("}")[0]))
+        assert len(set(written.values())) == len(written)
+        assert all(written[kind] in page.split("<script>")[0] for kind in ("F", "B", "B_INPUT", "W"))
+    assert all(len(names) == 1 for names in colors.values()) and len(colors) == 6
+    assert len(set.union(*colors.values())) == 6
 
 
 def test_page_is_self_contained_and_its_script_parses(tmp_path: Path) -> None:

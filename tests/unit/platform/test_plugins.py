@@ -381,3 +381,26 @@ def test_new_plugin_passes_as_written(tmp_path: Path, monkeypatch: pytest.Monkey
         env={**os.environ, **environment}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("stub", ["nvidia"], indirect=True)
+def test_libraries_are_configured_before_the_device_is_first_used(
+    stub: tuple[Accelerator, StubDevice], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the user set stays, and what holds is said."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what is set meanwhile is taken back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    seen: list[str | None] = []
+
+    def device(self: Accelerator, index: int = 0) -> torch.device:
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return torch.device("cpu", index)
+
+    monkeypatch.setattr(type(stub[0]), "device", device)
+    known = load_plugins().platforms.values()
+    chosen = choose_platform(known, "nvidia", None, 0, deterministic=deterministic)
+    assert seen == [":4096:8" if deterministic else None]
+    kept = ("PYTORCH_ALLOC_CONF=max_split_size_mb:64",)
+    assert chosen.settings == ((*kept, "CUBLAS_WORKSPACE_CONFIG=:4096:8") if deterministic else kept)

@@ -12,7 +12,7 @@ import pytest
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.batch_size import BatchSize
-from hetero_megatron.training.console import ConsoleLine, format_duration, format_line, format_validation
+from hetero_megatron.training.console import ConsoleLine, format_duration, format_line, format_short, format_validation
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
 from tests.support.refusals import refused
@@ -210,6 +210,24 @@ def test_console_line_has_megatrons_fields() -> None:
         "number of nan iterations:   0 |",
     ]
     assert "lm loss PPL: 2.000000E+00" in format_validation(5, 0.7, 2.0)
+
+
+def test_the_short_line_fits_and_keeps_what_matters() -> None:
+    for digits in range(1, 12):
+        big = 10**digits
+        line = format_short(
+            ConsoleLine(
+                big, big, big, 1e3, 1e-4, 16, 12.3456, 1e5, 65536.0, big, big, 1.0, skipped=big, nan=big,
+                eta_seconds=1e8,
+            )
+        )  # fmt: skip
+        assert len(line) <= 120 and " iteration " in line and "loss 12.3456" in line
+        assert f"skipped {big}" in line and f"not finite {big}" in line
+    progress = ConsoleLine(3, 10, 48, 0.25, 1e-4, 16, 5.5, 1.25, tokens_per_second=65536, tflops=0.5, mfu=0.125)
+    calm = format_short(progress)
+    for words in ("3/10", "loss 5.5", "250 ms", "65,536 tokens/s", "MFU 12.5%", "ETA 2s", "norm 1.25", "lr 1.00e-04"):
+        assert words in calm, calm
+    assert "skipped" not in calm and "not finite" not in calm and "loss scale" not in calm
 
 
 def test_durations() -> None:

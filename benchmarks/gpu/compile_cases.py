@@ -1,0 +1,119 @@
+"""The calls whose kernels ``compile_kernels.py`` compiles: one operator, shape and variant each, on tensors without
+memory. To have a kernel watched, add its call here and run ``compile_kernels.py --update``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import hetero_kernels as hk
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Call = tuple[str, Callable[..., Any]]  # (name, function of limits=)
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norms() -> Iterator[Call]:
+    for hidden in (64, 1024, 4096, 8192, 16384, 65536):
+        x, w, rstd = empty(8192, hidden), empty(hidden), empty(8192, dtype=FP32)
+        yield f"rms_norm_fwd {hidden}", partial(hk.rms_norm_fwd, x, w, 1e-5)
+        yield f"rms_norm_bwd {hidden}", partial(hk.rms_norm_bwd, x, x, w, rstd)
+        yield f"add_rms_norm_fwd {hidden}", partial(hk.add_rms_norm_fwd, x, x, w, 1e-5)
+        yield f"add_rms_norm_bwd {hidden}", partial(hk.add_rms_norm_bwd, x, x, x, w, rstd)
+        yield f"layer_norm_fwd {hidden}", partial(hk.layer_norm_fwd, x, w, w, 1e-5)
+        yield f"layer_norm_bwd {hidden}", partial(hk.layer_norm_bwd, x, x, w, rstd, rstd)
+
+
+def elementwise() -> Iterator[Call]:
+    both, gate, up = empty(8192, 2 * 14336), empty(8192, 14336), empty(8192, 14336)
+    for name, pair in (("", (gate, up)), (", halves of one buffer", both.chunk(2, -1))):
+        yield f"swiglu_fwd 14336{name}", partial(hk.swiglu_fwd, *pair)
+        yield f"swiglu_bwd 14336{name}", partial(hk.swiglu_bwd, gate, *pair)
+    yield "swiglu_fwd 14336, limit", partial(hk.swiglu_fwd, gate, up, limit=7.0)
+    yield "swiglu_bwd 14336, limit, packed", partial(hk.swiglu_bwd, gate, gate, up, limit=7.0, packed=True)
+    for approximate in (False, True):
+        name = f"14336{', tanh' * approximate}"
+        yield f"gelu_fwd {name}", partial(hk.gelu_fwd, gate, approximate=approximate)
+        yield f"gelu_bwd {name}", partial(hk.gelu_bwd, gate, gate, approximate=approximate)
+    q, k, table = empty(1, 8192, 32, 128), empty(1, 8192, 8, 128), empty(8192, 64, dtype=FP32)
+    yield "rope_fwd 32+8x128", partial(hk.rope_fwd, q, k, table, table)
+    yield "rope_fwd 32+8x128, interleaved", partial(hk.rope_fwd, q, k, table, table, interleaved=True)
+    positions = empty(8192, dtype=torch.int64)
+    part = table[:, :32]
+    yield "rope_bwd 32+8x128, half, positions", partial(hk.rope_bwd, q, k, part, part, positions=positions)
+
+
+def softmaxes() -> Iterator[Call]:
+    for width in (1024, 8192, 131072):
+        x = empty(8192, width)
+        yield f"softmax_fwd {width}, causal", partial(hk.softmax_fwd, x, causal=True)
+        yield f"softmax_fwd {width}, mask", partial(hk.softmax_fwd, x, mask=empty(8192, width, dtype=torch.bool))
+        yield f"softmax_bwd {width}", partial(hk.softmax_bwd, x, x)
+
+
+def losses() -> Iterator[Call]:
+    target, stats = empty(8192, dtype=torch.int64), empty(8192, dtype=FP32)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
+    for vocabulary in (4096, 50257, 131072):
+        logits = empty(8192, vocabulary)
+        for name, more in (("", {}), (", all options", options)):
+            yield f"cross_entropy_fwd {vocabulary}{name}", partial(hk.cross_entropy_fwd, logits, target, **more)
+            backward = partial(hk.cross_entropy_bwd, stats, logits, target, stats, **more)
+            yield f"cross_entropy_bwd {vocabulary}{name}", backward
+        yield f"vocab_stats {vocabulary}", partial(hk.vocab_stats, logits, target, 1000)
+    logits, target, stats = empty(1024, 128256, dtype=FP32), target[:1024], stats[:1024]
+    yield "cross_entropy_fwd 128256, fp32", partial(hk.cross_entropy_fwd, logits, target)
+    yield "cross_entropy_bwd 128256, fp32", partial(hk.cross_entropy_bwd, stats, logits, target, stats)
+
+
+def attentions() -> Iterator[Call]:
+    bounds = empty(1, 2, 16384, dtype=torch.int32)
+    masks: dict[str, dict[str, Any]] = {
+        "causal": {}, "full": {"causal": False}, "window": {"window": 4096}, "documents": {"bounds": bounds},
+    }  # fmt: skip
+    for dim, dtype in ((128, BF16), (64, BF16), (80, BF16), (256, BF16), (128, FP32)):
+        q, k = empty(1, 16384, 32, dim, dtype=dtype), empty(1, 16384, 8, dim, dtype=dtype)
+        lse = empty(1, 32, 16384, dtype=FP32)
+        name = f"{dim}{', fp32' * (dtype == FP32)}"
+        for mask, options in masks.items():
+            yield f"attention_fwd {name}, {mask}", partial(hk.attention_fwd, q, k, k, **options)
+            backward = partial(hk.attention_bwd, q, q, k, k, None, lse, delta=lse, **options)
+            yield f"attention_bwd {name}, {mask}", backward
+        yield f"attention_delta {name}", partial(hk.attention_delta, q, q)
+        yield f"attention_merge {name}", partial(hk.attention_merge, q, lse, q, lse)
+
+
+def optimizers() -> Iterator[Call]:
+    state, grads = [empty(1 << 20, dtype=FP32)], [empty(1 << 20)]
+    call = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
+    step = partial(hk.adamw_step, state, exp_avg=state, exp_avg_sq=state, **call)
+    yield "adamw", partial(step, grads=state)
+    yield "adamw, bf16 copies", partial(step, grads=state, copies=grads, grad_scale=0.5)
+    yield "adamw, bf16 gradients and copies", partial(step, grads=grads, copies=grads)
+    scalar = empty(1, dtype=FP32)
+    yield "adamw, scaled, may skip", partial(step, grads=state, found_inf=scalar, grad_scale=scalar)
+    yield "l2norm", partial(hk.l2norm, state)
+    yield "l2norm, bf16", partial(hk.l2norm, grads)
+
+
+def grouped() -> Iterator[Call]:
+    """Experts of Qwen3-30B-A3B (128, 768 wide) and of Mixtral-8x7B (8, 14336 wide)."""
+    for dtype, (groups, n, k) in itertools.product((BF16, FP32), ((128, 768, 2048), (8, 14336, 4096))):
+        name = f"{groups}x{n}x{k}{', fp32' * (dtype == FP32)}"
+        x, dy, w = empty(8192, k, dtype=dtype), empty(8192, n, dtype=dtype), empty(groups, n, k, dtype=dtype)
+        ends, bias, into = empty(groups, dtype=torch.int64), empty(groups, n, dtype=dtype), empty(*w.shape, dtype=FP32)
+        yield f"grouped_gemm_fwd {name}", partial(hk.grouped_gemm_fwd, x, w, ends)
+        yield f"grouped_gemm_fwd {name}, bias", partial(hk.grouped_gemm_fwd, x, w, ends, bias)
+        yield f"grouped_gemm_dx {name}", partial(hk.grouped_gemm_dx, dy, w, ends)
+        yield f"grouped_gemm_dw {name}", partial(hk.grouped_gemm_dw, dy, x, ends)
+        yield f"grouped_gemm_dw {name}, into", partial(hk.grouped_gemm_dw, dy, x, ends, into=into)
+
+
+CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, optimizers)

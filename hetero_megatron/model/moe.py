@@ -1,0 +1,137 @@
+"""A mixture-of-experts MLP: a router, experts of which this copy has some, and what all tokens share.
+
+Tokens come and go as [batch, tokens, hidden], the tokens that this rank has: under sequence parallelism a shard, which
+is routed where it is. ``MoE.dispatch`` brings tokens to their experts; here all experts are on this rank, and
+``parallel/experts.py`` puts the exchange between ranks in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.moe_permute import routed_rows
+from hetero_megatron.spec import ModelSpec, Share
+
+Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class GroupedLinear(nn.Module):
+    """x W[g]^T for rows sorted by group; weight: [groups, outputs, inputs]."""
+
+    def __init__(self, groups: int, inputs: int, outputs: int, kernels: KernelPlan) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return self.kernels.grouped_gemm(x, self.weight, None, ends)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """The experts that this rank has, or some columns of each.
+
+    ``forward(x [n, h], weights [n, k], chosen [n, k])``: for each row the weighted sum [n, h] of what its chosen
+    experts (numbers on this rank; -1: none, or one elsewhere) make of it.
+    """
+
+    def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
+        super().__init__()
+        self.kernels = kernels
+        (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
+        self.first, self.count = a, b - a
+        self.gate_proj = GroupedLinear(b - a, h, d - c, kernels)
+        self.up_proj = GroupedLinear(b - a, h, d - c, kernels)
+        self.down_proj = GroupedLinear(b - a, d - c, h, kernels)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows, slots, ends = routed_rows(chosen, self.count)
+        routed = self.kernels.moe_permute(x, rows, slots)
+        y = self.kernels.swiglu(self.gate_proj(routed, ends), self.up_proj(routed, ends))
+        y = self.down_proj(y, ends)
+        return self.kernels.moe_unpermute(y, weights, rows, slots)  # type: ignore[no-any-return]
+
+
+class Router(nn.Module):
+    """Weights and experts of each token."""
+
+    def __init__(self, spec: ModelSpec, kernels: KernelPlan) -> None:
+        super().__init__()
+        assert spec.moe is not None
+        self.moe, self.kernels = spec.moe, kernels
+        self.weight = nn.Parameter(torch.empty(spec.moe.num_experts, spec.hidden_size))
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if spec.moe.score_bias:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(spec.moe.num_experts))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, h] -> weights [n, top_k] in at least fp32, experts [n, top_k] int64."""
+        logits = self.kernels.gemm(x, self.weight, None)
+        bias = self.e_score_correction_bias
+        weights, experts = self.kernels.router_topk(logits, None if bias is None else bias.detach(), *self.moe.router)
+        if bias is not None:
+            weights = _CountLoad.apply(weights, bias, experts)
+        return weights, experts
+
+
+class _CountLoad(torch.autograd.Function):
+    """Passes the weights on. The "gradient" of the bias is how many tokens chose each expert, whatever the loss: so the
+    counts of a step are summed over micro-batches and ranks as gradients are, once each, also where forward runs again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(experts)
+        ctx.like = bias.shape, bias.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (experts,) = ctx.saved_tensors
+        (count,), dtype = ctx.like
+        return grad, torch.bincount(experts.flatten(), minlength=count).to(dtype), None
+
+
+class MoEMLP(nn.Module):
+    """The MLP of a layer of kind ``moe``.
+
+    Args:
+        shared: the MLP that all tokens use, or None.
+    """
+
+    def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan, shared: nn.Module | None) -> None:
+        super().__init__()
+        assert spec.moe is not None
+        self.kernels = kernels
+        self.gate = Router(spec, kernels)
+        self.experts = Experts(spec, share, kernels)
+        self.dispatch: Dispatch = self.experts.forward
+        self.shared_expert = shared
+        self.shared_expert_gate = SharedGate(spec, kernels) if spec.moe.shared_gate else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, experts = self.gate(tokens)
+        y = self.dispatch(tokens, weights, experts).view(x.shape)
+        if self.shared_expert is None:
+            return y
+        shared = cast(torch.Tensor, self.shared_expert(x))
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x).sigmoid() * shared
+        return y + shared
+
+
+class SharedGate(nn.Module):
+    """One logit per token, by which the shared expert counts."""
+
+    def __init__(self, spec: ModelSpec, kernels: KernelPlan) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.weight = nn.Parameter(torch.empty(1, spec.hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernels.gemm(x, self.weight, None)  # type: ignore[no-any-return]

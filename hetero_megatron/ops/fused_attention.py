@@ -1,0 +1,122 @@
+"""Attention by a kernel that knows only squares: causal over as many keys as queries, or every query sees every key.
+
+Vendors' fused kernels (cuDNN, flash attention, an NPU's) serve these two fastest. :func:`fused_attention` makes of one
+a provider of the operator ``attention``: it sorts the calls, and hands the rest (windows, documents, parts at unlike
+positions) to another provider. State is portable, so backward of one takes what forward of the other made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hetero_megatron.ops.kernel import VENDOR, Capability, Kernel, Signature
+
+Documents = Sequence[Sequence[int]] | None
+Tensors = tuple[torch.Tensor, ...]
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class FusedKernel(NamedTuple):
+    """Attention of a square, scaled by 1 / sqrt(d); the log-sum-exp is in natural logarithms.
+
+    Attributes:
+        forward: (q [b, s, heads, d], k, v [b, t, kv_heads, d], causal) -> out like q, lse [b, heads, s] in fp32.
+            ``causal``: s equals t, and query i sees keys 0 .. i; else every query sees every key.
+        backward: (dout, q, k, v, out, lse, causal) -> dq, dk, dv; out and lse may be those of more keys.
+        smallest: keys that it takes at least.
+    """
+
+    forward: Callable[..., Tensors]
+    backward: Callable[..., Tensors]
+    smallest: int = 1
+
+
+def visible_square(
+    queries: int, keys: int, documents: Documents, window: int | None, q_start: int, k_start: int
+) -> bool | None:
+    """True: a causal square; False: every query sees every key; None: neither."""
+    if documents is not None and any(len(starts) > 1 for starts in documents):
+        return None
+    if window is not None and q_start + queries - 1 - k_start >= window:
+        return None
+    if q_start >= k_start + keys - 1:
+        return False
+    return True if q_start == k_start and queries == keys else None
+
+
+def fused_attention(
+    provider: str,
+    kernel: FusedKernel,
+    rest: Kernel,
+    capability: Capability,
+    supports: Callable[[Signature], list[str]],
+    priority: int = 0,
+    kind: str = VENDOR,
+) -> Kernel:
+    """``kernel`` as a provider of ``attention``, with ``rest`` for what is no square.
+
+    Args:
+        rest: of the operator ``attention``, with portable state and the parts ``share`` and ``delta``.
+        supports: reasons against; those of ``rest`` are added.
+    """
+    assert not rest.private and rest.backward is not None, f"{rest}: its state is not portable"
+    rest_backward = rest.backward
+
+    def square(q: torch.Tensor, k: torch.Tensor, *options: Any) -> bool | None:
+        if not q.numel() or not k.numel() or k.shape[1] < kernel.smallest:
+            return None
+        return visible_square(q.shape[1], k.shape[1], *options)
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents = None, window: int | None = None,
+        q_start: int = 0, k_start: int = 0,
+    ) -> Tensors:  # fmt: skip
+        causal = square(q, k, documents, window, q_start, k_start)
+        if causal is None:
+            return rest.forward(q, k, v, documents, window, q_start, k_start)
+        return kernel.forward(*map(_adjacent, (q, k, v)), causal)
+
+    def gradients(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        causal: bool,
+    ) -> Tensors:  # fmt: skip
+        tensors = (dout.to(q.dtype), q, k, v, out.to(q.dtype))
+        return kernel.backward(*map(_adjacent, tensors), lse.contiguous(), causal)
+
+    def backward(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
+    ) -> Tensors:  # fmt: skip
+        causal = square(q, k, documents, window, q_start, k_start)
+        if causal is None:
+            return rest_backward(dout, q, k, v, out, lse, documents, window, q_start, k_start)
+        return gradients(dout, q, k, v, out, lse, causal)
+
+    def share(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int,
+    ) -> Tensors:  # fmt: skip
+        causal = square(q, k, None, window, q_start, k_start)
+        if causal is None:
+            made = rest.parts["share"](dout, q, k, v, out, lse, delta, window, q_start, k_start)
+            return made  # type: ignore[return-value]
+        return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
+
+    def reasons(signature: Signature) -> list[str]:
+        lacking = rest.reasons(signature)
+        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(lacking)}"]
+        return supports(signature) + (without if lacking else [])
+
+    parts = {"share": share, "delta": rest.parts["delta"]}
+    return Kernel(
+        "attention", provider, kind, forward, backward, capability, reasons, parts=parts, priority=priority,
+        interpreted=rest.interpreted,
+    )  # fmt: skip
+
+
+def _adjacent(x: torch.Tensor) -> torch.Tensor:
+    """With features next to each other in memory, as fused kernels want them."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,111 @@
+"""Which rank of a stage holds which experts: the spelling in plan files, and the shares of ranks.
+
+    experts:
+      - {ranks: [0, 1], experts: [[0, 24], [24, 32]]}          # one group of two ranks with unequal counts
+      - {ranks: [[2, 3], 4], experts: [[0, 32], []], split: [[2, 1], [1]]}
+
+An entry of ``ranks`` is a rank, or a list of ranks that share the columns of each of their experts, by the weights in
+``split`` (default: evenly). Intervals may overlap: such experts are replicated, and tokens go to one of the replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from hetero_megatron.layout import cut_in_tiles
+from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
+from hetero_megatron.plan.fields import parse_ranks, reduced
+from hetero_megatron.words import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hetero_megatron.cluster.document import Entry
+    from hetero_megatron.spec import ModelSpec, Share
+
+KEYS = ("ranks", "experts", "split")
+
+
+def read_experts(entry: Entry) -> tuple[ExpertGroup, ...]:
+    """The groups, by their first rank."""
+    return tuple(sorted(map(_group, entry.items()), key=lambda group: min(group.ranks)))
+
+
+def without_plain_experts(plan: Plan, spec: ModelSpec) -> Plan:
+    """The plan without groups that say what holds without them, so that equal plans are spelled alike."""
+
+    def stage(s: Stage) -> Stage:
+        plain = spec.moe is not None and s.experts == expert_groups(replace(s, experts=()), spec.moe.num_experts)
+        return replace(s, experts=()) if plain else s
+
+    if not any(s.experts for p in plan.pipelines for s in p.stages):
+        return plan
+    pipelines = [replace(p, stages=tuple(map(stage, p.stages))) for p in plan.pipelines]
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def _group(entry: Entry) -> ExpertGroup:
+    keys = entry.mapping(KEYS, required=("ranks", "experts"))
+    ranks = [parse_ranks(item) for item in keys["ranks"].items()] if isinstance(keys["ranks"].value, list) else [
+        (rank,) for rank in parse_ranks(keys["ranks"])
+    ]  # fmt: skip
+    intervals = [_interval(item) for item in keys["experts"].items()]
+    if len(intervals) != len(ranks):
+        keys["experts"].fail(
+            f"{plural(len(intervals), 'interval')} for {plural(len(ranks), 'entry of ranks', 'entries of ranks')}",
+            accepted="one per entry of ranks",
+        )
+    splits = [(1,) * len(member) for member in ranks]
+    if "split" in keys:
+        splits = [item.integers(1) for item in keys["split"].items()]
+        if [len(s) for s in splits] != [len(member) for member in ranks]:
+            keys["split"].fail("it does not match ranks", accepted="a list of weights per entry of ranks, one per rank")
+    return ExpertGroup(
+        tuple(ExpertMember(r, e, reduced(s)) for r, e, s in zip(ranks, intervals, splits, strict=True))
+    )
+
+
+def _interval(entry: Entry) -> Interval:
+    pair = entry.integers(0) if entry.items() else (0, 0)
+    if len(pair) != 2 or pair[0] > pair[1]:
+        entry.fail("not an interval of experts", accepted="[first, end] with end excluded, or []")
+    return (pair[0], pair[1]) if pair[0] < pair[1] else (0, 0)
+
+
+def expert_groups(stage: Stage, num_experts: int) -> tuple[ExpertGroup, ...]:
+    """The groups in which routed tokens travel."""
+    whole = (0, num_experts)
+    plain = [ExpertGroup((ExpertMember(unit.ranks, whole, unit.tp_split),)) for unit in stage.units]
+    return stage.experts or tuple(sorted(plain, key=lambda group: min(group.ranks)))
+
+
+def routing_groups(stage: Stage) -> list[tuple[int, ...]]:
+    """Groups of several ranks that exchange routed tokens and are no TP group, ascending ranks in each."""
+    return [tuple(sorted(group.ranks)) for group in stage.experts if len(group.ranks) > 1]
+
+
+def has_experts(spec: ModelSpec, stage: Stage) -> bool:
+    """Whether some layer of the stage is a mixture of experts."""
+    return any(spec.layer(i).mlp == "moe" for i in stage.layer_indices())
+
+
+def rank_shares(spec: ModelSpec, stage: Stage) -> Mapping[int, Share]:
+    """What each rank of a stage holds of every cut axis."""
+    return _rank_shares(spec, stage.units, stage.experts)
+
+
+@lru_cache(maxsize=1024)
+def _rank_shares(
+    spec: ModelSpec, units: tuple[Unit, ...], experts: tuple[ExpertGroup, ...]
+) -> Mapping[int, Share]:
+    from hetero_megatron.spec import shares
+
+    found = {rank: share for unit in units for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True)}
+    for member in (member for group in experts for member in group.members):
+        assert spec.moe is not None
+        columns = cut_in_tiles(spec.moe.ffn_hidden_size, member.split)
+        for rank, part in zip(member.ranks, columns, strict=True):
+            found[rank] = replace(found[rank], experts=member.experts, expert_ffn=part)
+    return found

@@ -1,0 +1,185 @@
+"""``--profile``: what every rank did in some steps, on one clock, as a trace for ui.perfetto.dev; and torch's profiler.
+
+Ranks have clocks of their own. How they differ is bounded by causality: what one rank receives was sent before. Each
+round of an all-gather tells that of all pairs at once; several rounds before and after the profiled steps leave an
+interval for each rank's offset, whose middle is used and whose half is the error that the trace states.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron.comm import Group
+from hetero_megatron.errors import UserError
+from hetero_megatron.pipeline.executor import TimedAction
+from hetero_megatron.platform import Platform
+from hetero_megatron.training.config import ProfileSteps, RunConfig
+from hetero_megatron.training.runtime import Runtime
+
+FOLDER, TRACE = "profile", "trace.json"
+ROUNDS = 16  # of clock readings, before and after
+ROW = tuple[int, str, int, int, float, float, float]  # step, kind, micro-batch, chunk, start, end, computed
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """``seconds``: to be subtracted from a rank's clock to get that of the first rank; right within ``error``."""
+
+    seconds: float
+    error: float
+
+
+def read_clocks(group: Group, rounds: int = ROUNDS) -> torch.Tensor:
+    """[rounds, 2] seconds of this rank's clock: before and after a gathering of all ranks. Called on all ranks."""
+    rows = []
+    for _ in range(rounds):
+        before = time.perf_counter()
+        group.gather_vectors(torch.zeros(1, dtype=torch.float64))
+        rows.append((before, time.perf_counter()))
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def offsets(readings: Sequence[torch.Tensor]) -> list[ClockOffset]:
+    """By rank, from what ``read_clocks`` gave on each: a gathering ends on no rank before it began on all.
+
+    Args:
+        readings: [rounds, 2] of each rank.
+    """
+    first = readings[0]
+    found = []
+    for mine in readings:
+        low = float((mine[:, 0] - first[:, 1]).max())  # it began here before it ended there
+        high = float((mine[:, 1] - first[:, 0]).min())
+        found.append(ClockOffset((low + high) / 2, max(0.0, (high - low) / 2)))
+    return [ClockOffset(0.0, 0.0), *found[1:]]
+
+
+def profiler_of(config: RunConfig, runtime: Runtime, platform: Platform) -> Profiler:
+    """Of this rank."""
+    logging = config.logging
+    return Profiler(logging.profile, runtime.world, platform, logging.save or ".", runtime.comm.rank)
+
+
+class Profiler:
+    """Of one rank; every method is called on all ranks of the plan.
+
+    Args:
+        config: None: nothing is profiled.
+        directory: of --save; the trace goes into ``FOLDER`` in it.
+    """
+
+    def __init__(
+        self, config: ProfileSteps | None, group: Group, platform: Platform, directory: str, rank: int
+    ) -> None:
+        self.config, self.group, self.platform, self.rank = config, group, platform, rank
+        self.folder = Path(directory) / FOLDER
+        self._rows: list[ROW] = []
+        self._clocks: list[torch.Tensor] = []
+        self._torch: Any = None
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps: profiled, others
+        self._began = 0.0
+
+    def step(self, step: int) -> AbstractContextManager[Any]:
+        """In which step ``step``, counted from 1, runs."""
+        if self.config is None or not self.config.covers(step):
+            return nullcontext()
+        if not self._clocks:
+            self._clocks.append(read_clocks(self.group))
+            if self.rank in self.config.torch_ranks:
+                self._torch = torch.profiler.profile()
+                self._torch.start()
+        if self.platform.device.type != "cpu":
+            self.platform.synchronize()  # so that the device's first moment is now
+        self._began = time.perf_counter()
+        return torch.profiler.record_function(f"step {step}") if self._torch is not None else nullcontext()
+
+    def after(self, step: int, actions: Sequence[TimedAction], seconds: float, last: bool) -> str:
+        """After the step; what to say of the profile, on the first rank, once it is written.
+
+        Args:
+            last: no step follows.
+        """
+        if self.config is None:
+            return ""
+        profiled = self.config.covers(step)
+        self._seconds[profiled].append(seconds)
+        if profiled:
+            # Moments of a device count from its first one of the step, those of a host are its clock's.
+            shift = self._began if actions and actions[0].start < self._began - 1 else 0.0
+            self._rows += [
+                (step, a.action.kind, a.action.micro_batch, a.action.chunk, a.start + shift, a.end + shift, a.computed)
+                for a in actions
+            ]
+            self._rows.append((step, "STEP", -1, 0, self._began, self._began + seconds, seconds))
+        return self._finish() if self._rows and (last or step == self.config.end) else ""
+
+    def _finish(self) -> str:
+        if self._torch is not None:
+            self._torch.stop()
+        self._clocks.append(read_clocks(self.group))
+        mine = (torch.cat(self._clocks).tolist(), self._rows)
+        every = self.group.gather_objects(mine, tuple[list[list[float]], list[ROW]])
+        self._rows = []
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._torch is not None:
+                self._torch.export_chrome_trace(str(self.folder / f"torch-rank-{self.rank}.json"))
+            if self.group.ranks[0] != self.rank:
+                return ""
+            known = offsets([torch.tensor(rows, dtype=torch.float64) for rows, _ in every])
+            rows = {rank: found for rank, (_, found) in zip(self.group.ranks, every, strict=True)}
+            clocks = dict(zip(self.group.ranks, known, strict=True))
+            (self.folder / TRACE).write_text(json.dumps(trace(rows, clocks)), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{FOLDER} cannot be written: {error.strerror}", field="--save",
+                            value=str(self.folder.parent)) from None  # fmt: skip
+        apart = 1e6 * max(offset.error for offset in known)
+        return f"profile: {self.folder / TRACE}; clocks of ranks agree within {apart:.0f} us{self._overhead()}"
+
+    def _overhead(self) -> str:
+        """What profiled steps took beyond the others, of which the first two count for neither."""
+        others = sorted(self._seconds[False][2:])
+        mine = sorted(self._seconds[True])
+        if not others:
+            return ""
+        plain = others[len(others) // 2]
+        return f"; profiled steps took {mine[len(mine) // 2] / plain - 1:+.1%} of the others' time"
+
+
+def trace(rows: dict[int, list[ROW]], clocks: dict[int, ClockOffset]) -> dict[str, Any]:
+    """Trace events (JSON object format): a process per rank with its steps, compute and transfers as threads.
+
+    Times are microseconds of the first rank's clock from the first event on. ``args.error_us`` of a process's name is
+    by how much its events may be off
+    """
+    origin = min((row[4] - clocks[rank].seconds for rank, mine in rows.items() for row in mine), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, mine in rows.items():
+        offset = clocks[rank]
+        events.append(_named("process_name", rank, 0, f"rank {rank}", error_us=1e6 * offset.error))
+        for thread, name in enumerate(("steps", "compute", "transfers")):
+            events.append(_named("thread_name", rank, thread, name))
+        for step, kind, micro_batch, chunk, start, end, computed in mine:
+            thread = 0 if kind == "STEP" else 1 if kind in ("F", "B", "B_INPUT", "W") else 2
+            name = f"step {step}" if kind == "STEP" else f"{kind}{micro_batch}" + (f".{chunk}" if chunk else "")
+            events.append({
+                "name": name, "cat": kind, "ph": "X", "pid": rank, "tid": thread,
+                "ts": 1e6 * (start - offset.seconds - origin), "dur": 1e6 * max(end - start, 0.0),
+                "args": {"step": step, "micro_batch": micro_batch, "chunk": chunk, "computed_us": 1e6 * computed},
+            })  # fmt: skip
+    return {
+        "traceEvents": events, "displayTimeUnit": "ms",
+        "otherData": {"clock_error_us": {str(rank): 1e6 * offset.error for rank, offset in clocks.items()}},
+    }  # fmt: skip
+
+
+def _named(what: str, process: int, thread: int, name: str, **more: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name, **more}}

@@ -1,0 +1,94 @@
+"""What the compiler makes of the kernels, against the recorded table: no device is needed, and none must get worse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hetero_kernels.attention import shared_bytes
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "benchmarks" / "gpu"
+TABLE = FOLDER / "compiled" / "cuda-90.json"
+ON_CHIP = 227 * 1024
+ROWS: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())["kernels"]
+
+
+def check(*only: str) -> None:
+    command = [sys.executable, str(FOLDER / "compile_kernels.py"), "--check", *(["--only", *only] if only else [])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 3:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stderr
+
+
+def test_some_kernels_are_no_worse_than_recorded() -> None:
+    check("adamw, bf16 copies", "gelu_fwd 14336, tanh", "rms_norm_fwd 4096", "cross_entropy_bwd 131072")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_kernel_is_worse_than_recorded() -> None:
+    check()
+
+
+def test_every_call_is_recorded_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import compile_cases
+
+    names = [name for group in compile_cases.CASES for name, _ in group()]
+    assert len(set(names)) == len(names) and set(names) == {key.rpartition(": ")[0] for key in ROWS}
+
+
+def test_what_gets_worse_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the module takes away
+    from compile_kernels import LESS, MORE, worse
+
+    name, row = next(iter(ROWS.items()))
+    assert worse({name: row}, ROWS) == []
+    for key, change in [*((key, 1) for key in LESS), *((key, -1) for key in MORE)]:
+        after = row[key] + change
+        assert worse({name: {**row, key: after}}, ROWS) == [f"{name}: {key} {row[key]} -> {after}"]
+        assert worse({name: {**row, key: row[key] - change}}, ROWS) == []
+    assert worse({"new": row}, ROWS) == ["new: not recorded"]
+
+
+ATTENTION = [
+    (name, kernel, int(dim), mask)
+    for key in ROWS if key.startswith(("attention_fwd", "attention_bwd")) and "fp32" not in key
+    for name, _, kernel in [key.rpartition(": ")]
+    for dim, mask in [name.split(" ", 1)[1].split(", ")]
+]  # fmt: skip
+
+
+def test_attention_loads_ahead_fits_and_spills_next_to_nothing_in_its_loops() -> None:
+    assert len(ATTENTION) == 4 * 4 * 3
+    for name, kernel, dim, mask in ATTENTION:
+        row, large = ROWS[f"{name}: {kernel}"], dim > 128
+        assert row["shared_bytes"] <= ON_CHIP and row["wgmma"] > 0 and row["mma"] == 0
+        assert large or row["async_wait"] > 0, name
+        assert large or row["loop_spills"] <= (0 if mask in ("causal", "full") else 2), name
+
+
+def test_the_memory_that_attention_is_cut_by_is_what_the_compiler_takes() -> None:
+    blocks = json.loads((ROOT / "kernels" / "hetero_kernels" / "tables" / "cuda-90.json").read_text())["ops"]
+    for name, kernel, dim, mask in ATTENTION:
+        op = {"attention_forward": "attention_fwd"}.get(kernel, kernel.replace("backward", "bwd"))
+        rules = (r for r in blocks[op] if "fp32" not in r.get("dtypes", ()) and dim <= (r["max_size"] or dim))
+        chosen, padded = next(rules)["config"], 1 << (dim - 1).bit_length()
+        sizes = (chosen["block_q"], chosen["block_k"], chosen["num_stages"])
+        row = ROWS[f"{name}: {kernel}"]
+        assert row["num_stages"] == chosen["num_stages"], "nothing had to be cut"
+        assert shared_bytes(op, *sizes, padded, padded, 2, mask == "documents") == row["shared_bytes"], name
+
+
+def test_the_update_leaves_room_for_other_programs() -> None:
+    for key, row in ROWS.items():
+        if key.startswith("adamw"):
+            assert row["registers"] <= 40 and row["blocks_per_sm"] >= 6 and row["shared_bytes"] == 0
+

@@ -1,0 +1,79 @@
+"""Schedules searched together with layers and micro-batches: against brute force where no chip can hold the model
+alone; and what adaptive schedules are told about the reduction of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, plan_from_dict, validate
+from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.schedule_search import adapted, interleaved, pipeline_times
+from hetero_megatron.planner.simulate.stage_cost import StageCosts
+from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.planner.template.search_space import SearchSpace
+from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
+
+SMALL = replace(MODEL, num_layers=6)
+
+
+def placed(ranks: list[int], cut: int) -> list[dict[str, object]]:
+    layers = [[0, cut], [cut, SMALL.num_layers]]
+    return [{"ranks": [r], "layers": part} for r, part in zip(ranks, layers, strict=True)]
+
+
+def every_schedule(plain: Plan, costs: CostModel) -> Iterator[Plan | None]:
+    yield plain
+    yield replace(plain, schedule="zero-bubble")
+    yield from (interleaved(plain, chunks) for chunks in (2, 3))
+    yield adapted(plain, predict(plain, SMALL, costs.cluster, costs=costs), costs)
+
+
+def brute_force(costs: CostModel, batch: int) -> float:
+    """Seconds of the fastest plan of one pipeline over two chips: all orders, cuts, micro-batches and schedules."""
+    best = float("inf")
+    for size in (1, 2, 4):
+        for order in ([0, 1], [1, 0]):
+            for cut in range(1, SMALL.num_layers):
+                spelled = plan((batch // size, placed(order, cut)), mbs=size)
+                try:
+                    plain = plan_from_dict(spelled, SMALL)
+                    validate(plain, SMALL, costs.cluster, dtype="fp32")
+                except UserError:
+                    continue
+                for made in every_schedule(plain, costs):
+                    if made is not None:
+                        found = predict(made, SMALL, costs.cluster, costs=costs)
+                        best = min(best, found.step_seconds if not found.over else best)
+    return best
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.7), (2.5, 1.0)])
+@pytest.mark.parametrize("batch", [4, 8])
+def test_small_pipelines_are_as_fast_as_the_fastest_of_all(speeds: tuple[float, ...], batch: int) -> None:
+    choice, plenty = StageChoice("c0", 1, 1, SMALL.num_layers, True, True), cluster(speeds=speeds, model=SMALL)
+    alone = CostModel(SMALL, plenty, SEQ, "fp32").memory_bytes(choice, 1, 1, 2).total  # more than there will be
+    where = cluster(speeds=speeds, model=SMALL, memory=f"{int(alone)} B")
+    options = SearchOptions(dtype="fp32", space=SearchSpace(more_schedules="always"))
+    found = search(PlanningProblem(SMALL, where, SEQ, batch, options))
+    costs = CostModel(SMALL, where, SEQ, "fp32")
+    assert found.best.step_seconds <= brute_force(costs, batch) * (1 + 1e-6)
+
+
+def test_adaptive_schedules_know_the_reduction_of_gradients() -> None:
+    """Two replicas over a slow link: what is left of the reduction after a stage's last action is its tail."""
+    where = cluster(nodes=4, beta=2e-7, model=SMALL)
+    spelled = plan(*((4, stages(3, 3, first_rank=2 * p)) for p in range(2)))
+    plain, costs = plan_from_dict(spelled, SMALL), CostModel(SMALL, where, SEQ, "fp32")
+    found, prices = predict(plain, SMALL, where, costs=costs), StageCosts(plain, costs)
+    assert 0.5 * found.parts["gradients"] <= max(found.tails.values()) <= 2 * found.parts["gradients"]
+    assert found.parts["gradients"] > 0
+    pipeline = plain.pipelines[0]
+    tails = [max(found.tails[r] for r in s.ranks) for s in pipeline.stages]
+    times = pipeline_times(found, pipeline, prices.of(pipeline), costs, tails)
+    assert times is not None and [s.tail_seconds for s in times.stages] == tails

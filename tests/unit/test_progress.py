@@ -1,0 +1,66 @@
+"""The line about long work: on terminals only, with the share and the time that is left."""
+
+from __future__ import annotations
+
+import io
+
+from hetero_megatron.progress import AFTER, WorkLine, tracked
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Advances by so many seconds whenever it is asked."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 100.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def lines(out: Terminal) -> list[str]:
+    return [part.rstrip() for part in out.getvalue().split("\r") if part.strip()]
+
+
+def test_share_and_time_left() -> None:
+    out = Terminal()
+    clock = Clock(1.0)
+    assert list(tracked(range(8), "counting", 8, lambda _: 1, False, stream=out, clock=clock)) == list(range(8))
+    said = lines(out)
+    assert said[0] == "counting: 12% of 8, ETA 7 s" and said[3] == "counting: 50% of 8, ETA 4 s"
+    assert said[-1] == "counting: 100% of 8, ETA 0 s"
+    assert out.getvalue().endswith("\r") and set(out.getvalue().split("\r")[-2]) == {" "}, "nothing stays"
+
+
+def test_bytes_and_unknown_totals() -> None:
+    out = Terminal()
+    with WorkLine("reading", 4 << 30, stream=out, clock=Clock(2.0)) as line:
+        line.add(1 << 30)
+    with WorkLine("reading", 0, stream=out, clock=Clock(2.0)) as line:
+        line.add(3 << 20)
+    assert lines(out) == ["reading: 25% of 4 GiB, ETA 6 s", "reading: 3 MiB"]
+
+
+def test_quiet_where_it_is_no_terminal_or_quick_or_another_rank() -> None:
+    log = io.StringIO()
+    list(tracked(range(100), "x", 100, lambda _: 1, stream=log, clock=Clock(1.0)))
+    quick, other = Terminal(), Terminal()
+    list(tracked(range(100), "x", 100, lambda _: 1, stream=quick, clock=Clock(AFTER / 200)))
+    list(tracked(range(100), "x", 100, lambda _: 1, stream=other, clock=Clock(1.0), environment={"RANK": "3"}))
+    assert log.getvalue() == quick.getvalue() == other.getvalue() == ""
+
+
+def test_an_error_clears_the_line() -> None:
+    out = Terminal()
+    try:
+        for item in tracked(range(8), "x", 8, lambda _: 1, stream=out, clock=Clock(1.0)):
+            if item == 4:
+                raise ValueError
+    except ValueError:
+        pass
+    assert "x: 12%" in out.getvalue()
