@@ -28,7 +28,9 @@ _REPORT_SECONDS = 10.0
 _TIES, _ORDER = 2, 3  # purposes of permutations, beside those of pretraining data
 
 
-def encode_store(records: RecordSource, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log) -> TokenStore:
+def encode_store(
+    records: RecordSource, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log
+) -> TokenStore:
     """All conversations of a data set: ``2 * id + counts`` of every token, in one store; large ones are cached.
 
     Args:
