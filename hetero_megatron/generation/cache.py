@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hetero_megatron.model.gpt import Context, CoreAttention, GPTStage
+from hetero_megatron.ops import softcap
 
 
 @dataclass
@@ -50,22 +51,24 @@ class CachedAttention(nn.Module):
         self.inner, self.rows = inner, rows
         self.keys = self.values = torch.empty(0)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        """q [b, t, heads, d], k and v [b, t, kv heads, d] of the current tokens -> [b, t, heads, d]."""
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """q [b, t, heads, d], k and v [b, t, kv heads, d] of the current tokens, sinks [heads] -> [b, t, heads, d]."""
         rows, count = self.rows, k.shape[1]
         if rows.first:
             shape = (k.shape[0], k.shape[2], rows.length, k.shape[3])
             self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
             self.keys[:, :, :count], self.values[:, :, :count] = k.transpose(1, 2), v.transpose(1, 2)
-            return self.inner(q, k, v, context)  # type: ignore[no-any-return]
+            return self.inner(q, k, v, sinks, context)  # type: ignore[no-any-return]
         if rows.even is not None:
             self.keys[:, :, rows.even - 1], self.values[:, :, rows.even - 1] = k[:, 0], v[:, 0]
         else:
             at = torch.arange(len(rows.filled), device=k.device)
             self.keys[at, :, rows.filled - 1], self.values[at, :, rows.filled - 1] = k[:, 0], v[:, 0]
-        return self._attend(q)
+        return self._attend(q, sinks)
 
-    def _attend(self, q: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """One query per row and head over what its row has in the cache."""
         b, _, heads, d = q.shape
         if not heads:  # an empty share of a tensor-parallel rank
@@ -74,6 +77,8 @@ class CachedAttention(nn.Module):
         end = rows.even if rows.even is not None else int(rows.filled.max())
         keys, values = self.keys[:, :, :end], self.values[:, :, :end]
         scores = (q.view(b, kv, heads // kv, d) / math.sqrt(d)) @ keys.transpose(-1, -2)  # [b, kv, group, end]
+        if self.inner.softcap is not None:
+            scores = softcap(scores, self.inner.softcap)
         window = self.inner.window
         if rows.even is None or window is not None:
             place = torch.arange(end, device=q.device)
@@ -82,7 +87,9 @@ class CachedAttention(nn.Module):
                 hidden |= place < rows.filled[:, None] - window
             scores = scores.masked_fill(hidden[:, None, None], -math.inf)
         wide = torch.promote_types(q.dtype, torch.float32)
-        weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, kv, -1, 1).expand(b, -1, -1, 1).to(scores.dtype)], dim=-1)
+        weights = torch.softmax(scores, -1, dtype=wide)[..., :end].to(q.dtype)
         return (weights @ values).reshape(b, 1, heads, d)
 
 

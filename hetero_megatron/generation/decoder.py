@@ -68,7 +68,8 @@ class Decoder:
     def _build(self, weights: Weights) -> GPTStage:
         stage, spec = self.stages[self.place.stage], self.spec
         unit = stage.units[self.place.unit]
-        share = shares(spec, unit.tp_split)[self.place.tp_rank]
+        every = shares(spec, unit.tp_split)
+        share = every[self.place.tp_rank]
         kernels = default_kernels(spec, share, stage.head, self.dtype, self.comm.device, unit.tp, dict(stage.kernels))
         layers = stage.layer_indices()
         model = GPTStage(
@@ -82,7 +83,7 @@ class Decoder:
             weights.fill({n: (t, tensor_box(t, share), params[n]) for n, t in held.items()}, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         if unit.tp > 1:
-            apply_tensor_parallel(model, self.group, self.shards, share.vocab)
+            apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
         apply_cache(model, self.rows)
         if stage.head:
             model.lm_head.register_forward_pre_hook(self._last_tokens)

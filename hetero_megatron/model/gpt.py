@@ -7,7 +7,7 @@ names of ``spec/tensors.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -80,35 +80,40 @@ class Norm(nn.Module):
 
 
 class ProjectionNorm(nn.Module):
-    """RMS norm over all heads of a projection [..., heads, d] of ``width`` features in the whole model, of which this
-    copy has some.
-
-    ``sum_squares`` maps this copy's sums of squares [..., heads, 1] to those of the whole projection [..., 1, 1];
-    tensor parallelism replaces it.
-    """
+    """RMS norm over all heads of a projection [b, s, heads, d] of ``width`` features in the whole model, of which this
+    copy has some heads: so the sum of squares comes from outside."""
 
     def __init__(self, spec: ModelSpec, heads: int, width: int) -> None:
         super().__init__()
         self.eps, self.width = spec.norm_eps, width
         self.weight = nn.Parameter(torch.empty(heads * spec.head_dim))
-        self.sum_squares: Callable[[torch.Tensor], torch.Tensor] = partial(torch.sum, dim=-2, keepdim=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        total = self.sum_squares(wide.square().sum(-1, keepdim=True))
-        normed = (wide * torch.rsqrt(total / self.width + self.eps)).to(x.dtype)
-        return normed * self.weight.view(x.shape[-2:])
+    def squares(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, heads] in at least fp32."""
+        return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """``total``: [b, s], the squares of the whole projection."""
+        scale = torch.rsqrt(total / self.width + self.eps)[..., None, None]
+        return (x.to(total.dtype) * scale).to(x.dtype) * self.weight.view(x.shape[-2:])
+
+
+def sum_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Squares [b, s, heads] and [b, s, kv_heads] -> their sums [b, s, 2]."""
+    return torch.stack([q.sum(-1), k.sum(-1)], dim=-1)
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention; a module of its own so that it can be recomputed or distributed."""
+    """Softmax attention: a module of its own, so it can be recomputed or distributed. ``sinks``: [heads] or none."""
 
     def __init__(self, spec: ModelSpec, kind: LayerKind, kernels: KernelPlan) -> None:
         super().__init__()
-        self.window, self.kernels = kind.window, kernels
+        self.window, self.softcap, self.kernels = kind.window, spec.attn_softcap, kernels
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        out, _ = self.kernels.attention(q, k, v, context.documents, self.window, 0, 0)
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap)
         return cast(torch.Tensor, out)
 
 
@@ -125,11 +130,13 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias, kernels=kernels)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
+        self.sum_heads = sum_heads  # tensor parallelism adds up over its ranks
         if spec.qk_norm == "head":
             self.q_norm, self.k_norm = (Norm(spec, d, kernels, "rms") for _ in "qk")
         elif spec.qk_norm == "projection":
             self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
             self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.sinks else None
         self.core_attention = CoreAttention(spec, kind, kernels)
         # Scores are computed with 1 / sqrt(d); a family's other scale goes into the queries.
         self.query_scale = 1.0 if spec.attn_scale is None else spec.attn_scale * d**0.5
@@ -146,7 +153,10 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(b, s, self.heads, self.head_dim)
         k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim)
         v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
+        if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
+            totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
+            q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])
+        elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self._turn(q, k, *context.ropes[self.rope])
@@ -154,7 +164,7 @@ class Attention(nn.Module):
             q = q * self.query_scale
         if self.kv_of_query is not None:
             k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
-        out = self.core_attention(q, k, v, context).reshape(b, s, self.heads * self.head_dim)
+        out = self.core_attention(q, k, v, self.sinks, context).reshape(b, s, self.heads * self.head_dim)
         return cast(torch.Tensor, self.o_proj(out))
 
 

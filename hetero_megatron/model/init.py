@@ -19,14 +19,14 @@ BLOCK_ROWS = 256
 
 
 def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) -> torch.Tensor:
-    """fp32 values of ``box``: norms 1, biases 0, matrices normal(0, init_std).
+    """fp32 values of ``box``: norms 1 (less the model's offset), biases and sinks 0, matrices normal(0, init_std).
 
     The projections that write into the residual stream (``o_proj``, ``down_proj``) get
     ``init_std / sqrt(2 * num_layers)``, as in GPT-2 and Megatron. Of an adapter, B is 0 and A uniform within
     1 / sqrt(inputs), as in PEFT.
     """
     if len(tensor.shape) == 1:
-        return torch.full(box.shape, 0.0 if tensor.name.endswith("bias") else 1.0)
+        return torch.full(box.shape, 0.0 if tensor.name.endswith(("bias", "sinks")) else 1.0 - spec.norm_offset)
     if len(tensor.shape) == 3:  # one matrix per expert, as if it were a tensor by itself
         parts = [
             initial_values(one, Box(box.lo[1:], box.hi[1:]), spec, seed)

@@ -1,6 +1,6 @@
 """Attention as an operator: its definition, forward and backward apart, delta and the merge of partial results.
 
-``ops/attention.py`` is the CPU implementation that the model has always used; here it becomes a provider.
+The CPU's provider is in ``ops/attention_cpu.py``.
 The log-sum-exp is in natural logarithms; a row that may see no key has out = 0 and lse = -inf.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hetero_megatron.ops.attention import attention as cpu_attention
+from hetero_megatron.ops.attention_sinks import sink_gradient
 from hetero_megatron.ops.attn_merge import attn_merge_
-from hetero_megatron.ops.kernel import ATEN, Kernel, Signature
+from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
 
 Documents = Sequence[Sequence[int]] | None
@@ -38,12 +38,15 @@ def visible(
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, documents: Documents, window: int | None, q_start: int, k_start: int
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, documents: Documents, window: int | None, q_start: int, k_start: int,
+    softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
     """[b, heads, s, keys], -inf where not seen."""
     kind = wide(q.dtype)
     k = k.repeat_interleave(_repeat(q, k), dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(kind), k.to(kind)) / math.sqrt(q.shape[-1])
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     seen = visible(q.shape[0], q.shape[1], k.shape[1], documents, window, q_start, k_start, q.device)
     return scores.masked_fill(~seen[:, None], -math.inf)
 
@@ -53,45 +56,55 @@ def _repeat(q: torch.Tensor, k: torch.Tensor) -> int:
 
 
 def definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents = None, window: int | None = None,
-    q_start: int = 0, k_start: int = 0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, documents: Documents = None,
+    window: int | None = None, q_start: int = 0, k_start: int = 0, softcap: float | None = None,
 ) -> Pair:  # fmt: skip
     """Causal attention: query i of a part that begins at ``q_start`` sees key j where k_start + j <= q_start + i.
 
     Args:
         q: [b, s, heads, d]; k, v: [b, t, kv_heads, d], heads a multiple of kv_heads.
+        sinks: [heads], a logit per head that takes part in the softmax and has no value.
         documents: start offsets per row (only for q_start = k_start = 0 and s = t): tokens see their own document.
         window: a token sees itself and ``window - 1`` tokens before it.
+        softcap: scores, already scaled, become softcap x tanh(score / softcap).
 
     Returns:
-        out [b, s, heads, d] and lse [b, heads, s] in at least fp32.
+        out [b, s, heads, d] and lse [b, heads, s] in at least fp32, which has the sink in it.
     """
-    scores = _scores(q, k, documents, window, q_start, k_start)
+    scores = _scores(q, k, documents, window, q_start, k_start, softcap)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
     lse = scores.detach().logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:3], -math.inf)
     alive = lse.isfinite()[..., None]
     # Softmax of dead rows would be NaN, and so would its gradient.
     probs = torch.where(alive, scores, 0.0).softmax(-1) * alive
     values = v.repeat_interleave(_repeat(q, v), dim=2)
+    probs = probs[..., : k.shape[1]]
     return torch.einsum("bhqk,bkhd->bqhd", probs, values.to(probs.dtype)).to(q.dtype), lse
 
 
 def reference_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, documents: Documents = None, window: int | None = None, q_start: int = 0,
+    k_start: int = 0, softcap: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Dao et al., 2022, unblocked. ``out`` and ``lse`` may be those of all parts together."""
     kind, repeat = wide(q.dtype), _repeat(q, k)
-    scores = _scores(q, k, documents, window, q_start, k_start)
+    scores = _scores(q, k, documents, window, q_start, k_start, softcap)
     probs = (scores - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()  # exp(-inf) = 0 in dead rows
     dout = dout.to(kind)
     dv = torch.einsum("bhqk,bqhd->bkhd", probs, dout)
     dprobs = torch.einsum("bqhd,bkhd->bhqk", dout, v.repeat_interleave(repeat, dim=2).to(kind))
     delta = attn_delta(dout, out)[0]
     dscores = probs * (dprobs - delta[..., None]) / math.sqrt(q.shape[-1])
+    if softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2; of a key that is not seen probs are 0
+        dscores = dscores * (1 - (scores.masked_fill(scores == -math.inf, 0.0) / softcap).square())
     dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k.repeat_interleave(repeat, dim=2).to(kind))
     dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.to(kind))
     dk, dv = (x.unflatten(2, (k.shape[2], repeat)).sum(3) if repeat > 1 else x for x in (dk, dv))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dsinks = None if sinks is None else sink_gradient(delta, lse, sinks)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def attn_delta(dout: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor]:
@@ -121,28 +134,6 @@ def _merge_reference(
     return ()
 
 
-def _cpu_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents = None, window: int | None = None,
-    q_start: int = 0, k_start: int = 0,
-) -> Pair:  # fmt: skip
-    """aten's flash kernel, document by document, where the parts begin alike, otherwise by scores; differentiable."""
-    if q_start != k_start or q.shape[1] != k.shape[1]:
-        return definition(q, k, v, documents, window, q_start, k_start)
-    return cpu_attention(q, k, v, documents, window)
-
-
-def _cpu_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    plain = documents is None and window is None and q_start == k_start and q.shape == k.shape and q.numel() > 0
-    if not plain:
-        return reference_backward(dout, q, k, v, out, lse, documents, window, q_start, k_start)
-    turned = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*turned, lse, 0.0, True)
-    return tuple(x.transpose(1, 2) for x in found)
-
-
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> Pair:
     return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))
 
@@ -152,21 +143,33 @@ def _qkv(b: int, s: int, t: int, heads: int, kv: int, d: int) -> tuple[torch.Ten
 
 
 def _cases() -> Iterable[Case]:
-    yield Case("plain", (*_qkv(2, 13, 13, 4, 4, 16), None, None, 0, 0))
-    yield Case("grouped queries", (*_qkv(2, 13, 13, 6, 2, 16), None, None, 0, 0))
-    yield Case("one", (*_qkv(1, 1, 1, 1, 1, 8), None, None, 0, 0))
-    yield Case("longer than a block", (*_qkv(1, 150, 150, 2, 1, 16), None, None, 0, 0))
-    yield Case("window", (*_qkv(1, 40, 40, 2, 2, 16), None, 7, 0, 0))
-    yield Case("documents", (*_qkv(2, 13, 13, 2, 1, 16), ((0, 1, 7), (0,)), None, 0, 0))
-    yield Case("keys before", (*_qkv(1, 5, 11, 2, 2, 16), None, None, 11, 0))
-    yield Case("keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, 6, 3))
-    yield Case("rows that see nothing", (*_qkv(1, 9, 9, 2, 2, 16), None, None, 0, 5))
-    yield Case("nothing is seen", (*_qkv(1, 4, 6, 2, 1, 16), None, None, 0, 10))
-    yield Case("no tokens", (*_qkv(2, 0, 0, 2, 2, 16), None, None, 0, 0))
-    yield Case("no heads", (*_qkv(2, 5, 5, 0, 0, 16), None, None, 0, 0))
+    yield Case("plain", (*_qkv(2, 13, 13, 4, 4, 16), None, None, None, 0, 0, None))
+    yield Case("grouped queries", (*_qkv(2, 13, 13, 6, 2, 16), None, None, None, 0, 0, None))
+    yield Case("one", (*_qkv(1, 1, 1, 1, 1, 8), None, None, None, 0, 0, None))
+    yield Case("longer than a block", (*_qkv(1, 150, 150, 2, 1, 16), None, None, None, 0, 0, None))
+    yield Case("window", (*_qkv(1, 40, 40, 2, 2, 16), None, None, 7, 0, 0, None))
+    yield Case("documents", (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), None, 0, 0, None))
+    yield Case("keys before", (*_qkv(1, 5, 11, 2, 2, 16), None, None, None, 11, 0, None))
+    yield Case("keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, None))
+    yield Case("rows that see nothing", (*_qkv(1, 9, 9, 2, 2, 16), None, None, None, 0, 5, None))
+    yield Case("nothing is seen", (*_qkv(1, 4, 6, 2, 1, 16), None, None, None, 0, 10, None))
+    yield Case("no tokens", (*_qkv(2, 0, 0, 2, 2, 16), None, None, None, 0, 0, None))
+    yield Case("no heads", (*_qkv(2, 5, 5, 0, 0, 16), None, None, None, 0, 0, None))
+    apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in _qkv(1, 12, 12, 2, 2, 16))
+    yield Case("transposed", (*apart, None, None, None, 0, 0, None))
     q, k, v = _qkv(1, 12, 12, 2, 2, 16)
-    yield Case("transposed", (*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), None, None, 0, 0))
-    yield Case("large scores", (5 * q, k, v, None, None, 0, 0))
+    yield Case("large scores", (5 * q, k, v, None, None, None, 0, 0, None))
+    sinks = normal(6, seed=4)
+    grouped = _qkv(2, 13, 13, 6, 2, 16)
+    capped = {"features": ("softcap",)}
+    yield Case("soft-capped", (*grouped, None, None, None, 0, 0, 1.5), **capped)
+    yield Case("soft-capped window", (*_qkv(1, 150, 150, 2, 1, 16), None, None, 70, 0, 0, 0.8), **capped)
+    yield Case("soft-capped documents", (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), 3, 0, 0, 2.0), **capped)
+    yield Case("soft-capped keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, 1.0), **capped)
+    yield Case("sinks", (*grouped, sinks, None, None, 0, 0, None), features=("sinks",))
+    yield Case("sinks, window", (*grouped, sinks, ((0, 4), (0, 9)), 5, 0, 0, None), features=("sinks",))
+    yield Case("sinks alone", (*_qkv(1, 9, 9, 2, 2, 16), sinks[:2], None, None, 0, 5, None), features=("sinks",))
+    yield Case("sinks and soft-capped", (*grouped, sinks, None, None, 0, 0, 1.5), features=("sinks", "softcap"))
 
 
 def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> int:
@@ -174,11 +177,12 @@ def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) 
 
 
 SPEC = OpSpec(
-    name="attention", tensors=("q", "k", "v"), options=("documents", "window", "q_start", "k_start"), schema=None,
-    results=("out", "lse"), fixed=("lse",), saves=("q", "k", "v", "out", "lse"), gradients=("q", "k", "v"),
+    name="attention", version=2, tensors=("q", "k", "v", "sinks"), optional=("sinks",), features=("softcap", "sinks"),
+    options=("documents", "window", "q_start", "k_start", "softcap"), schema=None, results=("out", "lse"),
+    fixed=("lse",), saves=("q", "k", "v", "sinks", "out", "lse"), gradients=("q", "k", "v", "sinks"),
     definition=definition, forward=reference_forward(definition), backward=reference_backward, fake=_fake,
     flops=_flops, cases=_cases, backward_flops=2.5, bounds=Bounds((2e-6, 5e-6), (1e-3, 2e-3), (8e-3, 1.2e-2)),
-    speed=lambda: Case("512 tokens, 8 heads of 64", (*_qkv(1, 512, 512, 8, 8, 64), None, None, 0, 0)),
+    speed=lambda: Case("512 tokens, 8 heads of 64", (*_qkv(1, 512, 512, 8, 8, 64), None, None, None, 0, 0, None)),
 )  # fmt: skip
 
 
@@ -234,14 +238,7 @@ def _big(seed: int) -> Pair:
 SPECS = (SPEC, DELTA_SPEC, MERGE_SPEC)
 
 
-def _on_cpu(signature: Signature) -> list[str]:
-    return [] if signature.device == "cpu" else [f"only on the CPU, not {signature.device}"]
-
-
 KERNELS = (
-    Kernel(
-        "attention", "aten", ATEN, _cpu_attention, _cpu_backward, supports=_on_cpu, apply=_cpu_attention, traceable=True
-    ),
     Kernel("attn_delta", "aten", ATEN, attn_delta, None, traceable=True),
     Kernel("attn_merge", "aten", ATEN, attn_merge_, None, version=2),
 )

@@ -8,10 +8,13 @@ positions) to another provider. State is portable, so backward of one takes what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from hetero_megatron.ops.attention_op import attn_delta
+from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.kernel import VENDOR, Capability, Kernel, Signature
 
 Documents = Sequence[Sequence[int]] | None
@@ -71,13 +74,15 @@ def fused_attention(
         return visible_square(q.shape[1], k.shape[1], *options)
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents = None, window: int | None = None,
-        q_start: int = 0, k_start: int = 0,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
+        documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
+        softcap: float | None = None,
     ) -> Tensors:  # fmt: skip
-        causal = square(q, k, documents, window, q_start, k_start)
+        causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
         if causal is None:
-            return rest.forward(q, k, v, documents, window, q_start, k_start)
-        return kernel.forward(*map(_adjacent, (q, k, v)), causal)
+            return rest.forward(q, k, v, sinks, documents, window, q_start, k_start, softcap)
+        out, lse = kernel.forward(*map(_adjacent, (q, k, v)), causal)
+        return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
     def gradients(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
@@ -87,21 +92,24 @@ def fused_attention(
         return kernel.backward(*map(_adjacent, tensors), lse.contiguous(), causal)
 
     def backward(
-        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
-    ) -> Tensors:  # fmt: skip
-        causal = square(q, k, documents, window, q_start, k_start)
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        out: torch.Tensor, lse: torch.Tensor, documents: Documents = None, window: int | None = None,
+        q_start: int = 0, k_start: int = 0, softcap: float | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
         if causal is None:
-            return rest_backward(dout, q, k, v, out, lse, documents, window, q_start, k_start)
-        return gradients(dout, q, k, v, out, lse, causal)
+            options = (documents, window, q_start, k_start, softcap)
+            return rest_backward(dout, q, k, v, sinks, out, lse, *options)
+        found = gradients(dout, q, k, v, out, lse, causal)
+        return *found, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
 
     def share(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int,
+        delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None = None,
     ) -> Tensors:  # fmt: skip
-        causal = square(q, k, None, window, q_start, k_start)
+        causal = None if softcap is not None else square(q, k, None, window, q_start, k_start)
         if causal is None:
-            made = rest.parts["share"](dout, q, k, v, out, lse, delta, window, q_start, k_start)
+            made = rest.parts["share"](dout, q, k, v, out, lse, delta, window, q_start, k_start, softcap)
             return made  # type: ignore[return-value]
         return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
 
@@ -111,9 +119,10 @@ def fused_attention(
         return supports(signature) + (without if lacking else [])
 
     parts = {"share": share, "delta": rest.parts["delta"]}
+    able = replace(capability, features=rest.capability.features)
     return Kernel(
-        "attention", provider, kind, forward, backward, capability, reasons, parts=parts, priority=priority,
-        interpreted=rest.interpreted,
+        "attention", provider, kind, forward, backward, able, reasons, parts=parts, priority=priority,
+        interpreted=rest.interpreted, version=2,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ class Signature:
         dims: sizes by name, e.g. ``{"width": (4096, 128)}``: all of them must be served.
         compiled: it is called inside ``torch.compile``.
         deterministic: equal inputs must give equal bits.
+        features: what it uses of the operator that not every kernel has, by name (``softcap``).
     """
 
     op: str
@@ -34,11 +35,13 @@ class Signature:
     dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     compiled: bool = False
     deterministic: bool = False
+    features: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {'/'.join(map(str, values))}" for name, values in sorted(self.dims.items()))
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.op}({kind} on {self.platform or self.device}{', ' + sizes if sizes else ''})"
+        more = ", ".join([sizes] * bool(sizes) + list(self.features))
+        return f"{self.op}({kind} on {self.platform or self.device}{', ' + more if more else ''})"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Capability:
         largest: upper bounds of named dims.
         deterministic: equal inputs give equal bits.
         compile_ok: may be called inside ``torch.compile`` (through its torch operator).
+        features: of the operator's optional ones (``attention``: softcap, sinks), those that it has.
     """
 
     devices: tuple[str, ...] = ()
@@ -64,6 +68,7 @@ class Capability:
     largest: Mapping[str, int] = field(default_factory=dict)
     deterministic: bool = True
     compile_ok: bool = True
+    features: tuple[str, ...] = ()
 
     def reasons(self, signature: Signature) -> list[str]:
         """Why it cannot serve ``signature``; empty if it can."""
@@ -84,6 +89,7 @@ class Capability:
             over = [v for v in s.dims.get(name, ()) if v > bound]
             if over:
                 out.append(f"{name} {max(over)} is over {bound}")
+        out += [f"it has no {feature}" for feature in s.features if feature not in self.features]
         if s.deterministic and not self.deterministic:
             out.append("it is not deterministic")
         if s.compiled and not self.compile_ok:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetero_megatron.ops import (
     activation,
+    attention_cpu,
     attention_op,
     gemm,
     grouped_gemm,
@@ -55,7 +56,9 @@ def reference_kernel(spec: OpSpec) -> Kernel:
         spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version,
         parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
         # Scores of every query with every key: on a device nobody gets that unasked.
-        capability=Capability(automatic=("cpu", "meta")) if spec.name == "attention" else Capability(),
+        capability=Capability(
+            automatic=("cpu", "meta") if spec.name == "attention" else None, features=spec.features
+        ),
     )  # fmt: skip
 
 
@@ -67,6 +70,7 @@ ATEN_KERNELS: tuple[Kernel, ...] = (
     *CROSS_ENTROPY_KERNELS,
     *vocab_cross_entropy.KERNELS,
     *linear_cross_entropy.KERNELS,
+    attention_cpu.KERNEL,
     *attention_op.KERNELS,
     *gemm.KERNELS,
     *grouped_gemm.KERNELS,

@@ -26,10 +26,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments for the conformance kit: floating-point tensors in fp64 on the CPU, cast by the kit."""
+    """Arguments for the conformance kit: floating-point tensors in fp64 on the CPU, cast by the kit.
+
+    ``features``: optional ones of the operator that it uses; kernels without them are not asked for it.
+    """
 
     name: str
     args: tuple[Any, ...]
+    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class OpSpec:
         cases: for the conformance kit; speed: one large case for timing.
         lists: arguments that are lists of tensors.
         parts: further functions that every kernel of it must bring, by name.
+        features: parts of the contract that a kernel may lack (``Capability.features``): then it serves no stage that
+            needs them.
         schema: types of the options for torch.library, e.g. ``float eps``; None: not offered as a torch operator.
     """
 
@@ -105,6 +111,7 @@ class OpSpec:
     parts: tuple[str, ...] = ()
     schema: str | None = ""
     optional: tuple[str, ...] = ()  # tensor arguments that may be None
+    features: tuple[str, ...] = ()
 
     @property
     def args(self) -> tuple[str, ...]:

@@ -94,6 +94,11 @@ def stage_signatures(
                 "head and loss in one are for whole vocabularies; this stage cuts its own", field="tp", value=tp,
                 accepted="tp: 1 on the last stage, or no linear_cross_entropy in kernels",
             )  # fmt: skip
+        if spec.logit_softcap is not None:
+            raise UserError(
+                "head and loss in one know no soft-capped logits", field="kernels.linear_cross_entropy",
+                value=spec.logit_softcap, accepted="cross_entropy or vocab_cross_entropy for this model",
+            )  # fmt: skip
         operators["linear_cross_entropy"] = operators.pop("cross_entropy")
     elif chunked and "cross_entropy" in operators:
         if "cross_entropy" in wanted:
@@ -103,6 +108,11 @@ def stage_signatures(
                 accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
             )
         operators["vocab_cross_entropy"] = operators.pop("cross_entropy")
+    used = tuple(name for name, on in (("softcap", spec.attn_softcap is not None), ("sinks", spec.sinks)) if on)
     return [
-        replace(base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS) for op, dims in operators.items()
-    ]
+        replace(
+            base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS,
+            features=used if op == "attention" else (),
+        )
+        for op, dims in operators.items()
+    ]  # fmt: skip

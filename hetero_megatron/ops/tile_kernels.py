@@ -105,7 +105,14 @@ def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
 
 
 class ReferenceKernel:
-    """The definition, on any device; works through the queries in runs, so that scores stay few."""
+    """The definition, on any device; works through the queries in runs, so that scores stay few.
+
+    Args:
+        softcap: scores become softcap x tanh(score / softcap).
+    """
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
@@ -114,7 +121,8 @@ class ReferenceKernel:
         keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
         outs, sums = [], []
         for a, b in _runs(q, k):
-            scores = _scores(q[:, a:b].to(wide), keys, visible_keys(a, b, k.shape[1], distance, window, q.device))
+            mask = visible_keys(a, b, k.shape[1], distance, window, q.device)
+            scores = _scores(q[:, a:b].to(wide), keys, mask, self.softcap)
             lse = scores.logsumexp(-1)
             weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
             outs.append(torch.einsum("bhqk,bkhd->bqhd", weights, values).to(q.dtype))
@@ -140,10 +148,13 @@ class ReferenceKernel:
         delta = self.delta(grad, out) if delta is None else delta
         for a, b in _runs(q, k):
             g, rows = grad[:, a:b].to(wide), q[:, a:b].to(wide)
-            scores = _scores(rows, keys, visible_keys(a, b, k.shape[1], distance, window, q.device))
+            mask = visible_keys(a, b, k.shape[1], distance, window, q.device)
+            scores = _scores(rows, keys, mask, self.softcap)
             total = lse[:, :, a:b]
             weights = (scores - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()
             ds = weights * (torch.einsum("bqhd,bkhd->bhqk", g, values) - delta[:, :, a:b, None]) * scale
+            if self.softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2
+                ds *= 1 - (scores.masked_fill_(~mask, 0.0) / self.softcap).square()
             dq.append(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
             dk += torch.einsum("bhqk,bqhd->bkhd", ds, rows)
             dv += torch.einsum("bhqk,bqhd->bkhd", weights, g)
@@ -159,18 +170,20 @@ def _runs(q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
     return [(a, min(a + rows, q.shape[1])) for a in range(0, q.shape[1], rows)]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """[b, heads, sq, sk], -inf where masked."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     return scores.masked_fill(~mask, -math.inf)
 
 
 class OperatorKernel:
-    """The attention operator of a kernel plan (q, k, v, documents, window, q_start, k_start) as a tile kernel.
+    """The attention operator of a kernel plan as a tile kernel, without sinks: they are merged when all keys were seen.
 
     Args:
-        parts: the kernel may have ``share(grad, q, k, v, out, lse, delta, window, q_start, k_start)``, a backward whose
-            gradients are in at least fp32, because they are added up, and ``delta(grad, out)`` for it.
+        parts: the kernel may have ``share(grad, q, k, v, out, lse, delta, window, q_start, k_start, softcap)``, a
+            backward whose gradients are in at least fp32, because they are added up, and ``delta(grad, out)`` for it.
     """
 
     def __init__(
@@ -178,13 +191,15 @@ class OperatorKernel:
         forward: Callable[..., Any],
         backward: Callable[..., Any],
         parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        softcap: float | None = None,
     ) -> None:
-        self._forward, self._backward, self._parts = forward, backward, parts
+        self._forward, self._backward, self._parts, self._softcap = forward, backward, parts, softcap
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._forward(q, k, v, None, window, max(distance, 0), max(-distance, 0))  # type: ignore[no-any-return]
+        starts = (max(distance, 0), max(-distance, 0))
+        return self._forward(q, k, v, None, None, window, *starts, self._softcap)  # type: ignore[no-any-return]
 
     def backward(
         self,
@@ -200,27 +215,31 @@ class OperatorKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         starts = (max(distance, 0), max(-distance, 0))
         if "share" in self._parts:
-            return self._parts["share"](grad, q, k, v, out, lse, delta, window, *starts)  # type: ignore[no-any-return]
-        return self._backward(grad, q, k, v, out, lse, None, window, *starts)  # type: ignore[no-any-return]
+            return self._parts["share"](  # type: ignore[no-any-return]
+                grad, q, k, v, out, lse, delta, window, *starts, self._softcap
+            )
+        found = self._backward(grad, q, k, v, None, out, lse, None, window, *starts, self._softcap)
+        return found[:3]  # type: ignore[no-any-return]
 
     def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
         return self._parts["delta"](grad, out) if "delta" in self._parts else None
 
 
-def tile_kernel(device: torch.device, chosen: Kernel | None = None) -> TileKernel:
+def tile_kernel(device: torch.device, chosen: Kernel | None = None, softcap: float | None = None) -> TileKernel:
     """The tile kernel that goes with a stage's choice for the operator ``attention``.
 
     Args:
+        softcap: scores become softcap x tanh(score / softcap).
         chosen: None, torch's own or the reference: aten's flash kernel on the CPU, the reference elsewhere.
 
     Raises:
         UserError: the chosen kernel's backward takes only what its own forward saved, not a merged result.
     """
     if chosen is None or chosen.kind in (ATEN, REFERENCE):
-        return FlashCpuKernel() if device.type == "cpu" else ReferenceKernel()
+        return FlashCpuKernel() if device.type == "cpu" and softcap is None else ReferenceKernel(softcap)
     if chosen.private or chosen.backward is None:
         raise UserError(
             f"{chosen} keeps state of its own between forward and backward, so parts cannot be merged",
             field="kernels.attention", value=chosen.provider, accepted="another provider beside context groups",
         )  # fmt: skip
-    return OperatorKernel(chosen.forward, chosen.backward, chosen.parts)
+    return OperatorKernel(chosen.forward, chosen.backward, chosen.parts, softcap)

@@ -84,3 +84,27 @@ def gather_tokens(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch
 def scatter_tokens(x: torch.Tensor, group: Group, shards: Sequence[int]) -> torch.Tensor:
     """Sum of all ranks' partial [b, sum(shards), h], of which each keeps its tokens [b, shards[index], h]."""
     return x if group.size == 1 else _ScatterTokens.apply(x, group, shards)  # type: ignore[no-any-return]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _sum(grad, ctx.group), None
+
+
+def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Added in rank order, so that all ranks get the same bits."""
+    x = x.contiguous()
+    parts = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
+    group.exchange([x] * group.size, parts).wait()
+    return torch.stack(parts).sum(0)
+
+
+def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of all ranks' x, of which each rank uses its copy: so the gradient is the sum of all ranks' gradients."""
+    return x if group.size == 1 else _SumOverRanks.apply(x, group)  # type: ignore[no-any-return]

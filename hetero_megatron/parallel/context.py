@@ -60,6 +60,7 @@ class StageAttention:
                 assert local_size(layout, comm.rank) in (shape, (0, 0)), (layout, shape)
         group = comm.group(ranks)
         self.enter = HeadExchange(group, [queries, keys, keys], [q_shapes, k_shapes, k_shapes])
+        self.enter_sinks = HeadExchange(group, [queries], [q_shapes])
         self.leave = HeadExchange(group, [queries.adjoint()], [(q_shapes[1], q_shapes[0])])
         spec = context.spec
         users = [i // spec.queries_per_kv - computed.kv_heads[0] for i in range(*computed.q_heads)]
@@ -67,6 +68,16 @@ class StageAttention:
         self.blocks = self._blocks()
         self.hops = HeadHops(context, comm.rank)
         self._programs: OrderedDict[tuple[tuple[int, ...], ...] | None, Program] = OrderedDict()
+
+    def sinks(self, held: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """Sinks of the heads that this rank computes, from those of the heads of its projections. Where the former are
+        not among the latter, they travel as one feature of the queries would."""
+        if all(_within(m.computed.q_heads, m.held.q_heads) for m in self.group.members):
+            first = self.member.held.q_heads[0]
+            a, b = self.member.computed.q_heads
+            return held[a - first : b - first] if b > a else held[:0]
+        (found,) = self.enter_sinks(held[None, None, :, None].expand(*q.shape[:3], 1).contiguous())
+        return found[:1, :1].sum((0, 1, 3))  # equal for all tokens; of a group without tokens: nothing
 
     def _blocks(self) -> tuple[Block, ...]:
         """Keys and values come in blocks with the ring; else they are one block that is here already."""
@@ -105,21 +116,29 @@ class StageAttention:
         return Program(self.comm, self.group.index, schedule, self.hops, per_block, self.attention)
 
 
+def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return inner[0] == inner[1] or (outer[0] <= inner[0] and inner[1] <= outer[1])
+
+
 def _size(interval: tuple[int, int]) -> int:
     return interval[1] - interval[0]
 
 
 class ContextAttention(nn.Module):
-    """Stands in for a layer's ``core_attention``: q [b, own tokens, held heads, d], k, v alike, out like q."""
+    """Stands in for a layer's ``core_attention``: q [b, own tokens, held heads, d], k, v alike, out like q; sinks [held
+    heads]."""
 
     def __init__(self, shared: StageAttention) -> None:
         super().__init__()
         self.shared = shared
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
         shared = self.shared
+        sinks = None if sinks is None else shared.sinks(sinks, q)
         q, k, v = shared.enter(q, k, v)
-        out = RingAttention.apply(q, k, v, shared.program(context.documents))
+        out = RingAttention.apply(q, k, v, sinks, shared.program(context.documents))
         return shared.leave(out)[0]
 
 

@@ -17,6 +17,8 @@ import torch
 from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.layout import Transfer
 from hetero_megatron.layout.mask import Interval
+from hetero_megatron.ops.attention_op import attn_delta
+from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, accumulators
 from hetero_megatron.plan.context_plan import Hop, RingSchedule, StageContext, head_hop
 
@@ -297,21 +299,26 @@ class GradientRing:
 
 
 class RingAttention(torch.autograd.Function):
-    """q [b, group tokens, heads, d], k, v [b, group tokens, kv_heads, d], program -> out like q."""
+    """q [b, group tokens, heads, d], k, v [b, group tokens, kv_heads, d], sinks [heads] or None, program -> out like
+    q."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, program: Program
+    ) -> torch.Tensor:
         out, lse = accumulators(q)
         for visit in KeyValueRing(program, k, v).visits():
             program.attention.forward(q, *visit.pair, program.tiles[visit.block], out, lse)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.program = program
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         program: Program = ctx.program
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         ring, delta = GradientRing(program, dk, dv), program.attention.kernel.delta(grad, out)
@@ -321,4 +328,5 @@ class RingAttention(torch.autograd.Function):
             program.attention.backward(grad, q, *visit.pair, out, lse, tiles, (dq, *target), delta)
             ring.computed(visit, target)
         ring.finish()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        dsinks = None if sinks is None else sink_gradient(attn_delta(grad, out)[0], lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None

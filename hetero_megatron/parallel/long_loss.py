@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.comm import Group
-from hetero_megatron.ops import gemm
+from hetero_megatron.ops import gemm, softcap
 from hetero_megatron.ops.bind import Split
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, combine_shares
@@ -33,16 +33,19 @@ class _ChunkedLoss(torch.autograd.Function):
         vocab: tuple[int, int],
         op: Split,
         product: Kernel,
+        cap: float | None,
     ) -> torch.Tensor:
         flat, targets = x.flatten(0, -2), labels.flatten()
         wide = torch.promote_types(x.dtype, torch.float32)
         made = torch.empty(3, *targets.shape, dtype=wide, device=x.device)
         for rows in _chunks(len(flat), chunk):
-            statistics, _ = op.forward(product.forward(flat[rows], weight, None)[0], targets[rows], vocab[0])
+            logits = product.forward(flat[rows], weight, None)[0]
+            logits = logits if cap is None else softcap(logits, cap)
+            statistics, _ = op.forward(logits, targets[rows], vocab[0])
             made[0, rows], made[1, rows], made[2, rows] = combine_shares(statistics, targets[rows], group, vocab)
         loss, peak, normalizer = made.unbind()
         ctx.save_for_backward(x, weight, labels, peak, normalizer)
-        ctx.chunk, ctx.start, ctx.op, ctx.product = chunk, vocab[0], op, product
+        ctx.chunk, ctx.start, ctx.op, ctx.product, ctx.cap = chunk, vocab[0], op, product, cap
         return loss.view(labels.shape)
 
     @staticmethod
@@ -54,12 +57,18 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in _chunks(len(flat), ctx.chunk):
             # A provider may keep state of its own, so its forward runs again, not only the product.
             logits = ctx.product.forward(flat[rows], weight, None)[0]
+            slope = None
+            if ctx.cap is not None:
+                logits = softcap(logits, ctx.cap)
+                # Of c tanh(x / c); made here, because backward may overwrite the logits.
+                slope = 1 - (logits.to(peak.dtype) / ctx.cap).square()
             _, saved = ctx.op.forward(logits, targets[rows], ctx.start)
             (dy,) = ctx.op.backward(seeds[rows], saved, targets[rows], peak[rows], normalizer[rows], ctx.start)
-            del logits, saved
+            dy = dy if slope is None else (dy * slope).to(dy.dtype)
+            del logits, saved, slope
             dx[rows] = ctx.product.parts["input"](dy, weight)
             ctx.product.parts["weight"](dy, flat[rows], dw)
-        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None, None, None
+        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
@@ -87,6 +96,7 @@ def chunked_loss(
     vocab: tuple[int, int],
     op: Split = VOCAB_CROSS_ENTROPY,
     product: Kernel = gemm.KERNELS[0],
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of x W^T per token, in at least fp32, ``chunk`` tokens at a time.
 
@@ -95,8 +105,9 @@ def chunked_loss(
         labels: [...] int64, indices in the whole vocabulary.
         chunk: the same on all ranks of the group.
         op, product: the operator ``vocab_cross_entropy`` and the kernel of ``gemm`` of the kernel plan.
+        cap: logits become cap x tanh(logit / cap).
 
     Returns:
         [...], equal on all ranks of the group. The gradient of x is this rank's partial sum.
     """
-    return _ChunkedLoss.apply(x, weight, labels, chunk, group, vocab, op, product)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(x, weight, labels, chunk, group, vocab, op, product, cap)  # type: ignore[no-any-return]

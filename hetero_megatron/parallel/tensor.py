@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from hetero_megatron.comm import Group
-from hetero_megatron.model.gpt import Embedding, GPTStage, Linear
+from hetero_megatron.model.gpt import Embedding, GPTStage, Linear, sum_heads
 from hetero_megatron.model.moe import MoEMLP
-from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens
+from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens, sum_over_ranks
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 
 
@@ -35,11 +35,30 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def apply_tensor_parallel(stage: GPTStage, group: Group, shards: Sequence[int], vocab: tuple[int, int]) -> None:
+class SumHeads:
+    """Squares of queries and keys, summed over the heads of all ranks of the group, a copied key-value head once.
+
+    Args:
+        kv_heads: of every rank, half-open.
+    """
+
+    def __init__(self, group: Group, kv_heads: Sequence[tuple[int, int]]) -> None:
+        self.group, before = group, kv_heads[: group.index]
+        own = range(*kv_heads[group.index])
+        self._counted = [not any(a <= head < b for a, b in before) for head in own]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        counted = k if all(self._counted) else k * k.new_tensor(self._counted)
+        return sum_over_ranks(sum_heads(q, counted), self.group)
+
+
+def apply_tensor_parallel(
+    stage: GPTStage, group: Group, shards: Sequence[int], vocab: tuple[int, int], kv_heads: Sequence[tuple[int, int]]
+) -> None:
     """Make ``stage`` compute its TP rank's part.
 
     Args:
-        group: the unit's ranks; vocab: this rank's rows.
+        group: the unit's ranks; vocab: this rank's rows; kv_heads: of every rank.
         shards: tokens per rank (summing to the sequence length); read in every forward, so a list may change.
     """
     if group.size == 1:
@@ -53,6 +72,7 @@ def apply_tensor_parallel(stage: GPTStage, group: Group, shards: Sequence[int], 
         return (args[0][:, start : start + shards[group.index]], *args[1:])
 
     for layer in stage.layers():
+        layer.self_attn.sum_heads = SumHeads(group, kv_heads)
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
         for block, row in ((layer.self_attn, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):

@@ -7,6 +7,7 @@ outside; rope_type counts before type.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hetero_megatron.spec.hf_reader import Config, ConfigReader
@@ -160,3 +161,43 @@ def rope_object(rope: Rope) -> dict[str, Any]:
     """The entry of one kind of layer in ``rope_parameters``."""
     kind = "default" if rope.scaling is None else rope.scaling.kind
     return {"rope_type": kind, "rope_theta": rope.theta} | (parameters(rope.scaling) if rope.scaling else {})
+
+
+def ropes_by_kind(
+    read: ConfigReader, head_dim: int, positions: int, theta: Mapping[str, float]
+) -> dict[str, Rope]:  # fmt: skip
+    """The rotary embeddings of layers with full and with sliding attention (Gemma 3, OLMo 3): ``rope_parameters`` has
+    an object for each; a ``rope_scaling``, as older files have it, adds to that of full attention.
+
+    Args:
+        theta: of objects that do not say it, by kind of layer.
+    """
+    read.must_be("partial_rotary_factor", 1, None)
+    read.must_be("original_max_position_embeddings", None)
+    whole = read.value("rope_parameters", {}, nullable=True)
+    more = read.value("rope_scaling", {}, nullable=True)
+    accepted = "null, or objects for " + " and ".join(theta)
+    if not isinstance(whole, dict) or whole.keys() - theta.keys():
+        raise read.refuse("has other keys than the kinds of layers", "rope_parameters", accepted)
+    scaled = None not in (read.config.get("rope_scaling"), read.config.get("rope_parameters"))
+    if not isinstance(more, dict) or (scaled and not whole.get("full_attention")):
+        example = 'null, or e.g. {"rope_type": "linear", "factor": 8}'
+        raise read.refuse("must be an object, and beside rope_parameters one that it adds to", "rope_scaling", example)
+    found = {}
+    for kind, base in theta.items():
+        given = whole.get(kind) or {}
+        if not isinstance(given, dict):
+            raise read.refuse("must hold an object per kind of layer", "rope_parameters", accepted)
+        entry = given | more if kind == "full_attention" else given
+        prefix = "rope_scaling." if entry is not given and more else f"rope_parameters.{kind}."
+        inner = ConfigReader(entry, read.where, prefix)
+        found[kind] = one_rope(ConfigReader({}, read.where), inner, head_dim, positions, base)
+    return found
+
+
+def write_ropes_by_kind(spec: ModelSpec, theta: Mapping[str, float]) -> dict[str, Any]:
+    """``rope_parameters`` with an entry for layers with and without windows; ``theta``: of kinds that no layer is."""
+    found = {kind: Rope(theta[kind]) for kind in theta}
+    for kind in spec.layer_kinds:
+        found["full_attention" if kind.window is None else "sliding_attention"] = kind.rope or Rope()
+    return {"rope_parameters": {kind: rope_object(rope) for kind, rope in found.items()}}

@@ -158,9 +158,10 @@ class Runtime:
             for name, param in params.items():
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
-        apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab)
+        heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
+        apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)
         if self.context is not None:
-            kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel)
+            kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
             apply_context_parallel(model, self.context, self.comm, kernel, merge)
         apply_expert_parallel(model, stage, self.comm)
@@ -242,7 +243,8 @@ class Runtime:
             return kernels.linear_cross_entropy(out, self.model.lm_head.matrix, batch.labels)  # type: ignore[no-any-return]
         if self.loss_chunk is not None:
             ops = kernels.vocab_cross_entropy, kernels.choices["gemm"].kernel
-            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, *ops)
+            cap = self.spec.logit_softcap
+            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, *ops, cap)
         if group.size > 1:
             return vocab_parallel_cross_entropy(out, batch.labels, group, vocab, kernels.vocab_cross_entropy)
         return kernels.cross_entropy(out, batch.labels)  # type: ignore[no-any-return]

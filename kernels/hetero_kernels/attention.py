@@ -29,11 +29,13 @@ from hetero_kernels.limits import (
 def attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
     q_start: int = 0, k_start: int = 0, window: int | None = None, bounds: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`attention_fwd`; materialised scores in at least fp32."""
     dtype, group = wide(q.dtype), q.shape[2] // max(k.shape[2], 1)
     k, v = (x.to(dtype).repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype), k) * (scale or 1 / math.sqrt(q.shape[-1]))
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     row = torch.arange(q.shape[1], device=q.device)[:, None] + q_start
     column = torch.arange(k.shape[1], device=q.device)[None] + k_start
     keep = torch.ones(1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
@@ -68,7 +70,7 @@ class _Call:
     """What forward and backward hand to their kernels alike."""
 
     sizes: tuple[int, int, int, int, int]  # heads, group, queries, keys, offset
-    flags: tuple[Any, ...]  # SCALE .. BOUNDS
+    flags: tuple[Any, ...]  # SCALE, SOFTCAP .. BOUNDS
     dims: tuple[int, int, int, int]  # DIM, DIM_V, BLOCK_D, BLOCK_V
     intervals: KeyIntervals | None
     limits: Limits
@@ -104,6 +106,7 @@ class _Call:
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool, q_start: int, k_start: int,
     window: int | None, bounds: torch.Tensor | KeyIntervals | None, allow_tf32: bool, limits: Limits | None,
+    softcap: float | None,
 ) -> _Call:  # fmt: skip
     b, queries, heads, dim = q.shape
     keys, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[3]
@@ -112,6 +115,7 @@ def _prepare(
     assert q.dtype == k.dtype == v.dtype, "q, k and v have one dtype"
     assert window is None or window > 0, "a window holds at least the token itself"
     assert scale is None or scale > 0, "the kernels take a row's maximum before they scale it"
+    assert softcap is None or softcap > 0, "scores are squeezed to +- softcap"
     offset = q_start - k_start
     if isinstance(bounds, torch.Tensor):
         bounds = KeyIntervals(bounds, keys, offset, causal, window)
@@ -126,7 +130,10 @@ def _prepare(
     blocks = max(power_of_two(dim), smallest), max(power_of_two(dim_v), smallest)
     return _Call(
         (heads, heads // max(kv_heads, 1), queries, keys, offset),
-        (scale or 1 / math.sqrt(dim), accumulator(q.dtype), dot, precision, causal, window or 0, bounds is not None),
+        (
+            scale or 1 / math.sqrt(dim), softcap or 0.0, accumulator(q.dtype), dot, precision, causal, window or 0,
+            bounds is not None,
+        ),
         (dim, dim_v, *blocks), bounds, limits or limits_of(q.device), q.element_size(),
     )  # fmt: skip
 
@@ -135,7 +142,7 @@ def _prepare(
 def attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
     q_start: int = 0, k_start: int = 0, window: int | None = None, bounds: torch.Tensor | KeyIntervals | None = None,
-    allow_tf32: bool = False, limits: Limits | None = None,
+    allow_tf32: bool = False, limits: Limits | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v over the keys that each query sees.
 
@@ -149,12 +156,13 @@ def attention_fwd(
             positions); neither may fall with i. See document_bounds and varlen_bounds. A KeyIntervals, which saves the
             calls of a batch their preparations, has causal, window and positions in it: those given here do not count.
         allow_tf32: fp32 products with 10 bits of mantissa, where the chip has them.
+        softcap: scores, scaled, become softcap x tanh(score / softcap).
 
     Returns:
         out [b, sq, hq, dv] in q's dtype; lse [b, hq, sq], natural logarithm, in at least fp32. Rows that see
         nothing: out 0, lse -inf.
     """
-    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits)
+    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits, softcap)
     heads, _, queries, keys, _ = call.sizes
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], heads, queries), dtype=wide(q.dtype), device=q.device)
@@ -178,13 +186,14 @@ def attention_bwd(
     lse: torch.Tensor, *, scale: float | None = None, causal: bool = True, q_start: int = 0, k_start: int = 0,
     window: int | None = None, bounds: torch.Tensor | KeyIntervals | None = None, delta: torch.Tensor | None = None,
     grad_dtype: torch.dtype | None = None, allow_tf32: bool = False, limits: Limits | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dq, dk, dv, contiguous, in ``grad_dtype`` (default: q's; fp32 to add up partial results).
 
     ``out`` and ``lse`` may be those of attention over more keys than ``k`` holds (merged): the result is then this
     part's share. ``delta``: attention_delta(dout, out), if it is there already (then ``out`` may be None).
     """
-    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits)
+    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits, softcap)
     heads, group, queries, keys, _ = call.sizes
     dtype = grad_dtype or q.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))

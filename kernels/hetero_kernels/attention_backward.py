@@ -8,13 +8,14 @@ import triton
 import triton.language as tl
 
 from hetero_kernels.attention_mask import intervals, key_stretches, query_stretches
-from hetero_kernels.device_math import LOG2E, narrow, widen
+from hetero_kernels.device_math import LOG2E, narrow, tanh, widen
 
 
 @triton.jit
 def _kv_stretch(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, bounds_ptr, begin, end, key, queries, keys, offset, q_s, do_s,
-    SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +51,9 @@ def _kv_stretch(
         q = widen(q, DOT)
         do = widen(do, DOT)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=ACC)
+        if SOFTCAP > 0:
+            turned = tanh(scores * (SCALE / SOFTCAP))
+            scores = turned * (SOFTCAP / SCALE)
         p = tl.exp2(scores * (SCALE * LOG2E) - lse[None, :])
         if MASKED:
             low, high = intervals(bounds_ptr, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
@@ -57,6 +61,8 @@ def _kv_stretch(
         dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
         ds = p * (dp - delta[None, :])
+        if SOFTCAP > 0:
+            ds = ds * (1.0 - turned * turned)
         dk = tl.dot(ds.to(DOT), q, dk, input_precision=PRECISION, out_dtype=ACC)
         q_ptr += BLOCK_Q * q_s
         do_ptr += BLOCK_Q * do_s
@@ -67,7 +73,8 @@ def _kv_stretch(
 def attention_backward_kv(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, stretch_ptr, first_program, heads,
     group, queries, keys, offset, k_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
-    SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BOUNDS: tl.constexpr, EVEN_Q: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -103,18 +110,21 @@ def attention_backward_kv(
         if CAUSAL or BOUNDS:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, begin, full_begin, key, queries, keys,
-                offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
+                offset, q_s, do_s, SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
+                BLOCK_D,
                 BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
         dk, dv = _kv_stretch(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
-            offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D, BLOCK_V,
+            offset, q_s, do_s, SCALE, SOFTCAP, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
+            BLOCK_V,
             BLOCK_Q, BLOCK_K,
         )  # fmt: skip
         if BOUNDS or WINDOW > 0 or not EVEN_Q:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
-                offset, q_s, do_s, SCALE, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
+                offset, q_s, do_s, SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
+                BLOCK_D,
                 BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
     row = (batch * keys + at) * kv_heads + kv_head
@@ -125,7 +135,8 @@ def attention_backward_kv(
 @triton.jit
 def _q_stretch(
     dq, q, do, lse, delta, k_ptr, v_ptr, begin, end, k_s, v_s, keys, low, high,
-    SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     lane, d, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -148,12 +159,17 @@ def _q_stretch(
             )
         k = widen(k, DOT)
         v = widen(v, DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * (SCALE * LOG2E)
-        p = tl.exp2(scores - lse[:, None])
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC)
+        if SOFTCAP > 0:
+            turned = tanh(scores * (SCALE / SOFTCAP))
+            scores = turned * (SOFTCAP / SCALE)
+        p = tl.exp2(scores * (SCALE * LOG2E) - lse[:, None])
         if MASKED:
             p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
         ds = p * (dp - delta[:, None])
+        if SOFTCAP > 0:
+            ds = ds * (1.0 - turned * turned)
         dq = tl.dot(ds.to(DOT), k, dq, input_precision=PRECISION, out_dtype=ACC)
         k_ptr += BLOCK_K * k_s
         v_ptr += BLOCK_K * v_s
@@ -164,7 +180,8 @@ def _q_stretch(
 def attention_backward_q(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, first_program, heads, group, queries, keys,
     offset, q_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
-    SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BOUNDS: tl.constexpr, EVEN_K: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -197,16 +214,16 @@ def attention_backward_q(
     if BOUNDS or WINDOW > 0:
         dq = _q_stretch(
             dq, q, do, lse, delta, k_ptr, v_ptr, begin, full_begin, k_s, v_s, keys, low, high,
-            SCALE, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
+            SCALE, SOFTCAP, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
         )  # fmt: skip
     dq = _q_stretch(
         dq, q, do, lse, delta, k_ptr, v_ptr, full_begin, full_end, k_s, v_s, keys, low, high,
-        SCALE, ACC, DOT, PRECISION, False, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
+        SCALE, SOFTCAP, ACC, DOT, PRECISION, False, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
     )  # fmt: skip
     if BOUNDS or CAUSAL or WINDOW > 0 or not EVEN_K:
         dq = _q_stretch(
             dq, q, do, lse, delta, k_ptr, v_ptr, full_end, end, k_s, v_s, keys, low, high,
-            SCALE, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
+            SCALE, SOFTCAP, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
         )  # fmt: skip
     target = dq_ptr + ((batch * queries + at) * heads + head)[:, None] * DIM + d[None, :]
     tl.store(target, narrow(dq * SCALE, dq_ptr.dtype.element_ty), mask=q_mask)

@@ -5,13 +5,14 @@ import triton
 import triton.language as tl
 
 from hetero_kernels.attention_mask import intervals, key_stretches
-from hetero_kernels.device_math import LN2, LOG2E, finite_or_zero, narrow, widen
+from hetero_kernels.device_math import LN2, LOG2E, finite_or_zero, narrow, tanh, widen
 
 
 @triton.jit
 def _stretch(
     out, total, top, q, k_ptr, v_ptr, begin, end, k_stride, v_stride, keys, low, high,
-    SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Keys begin .. end - 1, from block border ``begin`` on."""
@@ -30,6 +31,8 @@ def _stretch(
         else:
             k = tl.load(k_ptr + k_at, mask=(d < DIM)[:, None], other=0.0)
         scores = tl.dot(q, widen(k, DOT), input_precision=PRECISION, out_dtype=ACC)
+        if SOFTCAP > 0:
+            scores = tanh(scores * (SCALE / SOFTCAP)) * (SOFTCAP / SCALE)
         if MASKED:
             seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
             scores = tl.where(seen, scores, float("-inf"))
@@ -59,7 +62,8 @@ def _stretch(
 def attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, first_program, heads, group, queries, keys, offset, q_blocks,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, o_b, o_s, o_h,
-    SCALE: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BOUNDS: tl.constexpr, EVEN_K: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -88,16 +92,16 @@ def attention_forward(
     if BOUNDS or WINDOW > 0:
         out, total, top = _stretch(
             out, total, top, q, k_ptr, v_ptr, begin, full_begin, k_s, v_s, keys, low, high,
-            SCALE, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
+            SCALE, SOFTCAP, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
         )  # fmt: skip
     out, total, top = _stretch(
         out, total, top, q, k_ptr, v_ptr, full_begin, full_end, k_s, v_s, keys, low, high,
-        SCALE, ACC, DOT, PRECISION, False, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
+        SCALE, SOFTCAP, ACC, DOT, PRECISION, False, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
     )  # fmt: skip
     if BOUNDS or CAUSAL or WINDOW > 0 or not EVEN_K:
         out, total, top = _stretch(
             out, total, top, q, k_ptr, v_ptr, full_end, end, k_s, v_s, keys, low, high,
-            SCALE, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
+            SCALE, SOFTCAP, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
         )  # fmt: skip
     nothing = total == 0.0  # and not "no total above 0": a NaN must show
     total = tl.where(nothing, 1.0, total)

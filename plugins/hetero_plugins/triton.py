@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.grouped_gemm import bias_gradient
 from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
@@ -197,31 +198,38 @@ def _intervals(
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None, window: int | None = None,
-    q_start: int = 0, k_start: int = 0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, documents: Any = None,
+    window: int | None = None, q_start: int = 0, k_start: int = 0, softcap: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _kernels().attention_fwd(  # type: ignore[no-any-return]
-        q, k, v, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window)
-    )
+    out, lse = _kernels().attention_fwd(
+        q, k, v, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window),
+        softcap=softcap,
+    )  # fmt: skip
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
 def _attention_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    documents: Any = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _kernels().attention_bwd(  # type: ignore[no-any-return]
-        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window)
-    )
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, documents: Any = None, window: int | None = None, q_start: int = 0,
+    k_start: int = 0, softcap: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    delta = _kernels().attention_delta(dout, out)
+    grads = _kernels().attention_bwd(
+        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window),
+        delta=delta, softcap=softcap,
+    )  # fmt: skip
+    return *grads, None if sinks is None else sink_gradient(delta, lse, sinks)
 
 
 def _attention_share(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int,
+    delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Partial gradients, unrounded: the caller adds them up."""
     return _kernels().attention_bwd(  # type: ignore[no-any-return]
-        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, delta=delta, grad_dtype=lse.dtype
-    )
+        dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, delta=delta, grad_dtype=lse.dtype,
+        softcap=softcap,
+    )  # fmt: skip
 
 
 def _delta(dout: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -283,7 +291,8 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "linear_cross_entropy": {"fwd_bwd": _linear_cross_entropy_fwd_bwd},
 }
 # Of the operators' contracts; others: 1.
-_VERSIONS = {"adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
+_VERSIONS = {"attention": 2, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
+_FEATURES = {"attention": ("softcap", "sinks")}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
     ("rms_norm", "rms_norm", _rms_norm, _rms_norm_backward),
@@ -314,7 +323,7 @@ def _kernel(
     own = op in ("cross_entropy", "vocab_cross_entropy")
     return Kernel(
         op, "triton", TRITON, forward, backward,
-        Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu")), _supports,
+        Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu"), features=_FEATURES.get(op, ())), _supports,
         parts=_PARTS.get(op, {}), version=_VERSIONS.get(op, 1), interpreted=INTERPRETED,
         private=own, overwrites=("logits",) if own else (),
     )  # fmt: skip

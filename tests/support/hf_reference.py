@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import eager_mask
 
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.layout import Box
@@ -22,18 +23,43 @@ def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float6
     """A random Hugging Face model, its weights large enough that every term matters, and its spec."""
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config)
-    hf_config._attn_implementation = "sdpa"
     hf_config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention_of(config))
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, dtype=torch.float32)
             is_norm = "norm" in name or ".ln_" in name
             scale = 0.02 if is_norm or name.endswith("bias") else 0.15
-            param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") else 0.0))
+            offset = config["model_type"].startswith("gemma")  # 1 + w
+            param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") and not offset else 0.0))
     model.eval()
     make_exact(model, dtype)
     return model, from_hf_config(config)
+
+
+def attention_of(config: dict[str, Any]) -> str:
+    """transformers' sdpa, where it knows what the family needs; its eager attention is in fp32."""
+    return "exact" if config["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
+
+
+def _exact_attention(
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor, scaling: float,
+    softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' eager attention of Gemma 2 and gpt-oss, without its casts."""
+    repeat = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    probs = scores.softmax(-1)[..., : k.shape[2]]
+    return (probs @ v.repeat_interleave(repeat, 1)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("exact", _exact_attention)
+AttentionMaskInterface.register("exact", eager_mask)
 
 
 def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -133,7 +133,8 @@ def _dtype_steps(subject: Subject, quick: bool, harm: list[Finding]) -> Iterator
 
     first = True
     for case in subject.spec.cases():
-        if quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE:
+        lacking = set(case.features) - set(subject.kernel.capability.features)
+        if lacking or (quick and sum(x.numel() for x in flatten(list(case.args))) > LARGE):
             continue
         yield Step(name, dtype, case.name, functools.partial(run, case, first))
         if refuted:

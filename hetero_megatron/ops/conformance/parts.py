@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.layout.mask import BAND, Tile
+from hetero_megatron.ops.attention_sinks import add_sinks
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, TileKernel, accumulators
 from hetero_megatron.ops.conformance.compare import cast
 from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call_forward, seeds
@@ -106,11 +107,11 @@ def tiles(
 
     Queries, gradients and log-sum-exps of a tile are views: their rows are as far apart as the whole's.
     """
-    kernel, (q, k, v, documents, window, q_start, k_start) = subject.kernel, args
+    kernel, (q, k, v, sinks, documents, window, q_start, k_start, softcap) = subject.kernel, args
     if documents is not None or kernel.private or not q.numel() or not k.numel():
         return  # tiles end where documents do; private state is of one call, which training refuses in groups
     forward_cap, cap = subject.spec.bounds.of(subject.dtype)
-    watched = _Watched(tile_kernel(subject.device, kernel))
+    watched = _Watched(tile_kernel(subject.device, kernel, softcap))
     attention = BlockAttention(watched, KeyHeads(q.shape[2] // k.shape[2]), window)
     rows = [
         (None, Tile(a, b, c, d, BAND, q_start + a - k_start - c))
@@ -121,7 +122,7 @@ def tiles(
     def composed() -> list[torch.Tensor]:
         made = accumulators(q)
         attention.forward(q, k, v, rows, *made)
-        return list(made)
+        return list(made if sinks is None else add_sinks(*made, sinks))
 
     def gradients(delta: torch.Tensor | None) -> list[torch.Tensor]:
         watched.narrow.clear()
@@ -146,7 +147,7 @@ def tiles(
         for given in (None,) if problem or delta is None else (None, delta):
             name = f"{case.name}, backward{', delta given' * (given is not None)}"
             found, problem = subject.attempt("tiles", name, lambda: gradients(given))  # noqa: B023
-            problem = problem or judge_all(found, wants[1], eager.gradients, cap, 3.0, subject.spec.gradients)
+            problem = problem or judge_all(found, wants[1][:3], eager.gradients[:3], cap, 3.0, subject.spec.gradients)
             if not problem and "share" in kernel.parts and watched.narrow:
                 problem = f"share returned {', '.join(map(str, watched.narrow))}: its gradients are added up in fp32"
             yield subject.finding("tiles", name, problem)

@@ -156,7 +156,7 @@ def attention_rows(
 
     def arguments(length: int, scale: int) -> tuple[Any, ...]:
         q, k, v = (torch.randn(1, length * scale, 4 * scale, 64, device=device).to(dtype) for _ in range(3))
-        return q, k, v, None, None, 0, 0
+        return q, k, v, None, None, None, 0, 0, None
 
     def attend(length: int, scale: int) -> Callable[[], Any]:
         args = arguments(length, scale)
@@ -169,6 +169,6 @@ def attention_rows(
             made = kernel.forward(*args)
             kept = made[2:] if kernel.private else [(*args, *made)[spec.index(n)] for n in spec.saves]
             grads = seeds(spec, args)
-            backward = best_seconds(lambda: run(*grads, *kept, *args[3:]), synchronize)  # noqa: B023
+            backward = best_seconds(lambda: run(*grads, *kept, *args[4:]), synchronize)  # noqa: B023
         rows.append([length * scale, 4 * scale, 64, forward, backward])
     return rows

@@ -139,7 +139,7 @@ def _no_last_row(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _share(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int,
+    delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """A good one: in fp32; where ``delta`` is given, ``out`` is not looked at."""
     run = _good("attention").backward
@@ -148,7 +148,7 @@ def _share(
         given = delta.transpose(1, 2)[..., None]
         out = given * dout.float() / dout.float().square().sum(-1, keepdim=True)
     wide = (x.float() for x in (q, k, v))
-    return run(dout.float(), *wide, out.float(), lse, None, window, q_start, k_start)
+    return run(dout.float(), *wide, None, out.float(), lse, None, window, q_start, k_start, softcap)[:3]
 
 
 def _delta(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -161,9 +161,9 @@ def _rounded_share(*args: Any) -> tuple[torch.Tensor, ...]:
 
 def _share_of_its_own(*args: Any) -> tuple[torch.Tensor, ...]:
     """Takes the log-sum-exp of the keys that it sees for that of all."""
-    dout, q, k, v, out, _, delta, window, q_start, k_start = args
-    lse = _good("attention").forward(q, k, v, None, window, q_start, k_start)[1]
-    return _share(dout, q, k, v, out, lse, delta, window, q_start, k_start)
+    dout, q, k, v, out, _, delta, *options = args
+    lse = _good("attention").forward(q, k, v, None, None, *options)[1]
+    return _share(dout, q, k, v, out, lse, delta, *options)
 
 
 def _loses_a_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ def run_rank(
     q, k, v, grad = (x[:, tokens, a:b].contiguous() for x, (a, b) in zip(whole, heads, strict=True))
     for x in (q, k, v):
         x.requires_grad_()
-    out = ContextAttention(shared)(q, k, v, Context(documents, None))
+    out = ContextAttention(shared)(q, k, v, None, Context(documents, {}))
     assert out.shape == q.shape and out.dtype == q.dtype
     out.backward(grad)
     arrays = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}

@@ -101,6 +101,8 @@ MASKS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("wide window, offset", 33, 50, {"window": 24, "q_start": 30, "k_start": 3}),
     ("window past all keys", 20, 20, {"window": 4, "q_start": 22}),
     ("window alone", 30, 30, {"window": 9, "causal": False}),
+    ("soft-capped window", 43, 43, {"window": 9, "softcap": 0.7}),
+    ("soft-capped", 32, 32, {"softcap": 1.5, "scale": 0.5}),
 ]
 
 

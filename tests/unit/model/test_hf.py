@@ -14,6 +14,7 @@ from hetero_megatron.model import GPTStage, initial_values
 from hetero_megatron.model.gpt import Context
 from hetero_megatron.ops import cross_entropy, rope_frequencies, rope_tables
 from hetero_megatron.spec import ModelSpec, logical_tensors, shares, stage_tensors, tensor_box, whole_share
+from tests.support.families import DENSE
 from tests.support.hf_reference import hf_grads, hf_logits, hf_loss_sum, hf_to_logical, make_hf
 
 LLAMA: dict[str, Any] = {
@@ -42,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_tied": LLAMA | {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 8},
     "gpt2": GPT2,
     "gpt2_untied_relu2": GPT2 | {"tie_word_embeddings": False, "activation_function": "relu2", "n_inner": 50},
+    **DENSE,
 }
 DOCUMENTS = [[0, 3, 4, 12], [0], [0, 9]]
 
@@ -61,8 +63,11 @@ def build(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype,
         "layers": range(spec.num_layers),
         "embed": True,
         "head": True,
+        "seq_length": 17,
     } | changes
-    stage = GPTStage(spec, what["share"], what["layers"], what["embed"], what["head"], dtype=dtype)
+    stage = GPTStage(
+        spec, what["share"], what["layers"], what["embed"], what["head"], dtype=dtype, seq_length=what["seq_length"]
+    )
     held = {t.name: t for t in stage_tensors(spec, what["layers"], what["embed"], what["head"])}
     params = dict(stage.named_parameters())
     assert params.keys() == held.keys()

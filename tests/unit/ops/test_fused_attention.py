@@ -71,8 +71,8 @@ def by_definition() -> Kernel:
     """A provider that serves all calls, and makes gradients of tiles in fp32."""
 
     def share(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, delta: Any, *options: Any) -> Any:
-        tensors = (x.to(lse.dtype) for x in (dout, q, k, v, out))
-        return reference_backward(*tensors, lse, None, *options)
+        dout, q, k, v, out = (x.to(lse.dtype) for x in (dout, q, k, v, out))
+        return reference_backward(dout, q, k, v, None, out, lse, None, *options)[:3]
 
     kernel = torch_registry().kernel("attention", "reference")
     return replace(kernel, parts={"share": share, "delta": lambda dout, out: attn_delta(dout, out)[0]})
@@ -169,12 +169,13 @@ def module(name: str, **members: Any) -> types.ModuleType:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, ...]:
-    return definition(q, k, v, None, None, 0 if causal else k.shape[1], 0)
+    return definition(q, k, v, None, None, None, 0 if causal else k.shape[1], 0)
 
 
 def attend_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    *tensors, causal = args
-    return reference_backward(*tensors, None, None, 0 if causal else tensors[2].shape[1], 0)
+    dout, q, k, v, out, lse, causal = args
+    start = 0 if causal else k.shape[1]
+    return reference_backward(dout, q, k, v, None, out, lse, None, None, start, 0)[:3]
 
 
 def check_stubbed(kernel: FusedKernel) -> None:

@@ -69,7 +69,7 @@ def test_the_planner_and_the_operators_count_the_same_work(name: str, length: in
     assert sum(gemm(*shape).flops for shape in products) == length * layer_matmul_flops(model)
     attention = [meta(1, length, n, wide) for n in (heads, model.num_kv_heads, model.num_kv_heads)]
     pairs = layer_attention_flops(model, visible_pairs(length))
-    cost = SPECS["attention"].forward_cost(*attention, None, None, 0, 0)
+    cost = SPECS["attention"].forward_cost(*attention, None, None, None, 0, 0, None)
     assert cost.flops == pytest.approx(pairs, rel=1.01 / length), "the operator counts half of the diagonal"
     back = SPECS["attention"].backward_flops
     assert (back, SPECS["gemm"].backward_flops) == (ATTENTION_BACKWARD, 2)
