@@ -43,9 +43,10 @@ PLANS: dict[str, Any] = {
 CASES = [(name, two, dtype) for name in PLANS for two in (False, True) for dtype in ("bf16", "fp32")]
 
 
-@pytest.mark.parametrize(("name", "two", "dtype"), quick(CASES, []))
-def test_memory_is_predicted(name: str, two: bool, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", quick(CASES, []))
+def test_memory_is_predicted(case: tuple[str, bool, str], tmp_path: Path) -> None:
     """Within 5 % of what a dry run has at its peak, on every rank."""
+    name, two, dtype = case
     base = load_model("llama2-7b")
     targets = ("q_proj", "v_proj") if two else TARGETS
     lora = Lora(16, 32.0, targets)
