@@ -55,7 +55,7 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     before = peak_rss()
     with MemoryTracker() as memory:
         q, k, v = (torch.randn(1, own, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
-        ContextAttention(shared)(q, k, v, Context(None, None)).sum().backward()
+        ContextAttention(shared)(q, k, v, None, Context(None, {})).sum().backward()
     numbers = world.gather_vectors(torch.tensor([memory.peak, peak_rss() - before], dtype=torch.float64))
     if comm.rank == 0:
         print(json.dumps({"tensors": numbers[:, 0].max().item() / MIB, "resident": numbers[:, 1].max().item() / MIB}))

@@ -56,7 +56,7 @@ def our_attention(comm: Any, count: int, length: int, kind: str) -> tuple[Callab
     comm.create_groups([plan.ranks, *context_groups(built, length)])
     (context,) = stage_contexts(spec, built, length)
     module = ContextAttention(StageAttention(context, comm, None))
-    return (lambda q, k, v: module(q, k, v, Context(None, None))), list(context.member(comm.rank).tokens)
+    return (lambda q, k, v: module(q, k, v, None, Context(None, {}))), list(context.member(comm.rank).tokens)
 
 
 def one_rank(length: int, rounds: int) -> None:

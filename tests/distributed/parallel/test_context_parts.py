@@ -116,8 +116,10 @@ def test_tile_kernels_agree(dtype: torch.dtype, distance: int, window: int | Non
         assert torch.equal(live, torch.isfinite(b))
         torch.testing.assert_close(b.double()[live], a[live], rtol=bound, atol=bound)
     via = OperatorKernel(
-        lambda q, k, v, documents, window, at, start: exact.forward(q, k, v, at - start, window),
-        lambda g, q, k, v, o, e, documents, window, at, start: exact.backward(g, q, k, v, o, e, at - start, window),
+        lambda q, k, v, sinks, documents, window, at, start, cap: exact.forward(q, k, v, at - start, window),
+        lambda g, q, k, v, sinks, o, e, documents, window, at, start, cap: exact.backward(
+            g, q, k, v, o, e, at - start, window
+        ),
     )
     assert torch.equal(via.forward(q, k, v, distance, window)[0], want[0])
     assert torch.equal(via.backward(grad, q, k, v, *want, distance, window)[1], backward[1])
@@ -217,7 +219,7 @@ def peak_of(ranks: int, own: int, block: int, transport: str = "ring") -> int:
         q = torch.empty(1, own, 4, 16, requires_grad=True)
         k, v = (torch.empty(1, own, 2, 16, requires_grad=True) for _ in range(2))
         shared = StageAttention(context, comm, None)
-        ContextAttention(shared)(q, k, v, Context(None, None)).sum().backward()
+        ContextAttention(shared)(q, k, v, None, Context(None, {})).sum().backward()
     return memory.peak
 
 
