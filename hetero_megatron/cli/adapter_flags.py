@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetero_megatron.cli.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec, adapted
-from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.spec.lora import all_linear
 from hetero_megatron.training.config import AdapterConfig
 
 _FLAGS = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora"}
@@ -24,16 +24,11 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
         return _loaded(args, spec)
     alpha = args["lora_alpha"] if args["lora_alpha"] is not None else float(args["lora_rank"])
     try:
-        lora = Lora(args["lora_rank"], alpha, tuple(args["lora_targets"] or _targets(spec)), args["use_rslora"])
+        lora = Lora(args["lora_rank"], alpha, tuple(args["lora_targets"] or all_linear(spec.gated)), args["use_rslora"])
         return adapted(spec, lora)
     except UserError as error:
         key = _FLAGS[error.field]
         raise flag_error(key, error.value, error.problem, error.accepted) from None
-
-
-def _targets(spec: ModelSpec) -> tuple[str, ...]:
-    """All linear layers that the model has."""
-    return TARGETS if spec.gated else tuple(name for name in TARGETS if name != "gate_proj")
 
 
 def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:

@@ -14,6 +14,7 @@ import yaml
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.companion import Companion
+from hetero_megatron.cli.lora_arguments import add_lora, with_lora
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document
@@ -48,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     other = bool(args.without or args.add)
     companion = Companion(args.out, args.cluster, other or args.objective != "tokens")
-    model, cluster = stretched(load_model(args.model), args.seq_length), load_cluster(args.cluster)
+    model = with_lora(args, stretched(load_model(args.model), args.seq_length))
+    cluster = load_cluster(args.cluster)
     if args.without:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
     for text in args.add or ():
@@ -116,6 +118,7 @@ def _parser() -> ArgumentParser:
     add("--quiet", action="store_true", help="no progress on standard error")
     add("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
     add("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
+    add_lora(parser)
     add("--micro-batch-size", type=int, metavar="N", help="only this one (default: all that make sense)")
     add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
     add("--context", default="auto", choices=("auto", "always", "never"),

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.lora_arguments import add_lora, with_lora
 from hetero_megatron.cli.output import write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
                         help="of weights and activations (what the plan was made for, else bf16)")  # fmt: skip
     parser.add_argument("--optimizer", choices=("adam", "sgd"),
                         help="for its state (what the plan was made for, else adam)")  # fmt: skip
+    add_lora(parser)
     parser.add_argument("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
                         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if name is None:
         problem = "missing, and the plan names none" if made is None else f"missing, and {made.model} is not here"
         raise UserError(problem, field="--model", accepted="preset, Hugging Face directory or config.json")
-    model, cluster = load_model(name), load_cluster(args.cluster)
+    model, cluster = with_lora(args, load_model(name)), load_cluster(args.cluster)
     if made is not None:
         made.agree_on_model(model, args.plan)
     for key, usual in (("dtype", "bf16"), ("optimizer", "adam")):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.model import GPTStage
+from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.context import ContextAttention
 from hetero_megatron.parallel.recompute import is_recomputed
 from hetero_megatron.parallel.tensor import RowParallelLinear
@@ -16,6 +18,11 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
     Collectives stay outside: they are in hooks around the modules or in modules that are left as they are.
     """
     for layer in stage.layers():
+        if isinstance(layer.mlp, MoEMLP):
+            raise UserError(
+                "mixture-of-experts layers cannot be compiled: rows per expert are known only when they run",
+                field="--compile", accepted="leave the flag out",
+            )  # fmt: skip
         for module in layer.modules():
             again = module is not layer and is_recomputed(module)  # a whole layer's blocks are compiled inside it
             if again or isinstance(module, (RowParallelLinear, ContextAttention)):

@@ -27,7 +27,8 @@ def apply_lora(stage: GPTStage, lora: Lora, dtype: torch.dtype, device: torch.de
 def _adapt(linear: Linear, lora: Lora, dtype: torch.dtype, device: torch.device | str) -> None:
     outputs, inputs = linear.weight.shape
     for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
-        adapter = Linear(columns, rows, False, linear.kernels).to(device=device, dtype=dtype)
+        adapter = Linear(0, 0, False, linear.kernels)
+        adapter.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         linear.add_module(name, adapter)
     linear.product = partial(_product, linear, lora.scale)  # type: ignore[method-assign]
 

@@ -14,9 +14,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
 from hetero_megatron.plan.fields import parse_ranks, reduced
+from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples, unit_sequences
 from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
@@ -84,6 +86,24 @@ def expert_groups(stage: Stage, num_experts: int) -> tuple[ExpertGroup, ...]:
 def routing_groups(stage: Stage) -> list[tuple[int, ...]]:
     """Groups of several ranks that exchange routed tokens and are no TP group, ascending ranks in each."""
     return [tuple(sorted(group.ranks)) for group in stage.experts if len(group.ranks) > 1]
+
+
+def require_rows(plan: Plan, batch_size: int) -> None:
+    """Refuse a batch in which a rank of an expert group has no sequences: the others would wait for its tokens.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    for p, (pipeline, (start, stop)) in enumerate(zip(plan.pipelines, pipeline_samples(plan, batch_size), strict=True)):
+        for s, stage in enumerate(pipeline.stages):
+            shared = any(len({u.sequences for u in stage.units if {*u.ranks} & {*g.ranks}}) > 1 for g in stage.experts)
+            for size in set(micro_batch_sizes(pipeline, stop - start)) if shared else ():
+                if any(a == b for a, b in unit_sequences(stage, size)):
+                    raise UserError(
+                        f"a micro-batch of {plural(size, 'sequence')} leaves a replica that shares experts without any",
+                        field=f"pipelines[{p}].stages[{s}].experts", value=f"a batch of {batch_size}",
+                        accepted="batches of whole micro-batches, or expert groups inside one replica",
+                    )  # fmt: skip
 
 
 def has_experts(spec: ModelSpec, stage: Stage) -> bool:

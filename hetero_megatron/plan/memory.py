@@ -195,14 +195,20 @@ def held_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: 
     return layers * _elements(spec, "layer", share) + _elements(spec, _ends(embed, head), share)
 
 
+def trained_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: Share) -> int:
+    """Those of :func:`held_elements` that have gradients and optimizer states: all, or with adapters only these."""
+    return layers * _elements(spec, "layer", share, True) + _elements(spec, _ends(embed, head), share, True)
+
+
 def _ends(embed: bool, head: bool) -> str:
     return ("embed" if embed else "") + ("head" if head else "")
 
 
 @lru_cache(maxsize=4096)
-def _elements(spec: ModelSpec, what: str, share: Share) -> int:
+def _elements(spec: ModelSpec, what: str, share: Share, trained: bool = False) -> int:
     layers: Iterable[int] = (0,) if what == "layer" else ()
-    return sum(tensor_box(t, share).size for t in stage_tensors(spec, layers, "embed" in what, "head" in what))
+    tensors = stage_tensors(spec, layers, "embed" in what, "head" in what)
+    return sum(tensor_box(t, share).size for t in tensors if t.trained or not trained)
 
 
 @lru_cache(maxsize=1024)
@@ -231,11 +237,14 @@ def host_bytes(owned: float, moments: int = 2) -> int:
     return round(4 * owned * (moments + 1))
 
 
-def state_bytes(held: int, owned: float, item: int, moments: int = 2) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer) of a rank that holds and owns so many elements."""
+def state_bytes(
+    held: int, owned: float, item: int, moments: int = 2, trained: int | None = None
+) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer) of a rank that holds and owns so many elements; ``trained``: of those held, None:
+    all."""
     wide = max(item, 4)
     master = 4 if item == 2 else 0
-    return held * item, held * wide, round(owned * (moments * wide + master))
+    return held * item, (held if trained is None else trained) * wide, round(owned * (moments * wide + master))
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:

@@ -73,10 +73,36 @@ def head_flops(spec: ModelSpec, seq_length: int) -> int:
 
 
 def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
-    """Forward and backward FLOPs of the whole model for one sequence: about 6 N per token, plus attention."""
+    """Forward and backward FLOPs of the whole model for one sequence: about 6 N per token (4 N of a frozen base), plus
+    attention."""
     layers = round(spec.num_layers * seq_length * layer_matmul_flops(spec))
     attention = round(layer_attention_flops(spec, attention_pairs(spec, seq_length)))
-    return 3 * (layers + attention + head_flops(spec, seq_length))
+    head = head_flops(spec, seq_length)
+    if spec.lora is None:
+        return 3 * (layers + attention + head)
+    # What is frozen has no weight gradients.
+    return 2 * (layers + head) + 3 * (attention + spec.num_layers * seq_length * adapter_flops(spec))
+
+
+def adapter_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the matrices of one layer that have an adapter."""
+    found = [t.shape for t in logical_tensors(spec) if t.layer == 0 and t.trained] if spec.lora is not None else []
+    return [(b[0], a[1]) for a, b in zip(found[::2], found[1::2])]
+
+
+def adapter_flops(spec: ModelSpec) -> int:
+    """Forward FLOPs per token of one layer's adapters."""
+    return 2 * sum(t.size for t in logical_tensors(spec) if t.layer == 0 and t.trained) if spec.lora is not None else 0
+
+
+def adapter_widths(spec: ModelSpec) -> int:
+    """What the adapters of one layer keep between A and B, per token: their ranks."""
+    return spec.lora.rank * len(adapter_shapes(spec)) if spec.lora is not None else 0
+
+
+def trained_count(spec: ModelSpec) -> int:
+    """Parameters that are trained."""
+    return sum(t.size for t in logical_tensors(spec) if t.trained)
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -119,7 +145,8 @@ def layer_activation_bytes(
     - of a mixture of experts, for each expert of a token its input and its output, 2 h;
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
-      log-sum-exp is one fp32 number per head.
+      log-sum-exp is one fp32 number per head;
+    - of adapters, whole: what is between A and B, their rank each.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
     scores, so only the log-sum-exp is saved that way.
@@ -134,7 +161,7 @@ def layer_activation_bytes(
     if recompute == "full":
         return round(tokens * h / (shards or tp)) * itemsize
     shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
-    gathered = 2 * h
+    gathered = 2 * h + adapter_widths(spec)
     cut = 2 * q + 2 * kv + mlp_widths(spec) * mlp_columns(spec) + routed_widths(spec) * h
     if spec.qk_norm:
         cut += q + kv
@@ -157,7 +184,7 @@ def layer_backward_bytes(
     """
     h, f = spec.hidden_size, mlp_columns(spec) / tp
     row = tokens * itemsize
-    weight = h * f
+    weight = h * f if spec.lora is None else 0
     inside = (2 if spec.gated else 1) * f
     worst = max(row * inside, row * (h + f) + weight * itemsize)
     if itemsize == 2:
@@ -176,13 +203,15 @@ def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: flo
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * mlp_columns(spec) + routed_widths(spec) * h
-    return round(tokens * itemsize * (4 * h + cut / tp))
+    return round(tokens * itemsize * (4 * h + 2 * adapter_widths(spec) + cut / tp))
 
 
 def head_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False) -> int:
     """The same of the head: its input and the gradients of the logits; none where head and loss go through chunks of
-    tokens, whose weight gradient is not put off."""
-    return 0 if chunked else round(tokens * itemsize * (spec.hidden_size + spec.vocab_size / tp))
+    tokens, whose weight gradient is not put off, or where it is frozen."""
+    if chunked or spec.lora is not None:
+        return 0
+    return round(tokens * itemsize * (spec.hidden_size + spec.vocab_size / tp))
 
 
 def head_activation_bytes(
@@ -210,7 +239,8 @@ def head_backward_bytes(
     probabilities, or the gradients of the head's input and, before it is added up, of its weight, which is wide where
     chunks of tokens add to it."""
     h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
-    gradients = tokens * itemsize * h + vocab * h * (wide if chunked else itemsize)
+    weight = vocab * h * (wide if chunked else itemsize) if spec.lora is None else 0
+    gradients = tokens * itemsize * h + weight
     logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
     if logits:  # the wide probabilities are gone before the products of backward
         gradients -= tokens * (wide - itemsize) * vocab

@@ -11,6 +11,11 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 MAX_RANK = 1 << 14
 
 
+def all_linear(gated: bool) -> tuple[str, ...]:
+    """Every projection of a model whose MLP has a gate or not."""
+    return TARGETS if gated else tuple(name for name in TARGETS if name != "gate_proj")
+
+
 @dataclass(frozen=True)
 class Lora:
     """Adapters of PEFT's kind: A [rank, inputs], B [outputs, rank].

@@ -206,7 +206,7 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = asdict(value) if isinstance(value, MoE) else value
+                found[f.name] = asdict(value) if isinstance(value, MoE | Lora) else value
         kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}

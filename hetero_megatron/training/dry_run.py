@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.errors import UserError
 from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.parallel.update import Optimizer
@@ -51,6 +52,11 @@ class DryRun:
 def run_rank(config: RunConfig, rank: int) -> DryRun:
     """Build the rank's part of the plan and run one nominal step, as it is once the moments are there."""
     start = time.perf_counter()
+    if config.spec.moe is not None:
+        raise UserError(
+            "a mixture of experts cannot run without values: how many tokens go where is known only then",
+            field="--dry-run", accepted="a dense model, or a run",
+        )  # fmt: skip
     check_offload(config.plan, config.optimizer.name, config.dtype)
     comm = FakeComm(rank, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
@@ -69,7 +75,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
         memory.host = False
-        parameters = _bytes(runtime.sync.params.values())
+        parameters = _bytes(runtime.model.parameters())
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.

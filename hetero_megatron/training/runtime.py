@@ -47,7 +47,7 @@ from hetero_megatron.plan import (
 )
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
-from hetero_megatron.plan.experts import rank_shares
+from hetero_megatron.plan.experts import rank_shares, require_rows
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.schedule import Action, receive_order
 from hetero_megatron.spec import LogicalTensor, stage_tensors, tensor_box
@@ -279,6 +279,7 @@ class Runtime:
         before it first runs."""
         key = (batch_size, forward_only)
         if key not in self._schedules:
+            require_rows(self.plan, batch_size)
             schedule = self.compiled.schedules(batch_size)[self.place.pipeline]
             left_out = {"UPDATE", "SPREAD"} | (_BACKWARD if forward_only else set())
             rows = schedule.stages[self.place.stage], receive_order(schedule, self.place.stage)

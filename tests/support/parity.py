@@ -20,6 +20,7 @@ from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.random_plans import random_model, random_plan
+from tests.support.vendors import with_attention
 
 EOD = 0
 STEPS = 3
@@ -136,7 +137,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
 
 def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
     """One rank of the runtime; returns what it saw, with the box of every array."""
-    plan = plan_for(plan, comm.islands)
+    plan = with_attention(plan_for(plan, comm.islands), comm.device)
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hetero_megatron.plan import Plan
 from hetero_megatron.platform import CPU, Platform
 from tests.support.paths import ROOT
 
@@ -31,6 +33,17 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
     store.set(f"walled/{rank}", Walled.vendor)
     store.wait([f"walled/{r}" for r in range(size)], timeout)
     return dist.ProcessGroupGloo(dist.PrefixStore("walled", store), rank, size, timeout)
+
+
+def with_attention(plan: Plan, device: torch.device) -> Plan:
+    """On an emulated device, the plan with attention by its definition, which no device runs unasked."""
+    if device.type == "cpu":
+        return plan
+    asked = (("attention", "reference"),)
+    pipelines = tuple(
+        replace(p, stages=tuple(replace(s, kernels=asked) for s in p.stages)) for p in plan.pipelines
+    )  # fmt: skip
+    return replace(plan, pipelines=pipelines)
 
 
 def build_emulated() -> None:

@@ -59,7 +59,7 @@ FLAGS = (
            "SAVE/profile/trace.json", needs=needs("--save")),
     count("--profile-step-start", 10, "the first profiled step, counted from 0", least=0, needs=_PROFILED),
     count("--profile-step-end", 12, "the step before which it ends, counted from 0", needs=_PROFILED),
-    value("--profile-ranks", int, [0], "ranks whose torch profiler output is written", least=0, nargs="+",
+    value("--profile-ranks", int, [0], "ranks whose torch profiler output is written", least=0, most=65_535, nargs="+",
           needs=needs("--use-pytorch-profiler", harmless=True)),
     switch("--use-pytorch-profiler", "also write torch profiler output of --profile-ranks: "
            "SAVE/profile/torch-rank-N.json", needs=_PROFILED),

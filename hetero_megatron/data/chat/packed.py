@@ -16,7 +16,7 @@ from hetero_megatron.data.chat.conversation import read_conversation
 from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
-from hetero_megatron.data.chat.records import Records
+from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
@@ -28,7 +28,9 @@ _REPORT_SECONDS = 10.0
 _TIES, _ORDER = 2, 3  # purposes of permutations, beside those of pretraining data
 
 
-def encode_store(records: Records, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log) -> TokenStore:
+def encode_store(
+    records: RecordSource, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log
+) -> TokenStore:
     """All conversations of a data set: ``2 * id + counts`` of every token, in one store; large ones are cached.
 
     Args:
@@ -62,7 +64,7 @@ def encode_store(records: Records, encoder: ChatEncoder, cache: str | None, limi
 
 
 def encoded_records(
-    records: Records, encoder: ChatEncoder, limit: int | None, skip: int = 0
+    records: RecordSource, encoder: ChatEncoder, limit: int | None, skip: int = 0
 ) -> Iterator[tuple[Encoded, str]]:
     """(tokens and mask, where it was read) of every record."""
     for value, where in records.read(skip):
@@ -79,7 +81,7 @@ def _parted(stored: np.ndarray) -> Encoded:
     return Encoded(stored.astype(np.int64) >> 1, (stored & 1).astype(bool))
 
 
-def empty(records: Records) -> UserError:
+def empty(records: RecordSource) -> UserError:
     return UserError("the data set has no record", field="--data-path", value=records.name, accepted="conversations")
 
 

@@ -28,7 +28,7 @@ class Record(NamedTuple):
     where: str
 
 
-class Records(Protocol):
+class RecordSource(Protocol):
     """A data set.
 
     Attributes:
@@ -47,7 +47,7 @@ class Records(Protocol):
         ...
 
 
-def find_records(path: str, field: str, streaming: bool = False) -> Records:
+def find_records(path: str, field: str, streaming: bool = False) -> RecordSource:
     """The data set of a path, glob or folder, or ``hub:NAME``.
 
     Args:

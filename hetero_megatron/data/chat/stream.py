@@ -18,7 +18,7 @@ from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packed import empty, encoded_records, epoch_packs
 from hetero_megatron.data.chat.packing import packed_sample
-from hetero_megatron.data.chat.records import Records
+from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
 
@@ -39,7 +39,7 @@ class StreamedConversations:
     """Samples in the order of the data, shuffled within blocks. Thread-safe."""
 
     def __init__(
-        self, records: Records, encoder: ChatEncoder, seq_length: int, seed: int, pad: int, overlong: Overlong,
+        self, records: RecordSource, encoder: ChatEncoder, seq_length: int, seed: int, pad: int, overlong: Overlong,
         packing: bool = True, block: int = 1000, limit: int | None = None,
     ) -> None:  # fmt: skip
         self.records, self.seq_length, self.overlong = records, seq_length, overlong

@@ -22,6 +22,7 @@ from hetero_megatron.plan.memory import (
     host_bytes,
     kept_bytes,
     state_bytes,
+    trained_elements,
     working_bytes,
 )
 from hetero_megatron.planner.cost.link_model import LinkPrice
@@ -289,7 +290,7 @@ class CostModel:
 
     def owned_elements(self, stage: StageChoice, replicas: float) -> float:
         """Elements whose optimizer states one rank keeps when ``replicas`` pipelines hold the same layers."""
-        return self.held_elements(stage) / (stage.dp * replicas)
+        return self.trained_elements(stage) / (stage.dp * replicas)
 
     def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
         return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
@@ -305,14 +306,19 @@ class CostModel:
 
     def held_elements(self, stage: StageChoice) -> int:
         """Elements on the stage's rank that holds the most."""
-        return self.most_held(stage.tp, stage.layers, stage.embed, stage.head)
+        what = (stage.layers, stage.embed, stage.head)
+        return max(held_elements(self.model, *what, share) for share in equal_shares(self.model, stage.tp))
 
-    def most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
-        """:meth:`held_elements` of a stage given by these values."""
+    def trained_elements(self, stage: StageChoice) -> int:
+        """Elements with gradients on the stage's rank that holds the most of them."""
+        return self.most_trained(stage.tp, stage.layers, stage.embed, stage.head)
+
+    def most_trained(self, tp: int, layers: int, embed: bool, head: bool) -> int:
+        """:meth:`trained_elements` of a stage given by these values."""
         key = (tp, layers, embed, head)
         if key not in self._most:
             self._most[key] = max(
-                held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp)
+                trained_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp)
             )
         return self._most[key]
 
@@ -339,7 +345,7 @@ class CostModel:
         """
         kept, working = self.activation_bytes(stage, micro_batch_size)
         activations = in_flight * kept + working
-        held = self.held_elements(stage)
+        held = self.trained_elements(stage)
         moving, adding, together, largest = self.buffering(stage, replicas)
         buffers = int(max(moving * min(held, together), adding * min(held, largest)))
         host = host_bytes(self.owned_elements(stage, replicas), self.options.moments) if stage.offload else 0
@@ -348,7 +354,8 @@ class CostModel:
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
         held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
-        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments)
+        trained = self.trained_elements(stage)
+        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained)
         return weights, gradients, 0 if stage.offload else optimizer
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:

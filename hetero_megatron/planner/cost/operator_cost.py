@@ -12,7 +12,13 @@ from dataclasses import replace
 
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.flops import layer_attention_flops, mean_attention_pairs, mlp_columns, visible_pairs
+from hetero_megatron.spec.flops import (
+    adapter_shapes,
+    layer_attention_flops,
+    mean_attention_pairs,
+    mlp_columns,
+    visible_pairs,
+)
 
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
@@ -99,8 +105,10 @@ class Operators:
         """(B_INPUT, W) of one layer: measured, else as :func:`_split` has it."""
 
         def modelled(share: float, rows: float, length: int) -> Seconds:
-            by_operators = self._layer_by_operators(share, rows, length)[1]
-            return _split(self.layer(share, rows, length)[1], self._products(share, rows * length) / by_operators)
+            by_operators, tokens = self._layer_by_operators(share, rows, length)[1], rows * length
+            lora = self.model.lora is not None
+            weights = self._adapters(share, tokens) if lora else self._products(share, tokens)
+            return _split(self.layer(share, rows, length)[1], weights / by_operators)
 
         return self._cached("split_layers", share, rows, length, modelled)
 
@@ -108,7 +116,8 @@ class Operators:
         """The same of the head."""
 
         def modelled(share: float, rows: float, length: int) -> Seconds:
-            product = self.gemm(rows * length, share * self.model.vocab_size, self.model.hidden_size)
+            columns = share * self.model.vocab_size * (self.model.lora is None)
+            product = self.gemm(rows * length, columns, self.model.hidden_size)
             by_operators = self._head_by_operators(share, rows, length)[1]
             return _split(self.head(share, rows, length)[1], product / by_operators)
 
@@ -240,12 +249,27 @@ class Operators:
         unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
         launches = 1 + UNFUSED if unfused else 1.0
         forward = max(products + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
-        backward = 2 * (products + small) + core[1] + exchange[1]
+        frozen, adapters = model.lora is not None, self._adapters(share, tokens)
+        forward += adapters
+        backward = (1 if frozen else 2) * products + 2 * (small + adapters) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
+
+    def _adapters(self, share: float, tokens: float) -> float:
+        """Seconds of the adapters of a layer in forward: two narrow products each, and their addition."""
+        lora = self.model.lora
+        if lora is None:
+            return 0.0
+        seconds = 0.0
+        for outputs, inputs in adapter_shapes(self.model):
+            cut_rows = inputs == self.model.hidden_size  # else the columns
+            n, k = (share * outputs, inputs) if cut_rows else (outputs, share * inputs)
+            seconds += self.gemm(tokens, lora.rank, k) + self.gemm(tokens, n, lora.rank)
+            seconds += 3 * self.item * tokens * n / self.rates.bytes_per_second
+        return seconds
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second
-        return moved, 2 * moved
+        return moved, 0.0 if self.model.lora is not None else 2 * moved
 
     def _head_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         tokens, vocab = rows * length, share * self.model.vocab_size
@@ -253,7 +277,7 @@ class Operators:
         wide = max(self.item, 4)
         forward = tokens * vocab * (self.item + 3 * wide) / self.rates.bytes_per_second
         backward = tokens * vocab * (2 * wide + self.item) / self.rates.bytes_per_second
-        return product + forward, 2 * product + backward
+        return product + forward, (2 if self.model.lora is None else 1) * product + backward
 
 
 def _split(backward: float, weight_share: float) -> Seconds:

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan.memory import equal_shares, held_elements
+from hetero_megatron.plan.memory import equal_shares, trained_elements
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form
@@ -93,7 +93,7 @@ class TemplateBounds:
     def update_seconds(self) -> float:
         """Least seconds in which all chips together update all parameters, however the states are divided."""
         costs, chips = self.scorer.costs, [(g.chip, g.chips) for g in self.scorer.pool.groups]
-        total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
+        total = trained_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
 
         def most(seconds_: float) -> float:
             left = [(n, chip, seconds_ - costs.chip_rates(chip).step_seconds) for chip, n in chips]
@@ -126,7 +126,7 @@ class TemplateBounds:
         if pipelines * stage.dp == 1 or not stage.layers:
             return 0.0, 0.0, optimizer
         copies, item = pipelines * stage.dp, self.scorer.costs.wide
-        held = self.scorer.costs.held_elements(self.scorer.tables.choice(stage, False, False))
+        held = self.scorer.costs.trained_elements(self.scorer.tables.choice(stage, False, False))
         moved = held * (copies - 1) / copies
         # Some may go to copies in the node, the others through its cards, which the TP group shares.
         (inside, a), (outside, b) = (self.links.best(stage.group, near) for near in (True, False))

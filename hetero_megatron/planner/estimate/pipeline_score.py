@@ -51,7 +51,7 @@ class PipelineScorer:
             own = costs.backward_seconds(choice, size)
             bare, plain = (costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head))
             layer = (bare - costs.action_seconds(choice.chip)) / stage.layers if stage.layers else 0.0
-            saved = costs.held_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
+            saved = costs.trained_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
             self._stages[key] = StageSeconds(
                 costs.forward_seconds(choice, size) + messages, own + messages, own, layer, plain, saved
             )

@@ -232,7 +232,7 @@ class StageTables:
 
     def _buffers(self, kind: StageKind) -> Floats:
         moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
-        none, one = (self.costs.most_held(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
+        none, one = (self.costs.most_trained(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
         held = none + (one - none) * self._layers
         found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
         return np.asarray(found, np.float64)

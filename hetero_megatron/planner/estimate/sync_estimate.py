@@ -97,7 +97,7 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
             loads.segments.append(SyncSegment(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
         segment, before = loads.segments[-1], holders
         for at in holders:
-            segment.held[at] += costs.most_held(stages[at].tp, layers, end == "embed", end == "head")
+            segment.held[at] += costs.most_trained(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in segment.lowest:
                 segment.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
         segment.embed = end == "embed"

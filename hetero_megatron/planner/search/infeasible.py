@@ -14,7 +14,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
 from hetero_megatron.planner.search.layers_program import LayersProgram, ProgramInputs, grid
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.spec.flops import parameter_count
+from hetero_megatron.spec.flops import parameter_count, trained_count
 
 MOST_NODES = 4096
 
@@ -38,8 +38,8 @@ def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
     if away:
         scorer = scorer.for_pool(pool, offload=frozenset(g.chip for g in pool.groups))
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
-    count = parameter_count(model)
-    weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
+    count, trained = parameter_count(model), trained_count(model)
+    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained)
     what, state = "weights, gradients and optimizer", weights + gradients + optimizer
     if away:
         what, state = "weights and gradients, with the optimizer in host memory,", weights + gradients

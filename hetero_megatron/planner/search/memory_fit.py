@@ -21,8 +21,8 @@ from hetero_megatron.plan.memory import (
     MemoryBytes,
     bucket_elements,
     equal_shares,
-    held_elements,
     state_bytes,
+    trained_elements,
 )
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
@@ -130,11 +130,11 @@ class MemoryFit:
         if key not in self._known_limits:
             costs = self.scorer.costs
             choice = self.scorer.tables.choice(stage, embed, head)
-            held = costs.held_elements(choice)
-            weights, gradients, optimizer = state_bytes(held, held, costs.item, costs.options.moments)
+            held, trained = costs.held_elements(choice), costs.trained_elements(choice)
+            weights, gradients, optimizer = state_bytes(held, trained, costs.item, costs.options.moments, trained)
             free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
             known = [bucket_elements(costs.model, embed, head, x) for x in equal_shares(costs.model, stage.tp)]
-            buckets = min(held, max(together for _, together in known)) * costs.wide * ranks if ranks > 1 else 0
+            buckets = min(trained, max(together for _, together in known)) * costs.wide * ranks if ranks > 1 else 0
             room = free - optimizer
             self._known_limits[key] = free, room if buckets <= room else -1
         return self._known_limits[key]
@@ -142,7 +142,7 @@ class MemoryFit:
     @cached_property
     def _all_states(self) -> int:
         costs = self.scorer.costs
-        total = held_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
+        total = trained_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
         return state_bytes(total, total, costs.item, costs.options.moments)[2]
 
     def _fastest_that_fit(self, placed: PlacedTemplate, rooms: Mapping[int, int]) -> list[list[Level]] | None:
@@ -219,7 +219,7 @@ class MemoryFit:
         cuts = sorted({n for row in starts for n in row})
 
         def state(layers: int, embed: bool, head: bool) -> float:
-            held = held_elements(costs.model, layers, embed, head, share)
+            held = trained_elements(costs.model, layers, embed, head, share)
             return float(state_bytes(held, held, costs.item, costs.options.moments)[2])
 
         found = [(state(0, True, False), [(p, 0) for p in range(len(starts))])]
@@ -271,7 +271,7 @@ class MemoryFit:
             chip, needs = costs.cluster.ranks[rank].chip, known[i]
             optimizer = needs.optimizer
             if not costs.options.sharded:
-                held = needs.weights // costs.item
+                held = needs.gradients // costs.wide
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             free = costs.memory_limit(chip) - costs.overhead(chip) - needs.weights - needs.gradients
             found[rank] = StateRoom(free, optimizer, needs.buffers)

@@ -20,16 +20,18 @@ from hetero_megatron.plan.memory import (
     activation_bytes,
     buffer_bytes,
     chunk_limit,
+    held_elements,
     host_bytes,
     kept_bytes,
     operand_bytes,
     state_bytes,
+    trained_elements,
     working_bytes,
 )
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE, pipeline_schedule
 from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.schedule import Held, generate, held_states
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.words import plural, rank_ranges
 
@@ -72,14 +74,28 @@ def estimate_memory(
         recent[:, :, at] = last
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
         buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
+    frozen = _frozen(plan, spec) if spec.lora is not None else {}
     offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
     for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
-        weights, gradients, optimizer = state_bytes(has, owns, item, moments)
+        trained = has
+        has += frozen.get(rank, 0)
+        weights, gradients, optimizer = state_bytes(has, owns, item, moments, trained)
         host = 0
         if rank in offloading:
             optimizer, host = 0, host_bytes(owns, moments)
         out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
     return out
+
+
+def _frozen(plan: Plan, spec: ModelSpec) -> dict[int, int]:
+    """Elements that each rank holds and that are not trained."""
+    found = {}
+    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        for unit in stage.units:
+            for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True):
+                what = (spec, stage.num_layers, stage.embed, stage.head, share)
+                found[rank] = held_elements(*what) - trained_elements(*what)
+    return found
 
 
 def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:

@@ -26,7 +26,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.spec.flops import parameter_count
+from hetero_megatron.spec.flops import parameter_count, trained_count
 
 MOST_SEARCHED = 48
 MOST_PARTS = 1 << 16  # parts that are ranked; if there are more, groups are only halved, or not divided
@@ -113,8 +113,8 @@ def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
 
 
 def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
-    count = parameter_count(costs.model)
-    weights, gradients, optimizer = state_bytes(count, count, costs.item, costs.options.moments)
+    count, trained = parameter_count(costs.model), trained_count(costs.model)
+    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained)
     away = problem.space.offload != "never" and problem.can_offload
     return weights + gradients + (0 if away else optimizer)
 

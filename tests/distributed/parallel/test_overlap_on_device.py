@@ -22,7 +22,7 @@ from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import check_case, fixed_case
 from tests.support.pool import Pool, shared_pool
-from tests.support.vendors import build_emulated
+from tests.support.vendors import build_emulated, with_attention
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
@@ -72,7 +72,7 @@ def starts_of(comm: Comm, name: str, key: str) -> list[str]:
     """What rank 0 was doing when each bucket's exchange started; the others begin when as many have as there is memory
     for. (Then its compute stream waits, and on this device with it the host.)"""
     spec = from_hf_config(MODEL)
-    plan = plan_for(plan_from_dict(plan_of(name), spec), comm.islands)
+    plan = with_attention(plan_for(plan_from_dict(plan_of(name), spec), comm.islands), comm.device)
     compiled = CompiledPlan(plan, spec, bucket_bytes=16 << 10)
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:

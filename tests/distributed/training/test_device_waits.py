@@ -20,7 +20,7 @@ from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import Pool, shared_pool
-from tests.support.vendors import build_emulated
+from tests.support.vendors import build_emulated, with_attention
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6,
@@ -58,7 +58,7 @@ def case(stages: list[dict[str, Any]], micro_batches: int) -> Case:
 def waits_of_a_step(comm: Comm, case: Case) -> dict[str, Any]:
     """By what the third step held up this rank's host, and its times."""
     spec = from_hf_config(MODEL)
-    plan = plan_for(plan_from_dict(case.plan, spec), comm.islands)
+    plan = with_attention(plan_for(plan_from_dict(case.plan, spec), comm.islands), comm.device)
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:

@@ -1,0 +1,100 @@
+"""Memory of adapters beside a frozen base: formulas against dry runs, and what the planner finds with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.cli.main import main
+from hetero_megatron.plan import dump_yaml, plan_from_dict
+from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.spec import Lora, adapted, load_model
+from hetero_megatron.spec.flops import parameter_count, sequence_flops, trained_count
+from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.training.dry_run import run_rank
+from tests.support.selection import quick
+from tests.support.small_plans import pipe, plan, stage
+
+CARDS = """\
+version: 1
+nodes:
+  - {name: big, chip: card24, chips_per_node: 2}
+  - {name: small, chip: card16}
+chips:
+  card24: {memory: 24 GiB, tflops: {bf16: 140}, memory_bandwidth: 900 GB/s}
+  card16: {memory: 16 GiB, tflops: {bf16: 60}, memory_bandwidth: 450 GB/s}
+links:
+  intra_node: {bandwidth: 20 GB/s, latency: 10 us}
+  inter_node: {bandwidth: 1.2 GB/s, latency: 30 us}
+"""
+SIZES = "--seq-length 2048 --global-batch-size 16"
+PLANS: dict[str, Any] = {
+    "pipeline": plan([pipe(1, 8, stage([0], [0, 18]), stage([1], [18, 32]))], seq_length=1024),
+    "tp": plan([pipe(2, 2, stage([0, 1, 2], [0, 32], tp=3, tp_split=[2, 1, 1], recompute="full"))], seq_length=1024),
+    "first": plan([pipe(1, 4, stage([0], [0, 20], recompute={"first": 7}), stage([1, 2], [20, 32], tp=2))],
+                  seq_length=512),
+}  # fmt: skip
+
+
+CASES = [(name, two, dtype) for name in PLANS for two in (False, True) for dtype in ("bf16", "fp32")]
+
+
+@pytest.mark.parametrize(("name", "two", "dtype"), quick(CASES, []))
+def test_memory_is_predicted(name: str, two: bool, dtype: str, tmp_path: Path) -> None:
+    """Within 5 % of what a dry run has at its peak, on every rank."""
+    base = load_model("llama2-7b")
+    targets = ("q_proj", "v_proj") if two else TARGETS
+    lora = Lora(16, 32.0, targets)
+    made = plan_from_dict(PLANS[name], adapted(base, lora))
+    (tmp_path / "plan.yaml").write_text(dump_yaml(made))
+    words = ["--plan", str(tmp_path / "plan.yaml"), "--model", "llama2-7b", "--dry-run", "--lora-rank", "16"]
+    words += ["--dtype", dtype, "--lora-targets", *targets]
+    run = configure(words, {})
+    predicted = estimate_memory(run.plan, run.spec, dtype)
+    for rank in run.plan.ranks:
+        found = run_rank(run, rank)
+        assert abs(predicted[rank].total - found.peak) <= 0.05 * found.peak, (rank, predicted[rank], found)
+
+
+def test_what_is_frozen_costs_less() -> None:
+    base = load_model("llama2-7b")
+    spec = adapted(base, Lora(16, 16.0))
+    assert trained_count(spec) == parameter_count(spec) - parameter_count(base) == 39_976_960  # as peft counts them
+    assert 0.66 < sequence_flops(spec, 2048) / sequence_flops(base, 2048) < 0.72
+
+
+def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(words.split())
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "offload"), [("llama2-7b", "never"), ("llama2-13b", "auto")])
+def test_adapters_fit_where_full_fine_tuning_fits_nowhere(
+    model: str, offload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7B with optimizers on the cards, 13B with optimizers in host memory, too; the dry run agrees with the plan."""
+    (tmp_path / "cards.yaml").write_text(CARDS)
+    words = f"plan --model {model} --cluster {tmp_path}/cards.yaml {SIZES} --offload {offload} --quiet --no-baselines"
+    code, _, err = command(words, capsys)
+    assert code == 2 and "fits in no plan" in err
+    code, out, err = command(f"{words} --lora-rank 16 --json --out {tmp_path}/plan.yaml", capsys)
+    assert code == 0, err
+    assert json.loads(out)["step_seconds"] > 0
+    flags = f"--plan {tmp_path}/plan.yaml --cluster {tmp_path}/cards.yaml --model {model} --dry-run --lora-rank 16"
+    run = configure(flags.split(), {})
+    assert run.cluster is not None
+    predicted = estimate_memory(run.plan, run.spec, run.dtype)
+    for rank in run.plan.ranks:
+        peak = run_rank(run, rank).peak
+        assert peak <= run.cluster.chip_of(rank).memory
+        assert abs(predicted[rank].total - peak) <= 0.05 * peak
+    # The plan says what it was made for: it is not one for training everything.
+    predict = f"predict --plan {tmp_path}/plan.yaml --cluster {tmp_path}/cards.yaml"
+    assert command(predict, capsys)[0] == 2
+    assert command(f"{predict} --lora-rank 16", capsys)[0] == 0
