@@ -105,7 +105,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mixtral"}, "model_type"),
+    ({"model_type": "mamba"}, "model_type"),
     ({}, "model_type"),
     (LLAMA | {"model_type": ["llama"]}, "model_type"),
     (LLAMA | {"hidden_act": "relu"}, "hidden_act"),
