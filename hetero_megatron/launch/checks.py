@@ -39,13 +39,27 @@ def connect_all(
 
 
 def wait_for_facts(connections: Sequence[Connection], cluster: Cluster, seconds: float) -> None:
-    """Until all hosts have said what they are."""
+    """Until all hosts have said what they are.
+
+    Raises:
+        UserError: one has not, and will not.
+    """
+    if silent := silent_hosts(connections, seconds, patient=False):
+        raise _no_answer(silent, cluster, seconds)
+
+
+def silent_hosts(connections: Sequence[Connection], seconds: float, patient: bool) -> list[Connection]:
+    """Those that have not said what they are: at the first that is lost, or, where ``patient``, when all others have
+    had their time."""
     end = time.monotonic() + seconds
     while silent := [c for c in connections if c.facts is None]:
-        dead = [c for c in silent if c.lost]
-        if dead or time.monotonic() > end:
-            raise _no_answer(dead or silent, cluster, seconds)
+        lost = [c for c in silent if c.lost]
+        if len(lost) == len(silent) or (lost and not patient):
+            return lost
+        if time.monotonic() > end:
+            return silent
         time.sleep(0.02)
+    return []
 
 
 def _no_answer(connections: Sequence[Connection], cluster: Cluster, seconds: float) -> UserError:

@@ -16,7 +16,7 @@ from pathlib import Path
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.comm.store import JobStore
 from hetero_megatron.errors import UserError
-from hetero_megatron.launch.checks import CONNECT_SECONDS, check_facts, wait_for_facts
+from hetero_megatron.launch.checks import CONNECT_SECONDS, check_facts, silent_hosts, wait_for_facts
 from hetero_megatron.launch.connection import LEASE, SSH, Connection, prefixed
 from hetero_megatron.launch.hosts import Host, directory_of, hosts_of, python_of
 from hetero_megatron.launch.remote import ENDED_BY_AGENT
@@ -98,12 +98,10 @@ class HostsJob:
 
     def _wait(self, access: Access, cluster: Cluster, number: int) -> list[Connection]:
         """Until all hosts answered: those that did not, in a later round than the first."""
-        try:
+        if number == 0:
             wait_for_facts(self._connections, cluster, access.connect_seconds)
-        except UserError:
-            if number == 0:
-                raise
-        return [c for c in self._connections if c.facts is None]
+            return []
+        return silent_hosts(self._connections, access.connect_seconds, patient=True)
 
     def _start(
         self, setup: Setup, words: Sequence[str], number: int, cluster: Cluster, address: str, grace: float

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,10 +44,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return alone(tmp_path_factory.mktemp("alone"), STEPS)
 
 
-def alone(folder: Path, steps: int) -> list[float]:
+def alone(folder: Path, steps: int, *words: str) -> list[float]:
     """Losses of one process."""
     more = ["--seq-length", "48", "--global-batch-size", "4", "--micro-batch-size", "1", "--save", str(folder)]
-    inside([*WORDS, *more, "--train-iters", str(steps), "--save-interval", "0"])
+    inside([*WORDS, *more, "--train-iters", str(steps), "--save-interval", "0", *words])
     return losses(folder)
 
 
@@ -73,7 +73,9 @@ def losses(directory: Path) -> list[float]:
 class Run:
     """A job on three hosts with one chip each, and what it said."""
 
-    def __init__(self, hosts: NamespaceHosts, folder: Path, *more: str, steps: int = STEPS) -> None:
+    def __init__(
+        self, hosts: NamespaceHosts, folder: Path, *more: str, steps: int = STEPS, words: Sequence[str] = ()
+    ) -> None:
         self.directory = folder / "run"
         self.said = ""
         command = [sys.executable, "-m", "hetero_megatron.cli.main", "run", "--via", "ssh", "--ssh-command", hosts.ssh]
@@ -81,8 +83,8 @@ class Run:
         files += ["--fallback-plan", str(plan(folder, 2)), str(plan(folder, 1))]
         limits = ["--lease", "6", "--grace", "20", "--max-restarts", "1000", *more]
         save = ["--save", str(self.directory), "--load", str(self.directory), "--save-interval", "10"]
-        words = [*WORDS, *save, "--train-iters", str(steps), "--distributed-timeout-minutes", "0.1"]
-        self.job = hosts.start([*command, *files, "--on-failure", "replan", *limits, "--", *words])
+        flags = [*WORDS, *save, "--train-iters", str(steps), "--distributed-timeout-minutes", "0.1", *words]
+        self.job = hosts.start([*command, *files, "--on-failure", "replan", *limits, "--", *flags])
         threading.Thread(target=self._read, args=(self.job.stdout,), daemon=True).start()
         threading.Thread(target=self._read, args=(self.job.stderr,), daemon=True).start()
 
@@ -154,8 +156,9 @@ def test_many_losses(tmp_path: Path) -> None:
         pytest.skip(reason)
     count, seed = int(os.environ.get("LOSSES", "3")), int(os.environ.get("SEED", "1"))
     dice, steps = random.Random(seed), 150 * count
+    sgd = ["--optimizer", "sgd"]  # over a thousand steps Adam amplifies what another order of sums changes
     with NamespaceHosts(tmp_path, 3) as hosts:
-        run = Run(hosts, tmp_path, "--rejoin", "1", steps=steps)
+        run = Run(hosts, tmp_path, "--rejoin", "1", steps=steps, words=sgd)
         for number in range(count):
             run.until(len(losses(run.directory)) + dice.randint(3, 20), 300)
             gone = dice.randrange(3)
@@ -166,5 +169,5 @@ def test_many_losses(tmp_path: Path) -> None:
             run.until_said(f"with host{gone}, 3 ranks", 300)
             run.forget(f"with host{gone}, 3 ranks")
         run.wait(1200)
-        assert losses(run.directory) == pytest.approx(alone(tmp_path / "alone", steps), rel=1e-9)
+        assert losses(run.directory) == pytest.approx(alone(tmp_path / "alone", steps, *sgd), rel=1e-9)
         assert hosts.no_orphans() == []
