@@ -32,7 +32,7 @@ FEW = 64  # chips, up to which this is done without being asked for
 CHUNKS = (2, 3, 4)  # per stage, of the interleaved schedule
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CLIMBING = 300_000, 20_000  # actions that may be timed for one pipeline, at the end and while climbing
-MOVES, NEAR, LEAST_GAIN = 60, 1.02, 1e-6  # plans that climbing tries; it starts from what is so near to the best
+MOVES, NEAR, LEAST_GAIN = 60, 1.05, 1e-6  # plans that climbing tries; it starts from what is so near to the best
 
 
 class ScheduleSearch:
