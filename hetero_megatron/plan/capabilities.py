@@ -39,7 +39,7 @@ TABLE: dict[str, Capability] = {
     "kernels": Capability(True, "a kernel plan per stage"),
     "islands": Capability(True, "gradients summed inside islands of ranks first"),
     "allow_bridge": Capability(True, "tensor-parallel and context groups that no communication library joins"),
-    "expert": Capability(False, "expert parallelism", "1"),
+    "experts": Capability(True, "experts divided over ranks"),
 }
 
 
@@ -86,5 +86,7 @@ def _stage_features(stage: Stage) -> Iterator[tuple[str, str, object]]:
     for key in ("offload", "shard_weights"):
         if getattr(stage.optimizer, key):
             yield f"optimizer.{key}", f"optimizer.{key}", True
+    if stage.experts:
+        yield "experts", "experts", f"{len(stage.experts)} groups"
     if stage.kernels:
         yield "kernels", "kernels", dict(stage.kernels)

@@ -110,7 +110,8 @@ def _refuse_unsupported(flags: MegatronParallel) -> None:
             raise flag_error(name, getattr(flags, name), "too small", "an integer >= 1")
     if flags.expert_model_parallel_size != 1:
         value = flags.expert_model_parallel_size
-        raise flag_error("expert_model_parallel_size", value, "this version cannot run expert parallelism", "1")
+        why = "experts are divided by a plan file (docs/moe.md), not by flags"
+        raise flag_error("expert_model_parallel_size", value, why, "1")
 
 
 def micro_batches(global_batch_size: int | None, per_step: int) -> int:

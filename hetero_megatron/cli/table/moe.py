@@ -2,8 +2,8 @@
 
 from hetero_megatron.cli.flag import family, notice, refused
 
-_WHY = "mixture-of-experts models are not supported by this version"
-_REMEDY = "a dense model without --num-experts and --moe-* flags"
+_WHY = "a mixture of experts is read from a Hugging Face configuration, not built from flags"
+_REMEDY = "--load-hf or --model DIR without these flags, experts divided by a plan file (docs/moe.md)"
 _VALUES = (
     "--num-experts",
     "--moe-router-topk",

@@ -12,7 +12,7 @@ _RANKS, _MOST = 2**16, 2**31  # ranks; any other number in a list
 _MESHES = needs("--hetero-process-meshes")
 _CONTEXT = needs("context parallelism")
 _PIPELINE = needs("pipeline parallelism", harmless=True)
-_EXPERTS = "expert parallelism is not supported by this version"
+_EXPERTS = "experts are divided by a plan file (docs/moe.md), not by flags"
 _GROUPS = "groups are of as many micro-batches as there are stages"
 _SHARDING = "sharding of weights between steps is not supported by this version"
 _TRANSPORT = "it changes how messages travel, not results"

@@ -337,7 +337,8 @@ def test_all_refusals_stand_in_one_message() -> None:
     message = str(caught.value)
     for part in (
         "7 flags cannot be taken", "--use-checkpoint-args = given: flags are not read", "--num-expert: unknown flag",
-        "--moe-router-topk = 2, --moe-z-loss-coeff = 1: mixture-of-experts", "--seed = many: is not an integer",
+        "--moe-router-topk = 2, --moe-z-loss-coeff = 1: a mixture of experts is read",
+        "--seed = many: is not an integer",
         "--lr = 0x1: is not a number", "--bf16 = 1: wrong number of values (accepted: no value)",
     ):  # fmt: skip
         assert part in message, message
