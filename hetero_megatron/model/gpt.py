@@ -337,7 +337,8 @@ class GPTStage(nn.Module):
         self.embed_scale, self.logit_scale = torch.tensor(spec.embed_scale, dtype=dtype).item(), spec.logit_scale
         # On the device from the start (no parameter or buffer: no checkpoint holds it): a copy in each forward
         # would make the host wait for all that the device has queued.
-        used = dict.fromkeys(spec.layer(i).rope for i in layers)
+        # A stage without layers has them too: calibration takes what an action costs besides its layers to be alike.
+        used = dict.fromkeys(spec.layer(i).rope for i in (layers or range(spec.num_layers)))
         self._freqs = {
             rope: rope_frequencies(rope, spec.head_dim, rope.is_long(seq_length)).to(device)
             for rope in used if rope is not None

@@ -130,7 +130,8 @@ def _stage_rates(
     rates, spread = dict[str, Any](), dict[str, float]()
     rates["action_seconds"], by_key, residuals = fit_stages(seen, fixed)
     spread["layers"] = max(residuals, median(o.spread for o in seen))
-    rates["split_seconds"], split, spread["split"] = fit_split(seen)
+    put_off, split, spread["split"] = fit_split(seen)
+    rates["split_seconds"] = put_off if put_off > LEAST else 0.0
     for (tp, rows), parts in by_key.items():
         parts |= {f"split_{table}": split[tp, rows][table] for table in ("layers", "head")}
         if swapped := [o for o in seen if o.swaps and o.key == (tp, rows)]:

@@ -11,9 +11,9 @@ from tests.support.vendors import build_emulated
 
 # The planted defect: every pair of ranks counts as joined by the library of whoever asks.
 WRONG = (
-    "import hetero_megatron.comm.islands as i; "
+    "import sys; import hetero_megatron.comm.islands as i; "
     "i.Islands.route = lambda self, ranks: i.Route(library=self.endpoints[next(iter(ranks))].library); "
-    "from hetero_megatron.cli.start import pretrain; pretrain()"
+    "from hetero_megatron.cli.start import train; train('pretrain', sys.argv[1:])"
 )
 
 
