@@ -19,19 +19,7 @@ from hetero_megatron.model.moe import Experts, MoEMLP
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.plan import Stage
 from hetero_megatron.plan.canonical import ExpertGroup
-from hetero_megatron.plan.experts import expert_groups
-
-
-def destinations(group: ExpertGroup, rank: int, num_experts: int) -> list[list[int]]:
-    """For each expert the ranks of ``group`` to which ``rank`` sends its tokens: those of a member that has the expert,
-    the own one if it has it, else one that is fixed for each sender so that replicas share the work."""
-    order = sorted(group.ranks).index(rank)
-    found = []
-    for expert in range(num_experts):
-        holders = [m for m in group.members if m.experts[0] <= expert < m.experts[1]]
-        own = [m for m in holders if rank in m.ranks]
-        found.append(list((own or [holders[order % len(holders)]])[0].ranks))
-    return found
+from hetero_megatron.plan.experts import destinations, expert_groups
 
 
 class Routes:
