@@ -41,7 +41,7 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.sort = kernels, routed_rows
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
         self.first, self.count = a, b - a
         self.gate_proj = GroupedLinear(b - a, h, d - c, kernels)
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(b - a, d - c, h, kernels)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, slots, ends = routed_rows(chosen, self.count)
+        rows, slots, ends = self.sort(chosen, self.count)
         routed = self.kernels.moe_permute(x, rows, slots)
         y = self.kernels.swiglu(self.gate_proj(routed, ends), self.up_proj(routed, ends))
         y = self.down_proj(y, ends)
@@ -93,7 +93,9 @@ class _CountLoad(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (experts,) = ctx.saved_tensors
         (count,), dtype = ctx.like
-        return grad, torch.bincount(experts.flatten(), minlength=count).to(dtype), None
+        chosen = experts.flatten()
+        counts = chosen.new_zeros(count).index_add_(0, chosen, torch.ones_like(chosen))
+        return grad, counts.to(dtype), None
 
 
 class MoEMLP(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Stage
 from hetero_megatron.plan.experts import destinations, expert_groups, rank_shares
 from hetero_megatron.spec import ModelSpec
@@ -61,7 +62,7 @@ def layer_loads(spec: ModelSpec, stage: Stage, routed: bool, popularity: Popular
 def _layer_loads(spec: ModelSpec, stage: Stage, routed: bool, popularity: Popularity | None) -> LayerLoads:
     moe = spec.moe
     assert moe is not None, "a dense model routes nothing"
-    own = {rank: unit.micro_batch_tokens / unit.tp for unit in stage.units for rank in unit.ranks}
+    own = own_tokens(stage)
     if not routed:
         return LayerLoads({rank: ExpertLoad(0.0, n, 0.0, 0.0, 0.0, 0, 0.0, 1) for rank, n in own.items()}, {})
     shares, count = rank_shares(spec, stage), moe.num_experts
@@ -88,6 +89,15 @@ def _layer_loads(spec: ModelSpec, stage: Stage, routed: bool, popularity: Popula
             arriving, rows = taken[rank]
             loads[rank] = ExpertLoad(1.0, own[rank], sent[rank], arriving, rows, b - a, d - c, len(group.ranks))
     return LayerLoads(loads, copies)
+
+
+def own_tokens(stage: Stage) -> dict[int, int]:
+    """Tokens of a micro-batch that each rank has after attention, and routes."""
+    return {
+        rank: (unit.sequences[1] - unit.sequences[0]) * (b - a)
+        for unit in stage.units
+        for rank, (a, b) in zip(unit.ranks, cut(unit.num_tokens, (1,) * unit.tp), strict=True)
+    }
 
 
 def hit_probability(share: float, experts: int, top_k: int) -> float:
