@@ -50,6 +50,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares, require_rows
 from hetero_megatron.platform.scalars import ScalarReader
+from hetero_megatron.progress import tracked
 from hetero_megatron.schedule import Action, receive_order
 from hetero_megatron.spec import LogicalTensor, logical_tensors, stage_tensors, tensor_box
 from hetero_megatron.spec.balance import UNBALANCED, Balancing
@@ -163,7 +164,8 @@ class Runtime:
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
-            for name, param in params.items():
+            total = sum(param.numel() for param in params.values())
+            for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
