@@ -72,8 +72,7 @@ def bind_joint_gemm(kernel: Kernel, gradients: WeightGradients, gemm: Callable[.
             ctx.save_for_backward(x, weight)
             ctx.leaves = parts[:count]  # recomputation saves other tensors of the same values
             ctx.rows = [len(part) for part in ctx.leaves]
-            # To autograd they are no views of one tensor: an operator may overwrite one and leave the others.
-            return tuple(y.data for y in forward(x, weight, bias)[0].split(ctx.rows, -1))
+            return _apart(forward(x, weight, bias)[0], ctx.rows)
 
         @staticmethod
         def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
@@ -90,6 +89,26 @@ def bind_joint_gemm(kernel: Kernel, gradients: WeightGradients, gemm: Callable[.
                 dbs = dy.flatten(0, -2).sum(0).split(ctx.rows)
             return dx, None, None, None, *dws, *dbs
 
+    def joint(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *parts: Any) -> Any:
+        return JointGemm.apply(x, weight, bias, *parts)
+
+    return _where_together(joint, gemm)
+
+
+def watched_joint_gemm(gemm: Callable[..., torch.Tensor]) -> Products:
+    """The same by calls of ``gemm``, which somebody watches: one call where the weights lie together."""
+
+    def joint(
+        x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None, count: int, *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        weight = _Rows.apply(*parts[:count])
+        y = gemm(x, weight, None if bias is None else _Rows.apply(*parts[count:]))
+        return _Columns.apply(y, [len(part) for part in parts[:count]])  # type: ignore[no-any-return]
+
+    return _where_together(joint, gemm)
+
+
+def _where_together(joint: Callable[..., tuple[torch.Tensor, ...]], gemm: Callable[..., torch.Tensor]) -> Products:
     each = separate(gemm)
 
     def products(
@@ -99,8 +118,38 @@ def bind_joint_gemm(kernel: Kernel, gradients: WeightGradients, gemm: Callable[.
         with torch.no_grad():
             weight, bias = joint_rows(weights), joint_rows(given) if given else None
         alike = len({part.requires_grad for part in weights}) == 1 and len(given) in (0, len(weights))
-        if weight is None or not alike or (given and bias is None):
+        if len(weights) == 1 or weight is None or not alike or (given and bias is None):
             return each(x, weights, biases)
-        return JointGemm.apply(x, weight, bias, len(weights), *weights, *given)  # type: ignore[no-any-return]
+        return joint(x, weight, bias, len(weights), *weights, *given)
 
     return products
+
+
+def _apart(y: torch.Tensor, columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Columns of y, to autograd no views of one tensor: an operator may overwrite some and leave the others."""
+    return tuple(part.data for part in y.split(list(columns), -1))
+
+
+class _Rows(torch.autograd.Function):
+    """``joint_rows``, where they lie together."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.rows = [len(part) for part in parts]
+        whole = joint_rows(parts)
+        assert whole is not None
+        return whole.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad.split(ctx.rows)
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return _apart(y, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return joint_columns(grads), None

@@ -16,7 +16,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
-from hetero_megatron.ops.joint_gemm import Products, bind_joint_gemm, separate
+from hetero_megatron.ops.joint_gemm import Products, bind_joint_gemm, separate, watched_joint_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
 from hetero_megatron.ops.library import compiled_call
 from hetero_megatron.ops.linear_cross_entropy import bind_linear_cross_entropy
@@ -127,8 +127,10 @@ class KernelPlan:
         """The same plan with some callables replaced (for capturing and comparing)."""
         plan = KernelPlan(self.registry, self.choices, {op: calls.get(op, getattr(self, op)) for op in self.choices})
         plan.weight_gradients = self.weight_gradients  # ``gemm`` is bound to these
-        if "gemm" in self.choices:  # where it was replaced, each product is to be seen
-            plan.joint_gemm = separate(plan.gemm) if "gemm" in calls else self.joint_gemm
+        if "gemm" in calls:
+            plan.joint_gemm = watched_joint_gemm(plan.gemm)
+        elif "gemm" in self.choices:
+            plan.joint_gemm = self.joint_gemm
         return plan
 
 

@@ -96,6 +96,20 @@ def test_results_and_gradients_are_those_of_separate_products(
         torch.testing.assert_close(got, exact_value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_watcher_sees_one_call_with_the_same_bits(biased: bool) -> None:
+    kernels, seen = plan(), list[tuple[int, ...]]()
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(tuple(weight.shape))
+        return kernels.gemm(x, weight, bias)  # type: ignore[no-any-return]
+
+    both = [k.joint_gemm for k in (kernels, kernels.with_calls({"gemm": watched}))]
+    want, found = (list(gradients(run, weights(True), biases(True) if biased else None)) for run in both)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert seen == [(sum(ROWS), 5)]
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_weights_that_lie_together_are_multiplied_once_each_way(together: bool) -> None:
     kernels, w, counter = plan(), weights(together), Count()
