@@ -242,7 +242,7 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
     return MoEMLP(spec, share, kernels, shared)
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """The residual stream after a layer, both [b, s, h]: ``x``, and what its MLP adds. The next norm makes the sum
     as it reads them."""
 
@@ -288,7 +288,7 @@ class Layer(nn.Module):
         """Before attention, after it, before the MLP, after it."""
         return tuple(None if name is None else getattr(self, name) for name in self._names)
 
-    def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> Stream:
+    def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         before_attention, after_attention, before_mlp, after_mlp = self.norms()
         if before_attention is None:
             y = x
@@ -302,7 +302,7 @@ class Layer(nn.Module):
         else:
             y = x = x + y
         y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
-        return Stream(x, self._scaled(y, after_mlp))
+        return ResidualStream(x, self._scaled(y, after_mlp))
 
     def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What a block adds to the residual stream."""
@@ -415,7 +415,7 @@ class GPTStage(nn.Module):
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
         context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted)
-        stream: Stream | None = None
+        stream: ResidualStream | None = None
         for layer in layers:
             if stream is not None and layer.takes_sum:
                 stream = layer(stream.x, context, stream.added)

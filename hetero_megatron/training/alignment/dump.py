@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.model.gpt import Stream
+from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.ops.conformance.compare import distance
 from hetero_megatron.words import plural, word
 
@@ -43,7 +43,7 @@ class LayerDump:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
-            whole = out.sum() if isinstance(out, Stream) else out[0] if isinstance(out, tuple) else out
+            whole = out.sum() if isinstance(out, ResidualStream) else out[0] if isinstance(out, tuple) else out
             if not isinstance(whole, torch.Tensor) or name in self._tensors:
                 return
             self._order.append(name)
