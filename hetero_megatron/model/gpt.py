@@ -7,7 +7,7 @@ names of ``spec/tensors.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -25,15 +25,18 @@ class StageBatch(Protocol):
 
     positions: torch.Tensor  # [b, s] int64
     documents: Sequence[Sequence[int]] | None  # document starts per row
+    loss_mask: torch.Tensor | None  # [b, s] bool, which tokens count in the loss; None: all
 
 
 @dataclass(frozen=True)
 class Context:
     """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
-    [b, s, 1, pairs of features]."""
+    [b, s, 1, pairs of features]; counted: of the tokens between attention and MLP (under sequence parallelism a shard),
+    which ones count in the loss, None: all."""
 
     documents: Sequence[Sequence[int]] | None
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
+    counted: torch.Tensor | None = None
 
 
 class Linear(nn.Module):
@@ -45,12 +48,35 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What becomes of the product ``y`` of x and the weight; adapters replace it (``parallel/lora.py``)."""
+        return y
+
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
-        return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
+        return self.adapted(self.kernels.gemm(x, self.weight, bias), x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)
+
+
+def lay_together(*linears: Linear) -> tuple[Linear, ...]:
+    """Put their weights, and their biases, one after the other in one piece of memory each: then ``joint_products`` is
+    one product. They stay parameters of their own."""
+    for name in ("weight", "bias"):
+        old = [getattr(linear, name) for linear in linears]
+        if old[0] is None:
+            continue
+        whole = old[0].new_empty(sum(map(len, old)), *old[0].shape[1:])
+        for linear, rows in zip(linears, whole.split([len(part) for part in old]), strict=True):
+            setattr(linear, name, nn.Parameter(rows))
+    return linears
+
+
+def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What each of them makes of ``x``."""
+    weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
+    found = linears[0].kernels.joint_gemm(x, weights, biases)
+    return tuple(linear.adapted(y, x) for linear, y in zip(linears, found, strict=True))
 
 
 class Norm(nn.Module):
@@ -127,6 +153,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(h, self.heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.k_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.v_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
+        self.together = lay_together(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias, kernels=kernels)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
@@ -150,9 +177,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, self.heads, self.head_dim)
-        k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim)
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        found = joint_products(self.together, x)
+        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(found, heads, strict=True))
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
             q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])
@@ -193,17 +220,19 @@ class MLP(nn.Module):
         self.activation = spec.activation
         self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
+        columns_of_x = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        self.together = lay_together(*columns_of_x)
         self.down_proj = Linear(f, h, bias=spec.mlp_bias, kernels=kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up_proj(x)
-        if self.gate_proj is None:
+        *gate, y = joint_products(self.together, x)
+        if not gate:
             squared = self.activation == "squared_relu"
             y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
         elif self.activation == "swiglu":
-            y = self.kernels.swiglu(self.gate_proj(x), y)
+            y = self.kernels.swiglu(gate[0], y)
         else:
-            y = self.kernels.gelu(self.gate_proj(x), self.activation == "geglu_tanh") * y
+            y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
         return cast(torch.Tensor, self.down_proj(y))
 
 
@@ -256,7 +285,8 @@ class Layer(nn.Module):
             y, x = before_mlp.after_sum(y, x)
         else:
             y = x = x + y
-        return x + self._scaled(self.mlp(y), after_mlp)
+        y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
+        return x + self._scaled(y, after_mlp)
 
     def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What a block adds to the residual stream."""
@@ -333,6 +363,7 @@ class GPTStage(nn.Module):
         super().__init__()
         self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device)
         self.has_embed, self.has_head = embed, head
+        self.own_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # [b, s] -> those between its blocks
         # As the dtype of the weights has it: Gemma was trained with that number.
         self.embed_scale, self.logit_scale = torch.tensor(spec.embed_scale, dtype=dtype).item(), spec.logit_scale
         # On the device from the start (no parameter or buffer: no checkpoint holds it): a copy in each forward
@@ -366,7 +397,8 @@ class GPTStage(nn.Module):
             x = x if self.embed_scale == 1.0 else x * self.embed_scale
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
-        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype))
+        counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
+        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted)
         for layer in layers:
             x = layer(x, context)
         if not (self.has_head and (part is None or part.head)):
