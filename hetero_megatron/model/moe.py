@@ -18,6 +18,7 @@ from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sort = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
 Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
@@ -43,7 +44,8 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
-        self.kernels, self.sort = kernels, routed_rows
+        self.kernels = kernels
+        self.sort: Sort = routed_rows
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
         self.first, self.count = a, b - a
         self.gate_proj = GroupedLinear(b - a, h, d - c, kernels)

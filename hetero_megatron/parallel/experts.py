@@ -8,7 +8,7 @@ counts. All ranks of a group go through the same exchanges in the same order, al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -146,7 +146,8 @@ class ExpertExchange:
     """
 
     def __init__(self, experts: Experts, group: Group, members: ExpertGroup, num_experts: int) -> None:
-        self.experts, self.group, self.find_routes = experts, group, Routes
+        self.experts, self.group = experts, group
+        self.find_routes: Callable[[Group, torch.Tensor, torch.Tensor], Routes] = Routes
         device = group.comm.device
         to = destinations(members, group.comm.rank, num_experts)
         self.table = torch.tensor([[r in ranks for ranks in to] for r in group.ranks], device=device)
