@@ -61,7 +61,7 @@ class SearchResult:
     offload_tried: plans with optimizers in host memory were considered.
     unlike_groups: the best plan has TP groups of unlike chips; more_schedules: it splits backwards or stages.
     alone: by chip type, the result of searching its chips alone.
-    experts: outcome of trying plans that divide experts; empty for dense models. divided_experts: the best one does.
+    experts: outcome of trying plans that divide experts; empty for dense models.
     parts: outcome of searching parts of the cluster, for objectives other than speed."""
 
     best: JudgedPlan
@@ -80,7 +80,6 @@ class SearchResult:
     unlike_groups: bool = False
     more_schedules: bool = False
     experts: str = ""
-    divided_experts: bool = False
     ranked: tuple[PlanTemplate, ...] = ()
     alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
     parts: str = ""
@@ -156,7 +155,6 @@ def _search(
         # The bound comes from estimates, which may be slightly above simulated seconds; it covers no divided experts.
         found.method, 0.0 if divided else min(found.bound, plans[0].step_seconds), context.why, context.tried,
         problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
-        divided_experts=divided,
     )  # fmt: skip
 
 
