@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
@@ -117,10 +117,10 @@ def layer_parameters(spec: ModelSpec) -> int:
 
 def mlp_widths(spec: ModelSpec) -> int:
     """What an MLP keeps between its projections, in widths of its hidden layer: gate, up and their product with SwiGLU
-    (another gate keeps its activation too), otherwise up and its activation."""
+    (clamped too; another gate keeps its activation too), otherwise up and its activation."""
     if not spec.gated:
         return 2
-    return 3 if spec.activation == "swiglu" else 4
+    return 3 if spec.activation in EXPERT_ACTIVATIONS else 4
 
 
 def extra_norm_widths(spec: ModelSpec) -> int:

@@ -25,6 +25,8 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
+    "swiglu_alpha": ("swiglu_alpha",),
+    "swiglu_limit": ("swiglu_limit",),
     "activation": ("hidden_act", "hidden_activation", "activation_function"),
     "qkv_bias": ("attention_bias",),
     "out_bias": ("attention_bias",),

@@ -111,6 +111,15 @@ def decoder(read: ConfigReader, model_type: str, name: str, defaults: Defaults, 
     )
 
 
+def refuse_quantised(read: ConfigReader, what: str, how: str = "") -> None:
+    """Refuse a checkpoint whose weights are ``what``: nothing is trained in such a format."""
+    if read.value("quantization_config", None) is not None:
+        raise read.refuse(
+            f"the weights are {what}; dequantise them first", "quantization_config",
+            f"null: a directory of weights in a plain dtype{how}",
+        )  # fmt: skip
+
+
 def num_layers(read: ConfigReader) -> int:
     return read.integer("num_hidden_layers", most=MAX_LAYERS)
 
@@ -178,5 +187,3 @@ def layer_type_config(spec: ModelSpec, unused: int | None = None) -> dict[str, A
     window = next((w for w in spec.windows if w is not None), unused)
     kinds = [FULL if kind.window is None else SLIDING for kind in spec.layers]
     return {"layer_types": kinds, "sliding_window": window}
-
-
