@@ -48,17 +48,27 @@ def mlp_columns(spec: ModelSpec) -> float:
     return (1 - share) * spec.ffn_hidden_size + share * used
 
 
+def projection_elements(spec: ModelSpec) -> int:
+    """Elements of the matrices before and after attention, biases and norms left out."""
+    h, heads, mla = spec.hidden_size, spec.num_heads, spec.mla
+    if mla is None:
+        return 2 * h * (heads + spec.num_kv_heads) * spec.head_dim
+    queries = heads * mla.qk_dim * (h if mla.q_rank is None else mla.q_rank)
+    return h * mla.latents + queries + heads * (mla.kv_rank * (mla.nope_dim + mla.v_dim) + mla.v_dim * h)
+
+
 def layer_matmul_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of one (average) layer's projections and MLP: 2 x the matrix elements that it passes."""
-    h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    h = spec.hidden_size
     matrices = 3 if spec.gated else 2
     router = 0.0 if spec.moe is None else moe_layers(spec) * h * spec.moe.num_experts
-    return 2 * (h * (2 * q + 2 * kv) + matrices * h * mlp_columns(spec) + router)
+    return 2 * (projection_elements(spec) + matrices * h * mlp_columns(spec) + router)
 
 
 def layer_attention_flops(spec: ModelSpec, pairs: float) -> float:
     """Forward FLOPs of one layer's softmax(q k^T) v: 4 d per head and visible (query, key) pair."""
-    return 4 * spec.num_heads * spec.head_dim * pairs
+    both = 2 * spec.head_dim if spec.mla is None else spec.mla.qk_dim + spec.mla.v_dim
+    return 2 * spec.num_heads * both * pairs
 
 
 def layer_flops(spec: ModelSpec, seq_length: int) -> float:
@@ -133,6 +143,16 @@ def routed_widths(spec: ModelSpec) -> float:
     return 0.0 if spec.moe is None else 2 * spec.moe.top_k * moe_layers(spec)
 
 
+def latent_widths(spec: ModelSpec) -> int:
+    """Latents of a token with multi-head latent attention, before and after their norms."""
+    return 0 if spec.mla is None else 2 * ((spec.mla.q_rank or 0) + spec.mla.kv_rank)
+
+
+def value_widths(spec: ModelSpec) -> int:
+    """The input of ``o_proj``, where it is not the output of the attention operator (whose heads are filled up)."""
+    return 0 if spec.mla is None or spec.mla.v_dim == spec.head_dim else spec.num_heads * spec.mla.v_dim
+
+
 def layer_activation_bytes(
     spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0, shards: int | None = None
 ) -> int:
@@ -146,6 +166,7 @@ def layer_activation_bytes(
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
+    - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
     - of adapters, whole: what is between A and B, their rank each.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
@@ -161,8 +182,8 @@ def layer_activation_bytes(
     if recompute == "full":
         return round(tokens * h / (shards or tp)) * itemsize
     shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
-    gathered = 2 * h + adapter_widths(spec)
-    cut = 2 * q + 2 * kv + mlp_widths(spec) * mlp_columns(spec) + routed_widths(spec) * h
+    gathered = 2 * h + adapter_widths(spec) + latent_widths(spec)
+    cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * mlp_columns(spec) + routed_widths(spec) * h
     if spec.qk_norm:
         cut += q + kv
     lse = 0 if recompute == "selective" else 4 * spec.num_heads

@@ -214,8 +214,6 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     table, found = name_table(spec), {}
     for tensor in logical_tensors(spec):
-        if tensor.by_load and not any(name.endswith("e_score_correction_bias") for name in values):
-            continue  # a buffer, which has no gradient
         if ".experts." in tensor.name:
             found[tensor.name] = _of_experts(values, tensor.name, spec.hf_model_type).contiguous()
             continue
@@ -244,7 +242,8 @@ def hf_to_logical(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Te
 
 def hf_grads(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
     return _logical(
-        {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}, spec
+        {n: torch.zeros_like(b) for n, b in model.named_buffers()}  # a router's bias has no gradient
+        | {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}, spec
     )
 
 

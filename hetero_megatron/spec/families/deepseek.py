@@ -74,6 +74,8 @@ def _read(
     read.must_be("qk_head_dim", mla.qk_dim)
     positions = read.integer("max_position_embeddings", defaults.positions)
     rope, notices = read_rope(read, mla.rope_dim, positions, defaults.theta, interleaved=interleaved)
+    if rope.scaling is not None and rope.scaling.kind == "proportional":
+        raise read.refuse("not known with latent attention", "rope_scaling", "another rope_type")
     sizes = {"head_dim": mla.rope_dim, "num_key_value_heads": read.integer("num_attention_heads")}
     plain = ConfigReader({**read.config, **sizes}, read.where, read.prefix)
     return decoder(
@@ -103,6 +105,8 @@ def _experts(read: ConfigReader, spec: ModelSpec, width: int, shared: int, dense
 def _read_v2(read: ConfigReader, name: str) -> ModelSpec:
     _fixed(read)
     read.must_be("scoring_func", "softmax")
+    if type(read.value("attention_dropout", 0.0)) is int:
+        raise read.refuse("transformers wants a float", "attention_dropout", "0.0")
     read.must_be("norm_topk_prob", False, None)  # not read by transformers
     read.must_be("num_experts", read.config.get("n_routed_experts"))  # the same by another name
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")

@@ -25,7 +25,7 @@ from hetero_megatron.spec.hf_reader import ConfigReader
 from hetero_megatron.spec.hf_rope import read_rope
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 
-_DEFAULTS = Defaults(positions=131072, kv_heads=8, head_dim=64, head_dim_nullable=True, eps=1e-5, theta=150000.0)
+_DEFAULTS = Defaults(positions=131072, kv_heads=8, kv_nullable=False, head_dim=64, eps=1e-5, theta=150000.0)
 _YARN = {  # of a configuration without rope_parameters
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,

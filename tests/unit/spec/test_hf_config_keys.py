@@ -43,7 +43,8 @@ def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
     if family in MOE_FAMILIES:
-        return MOE_FAMILIES[family] | BASE
+        of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
+        return MOE_FAMILIES[family] | BASE | of_every_head
     plain = ("llama", "mistral", "qwen2", "qwen3")
     small = next((c for c in DENSE.values() if c["model_type"] == family and family not in plain), {})
     head_dim = {"head_dim": 16} if family == "qwen3" else {}
