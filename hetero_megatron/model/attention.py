@@ -7,7 +7,17 @@ from typing import cast
 import torch
 from torch import nn
 
-from hetero_megatron.model.layers import Context, CoreAttention, Linear, Norm, ProjectionNorm, sum_heads, turn
+from hetero_megatron.model.layers import (
+    Context,
+    CoreAttention,
+    Linear,
+    Norm,
+    ProjectionNorm,
+    joint_products,
+    lay_together,
+    sum_heads,
+    turn,
+)
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.spec import LayerKind, ModelSpec, Share
 
@@ -22,6 +32,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(h, self.heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.k_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.v_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
+        self.together = lay_together(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias, kernels=kernels)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
@@ -45,9 +56,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, self.heads, self.head_dim)
-        k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim)
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        found = joint_products(self.together, x)
+        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(found, heads, strict=True))
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
             q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])

@@ -17,7 +17,7 @@ from torch import nn
 
 from hetero_megatron.model.attention import Attention
 from hetero_megatron.model.latent_attention import LatentAttention
-from hetero_megatron.model.layers import Context, Linear, Norm
+from hetero_megatron.model.layers import Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
@@ -39,19 +39,21 @@ class MLP(nn.Module):
         self.activation, self.clamp = spec.activation, (spec.swiglu_alpha, spec.swiglu_limit)
         self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
+        columns_of_x = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        self.together = lay_together(*columns_of_x)
         self.down_proj = Linear(f, h, bias=spec.mlp_bias, kernels=kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up_proj(x)
-        if self.gate_proj is None:
+        *gate, y = joint_products(self.together, x)
+        if not gate:
             squared = self.activation == "squared_relu"
             y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
         elif self.activation == "swiglu":
-            y = self.kernels.swiglu(self.gate_proj(x), y)
+            y = self.kernels.swiglu(gate[0], y)
         elif self.activation == "clamped_swiglu":
-            y = self.kernels.clamped_swiglu(self.gate_proj(x), y, *self.clamp)
+            y = self.kernels.clamped_swiglu(gate[0], y, *self.clamp)
         else:
-            y = self.kernels.gelu(self.gate_proj(x), self.activation == "geglu_tanh") * y
+            y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
         return cast(torch.Tensor, self.down_proj(y))
 
 

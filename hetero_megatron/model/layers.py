@@ -33,12 +33,35 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What becomes of the product ``y`` of x and the weight; adapters replace it (``parallel/lora.py``)."""
+        return y
+
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
-        return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
+        return self.adapted(self.kernels.gemm(x, self.weight, bias), x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)
+
+
+def lay_together(*linears: Linear) -> tuple[Linear, ...]:
+    """Put their weights, and their biases, one after the other in one piece of memory each: then ``joint_products`` is
+    one product. They stay parameters of their own."""
+    for name in ("weight", "bias"):
+        old = [getattr(linear, name) for linear in linears]
+        if old[0] is None:
+            continue
+        whole = old[0].new_empty(sum(map(len, old)), *old[0].shape[1:])
+        for linear, rows in zip(linears, whole.split([len(part) for part in old]), strict=True):
+            setattr(linear, name, nn.Parameter(rows))
+    return linears
+
+
+def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What each of them makes of ``x``."""
+    weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
+    found = linears[0].kernels.joint_gemm(x, weights, biases)
+    return tuple(linear.adapted(y, x) for linear, y in zip(linears, found, strict=True))
 
 
 class Norm(nn.Module):

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan, Stage
@@ -108,13 +109,19 @@ def _boxes(spec: ModelSpec, tensor: LogicalTensor, stages: Sequence[Stage]) -> d
 
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
     """Segments (head, last layer, …, first layer, embedding), and trained tensors in them, in the order in which their
-    gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Last what no gradient
-    moves (``by_load``), which has a dtype of its own."""
+    gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Joint ones, whose
+    gradients come at once, keep the order in which they lie. Last what no gradient moves (``by_load``), which has a
+    dtype of its own."""
     segments: dict[tuple[bool, float], list[LogicalTensor]] = defaultdict(list)
     for tensor in (t for t in tensors if t.trained):
         key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
         segments[tensor.by_load, -float(tensor.layer) if key is None else key].append(tensor)
-    return [segments[key][::-1] for key in sorted(segments)]
+    return [_backwards(segments[key]) for key in sorted(segments)]
+
+
+def _backwards(tensors: list[LogicalTensor]) -> list[LogicalTensor]:
+    runs = [list(run) for _, run in groupby(tensors, lambda tensor: tensor.joint or tensor.name)]
+    return [tensor for run in reversed(runs) for tensor in run]
 
 
 def make_buckets(
