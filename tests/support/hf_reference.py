@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.ernie4_5 import modeling_ernie4_5
 
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.layout import Box
@@ -88,7 +89,7 @@ def _exact_rms_norm(module: Any) -> Any:
 
 def _exact_router(module: Any) -> Any:
     """transformers' rules for routers, which it computes in fp32."""
-    if type(module).__name__ == "DeepseekV3TopkRouter":
+    if type(module).__name__ in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter"):
         return lambda x: _deepseek_v3_router(module, x)
     if type(module).__name__ == "DeepseekV2TopkRouter":
         return lambda x: _deepseek_v2_router(module, x)
@@ -137,7 +138,18 @@ def _exact_complex_rope(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -
     return q, k
 
 
+def _exact_interleaved_rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ERNIE 4.5's rotation without its casts."""
+    half = cos.shape[-1] // 2
+    cos, sin = (x[..., :half].unsqueeze(1).repeat_interleave(2, dim=-1) for x in (cos, sin))
+    q, k = (x * cos + modeling_ernie4_5.rotate_half(x) * sin for x in (q, k))
+    return q, k
+
+
 modeling_deepseek_v2.apply_rotary_emb = _exact_complex_rope
+modeling_ernie4_5.apply_rotary_pos_emb = _exact_interleaved_rope
 
 
 def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:

@@ -31,6 +31,12 @@ DEEPSEEK_V3 = _DEEPSEEK | {
     "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0,
     "rope_scaling": _DEEPSEEK_YARN, "num_experts_per_tok": 3,
 }  # fmt: skip
+_GLM_EXPERTS = {
+    "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 10,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+GLM4_MOE = _BASE | _GLM_EXPERTS | {"model_type": "glm4_moe", "num_nextn_predict_layers": 0, "head_dim": 8}
+DOTS1 = _BASE | _GLM_EXPERTS | {"model_type": "dots1", "norm_topk_prob": True}
 MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 8},
     "qwen2_moe": _QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 14, "norm_topk_prob": False},
@@ -56,6 +62,15 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3_plain": DEEPSEEK_V3 | {
         "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False, "rope_scaling": None,
         "q_lora_rank": None, "attention_bias": True, "hidden_size": 30,
+    },
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe_norms": GLM4_MOE | {
+        "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 1.0, "n_group": 4, "topk_group": 2,
+        "norm_topk_prob": False,
+    },
+    "dots1": DOTS1,
+    "dots1_windows": DOTS1 | {
+        "sliding_window": 5, "max_window_layers": 1, "attention_bias": True, "n_shared_experts": 2,
     },
     "olmoe": _BASE | {"model_type": "olmoe", "num_experts": 6, "norm_topk_prob": False, "pad_token_id": None},
 }  # fmt: skip

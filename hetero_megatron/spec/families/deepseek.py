@@ -39,6 +39,10 @@ def _fixed(read: ConfigReader) -> None:
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("attention_dropout", 0)
     read.must_be("moe_layer_freq", 1)  # not read by transformers
+    refuse_more_predictions(read)
+
+
+def refuse_more_predictions(read: ConfigReader) -> None:
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if read.value(key, 0, nullable=True) != 0:
             raise read.refuse(
@@ -91,8 +95,11 @@ def _scale(mla: LatentAttention, rope: Rope) -> float | None:
     return mla.qk_dim**-0.5 * (0.1 * mla.mscale_all_dim * math.log(rope.scaling.factor) + 1.0) ** 2
 
 
-def _experts(read: ConfigReader, spec: ModelSpec, width: int, shared: int, dense: int, **changes: Any) -> ModelSpec:
-    """``width``, ``shared`` and ``dense``: the family's defaults."""
+def dense_then_experts(
+    read: ConfigReader, spec: ModelSpec, width: int, shared: int | None, dense: int, **changes: Any
+) -> ModelSpec:
+    """``spec`` with experts in all layers but the first ones; ``width``, ``shared`` and ``dense``: the family's
+    defaults."""
     columns = read.integer("moe_intermediate_size", width)
     moe = read_moe(
         read, "n_routed_experts", ffn_hidden_size=columns,
@@ -121,7 +128,7 @@ def _read_v2(read: ConfigReader, name: str) -> ModelSpec:
     limits = {} if method == "greedy" else {
         "groups": read.integer("n_group"), "top_groups": read.integer("topk_group"),
     }  # fmt: skip
-    return _experts(read, spec, 1407, 2, 0, scale=read.positive("routed_scaling_factor", 1.0), **limits)
+    return dense_then_experts(read, spec, 1407, 2, 0, scale=read.positive("routed_scaling_factor", 1.0), **limits)
 
 
 def _read_v3(read: ConfigReader, name: str) -> ModelSpec:
@@ -132,24 +139,33 @@ def _read_v3(read: ConfigReader, name: str) -> ModelSpec:
     mla = _read_latent(read, 128)
     read.must_be("head_dim", mla.rope_dim)
     spec = _read(read, "deepseek_v3", name, _V3, mla, read.flag("rope_interleave", True))
-    return _experts(
+    return dense_then_experts(
         read, spec, 2048, 1, 3, score="sigmoid", normalize=read.flag("norm_topk_prob", True), score_bias=True,
         scale=read.positive("routed_scaling_factor", 2.5), groups=read.integer("n_group", 8),
         top_groups=read.integer("topk_group", 4), group_size=2,
     )  # fmt: skip
 
 
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    mla, moe = spec.mla, spec.moe
-    assert mla is not None and moe is not None
+def expert_config(spec: ModelSpec) -> dict[str, Any]:
+    """What these families call the experts of ``spec``."""
+    moe = spec.moe
+    assert moe is not None
     dense = next((i for i, kind in enumerate(spec.layers) if kind.mlp == "moe"), spec.num_layers)
-    found = decoder_config(spec) | write_rope(spec) | {
-        "hidden_act": "silu", "attention_bias": mla.bias and spec.out_bias, "q_lora_rank": mla.q_rank,
-        "kv_lora_rank": mla.kv_rank, "qk_nope_head_dim": mla.nope_dim, "qk_rope_head_dim": mla.rope_dim,
-        "v_head_dim": mla.v_dim, "n_routed_experts": moe.num_experts, "num_experts_per_tok": moe.top_k,
+    return {
+        "n_routed_experts": moe.num_experts, "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.ffn_hidden_size, "n_shared_experts": moe.shared_ffn // moe.ffn_hidden_size,
         "first_k_dense_replace": dense, "routed_scaling_factor": moe.scale, "n_group": moe.groups,
         "topk_group": moe.top_groups,
+    }  # fmt: skip
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    mla = spec.mla
+    assert mla is not None
+    found = decoder_config(spec) | write_rope(spec) | expert_config(spec) | {
+        "hidden_act": "silu", "attention_bias": mla.bias and spec.out_bias, "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank, "qk_nope_head_dim": mla.nope_dim, "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
     }  # fmt: skip
     found.pop("partial_rotary_factor")  # of the features that turn, all do
     if mla.mscale_all_dim and "rope_scaling" in found:
@@ -171,14 +187,14 @@ def _write_v3(spec: ModelSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_NAMES = NameTable(modules={
+SHARED_EXPERTS = NameTable(modules={
     f"mlp.shared_expert.{one}": f"mlp.shared_experts.{one}" for one in ("gate_proj", "up_proj", "down_proj")
 })  # fmt: skip
 DEEPSEEK_V2 = Family(
-    "deepseek_v2", "DeepseekV2ForCausalLM", _KEYS | words("mlp_bias num_experts"), _read_v2, _write_v2, _NAMES,
+    "deepseek_v2", "DeepseekV2ForCausalLM", _KEYS | words("mlp_bias num_experts"), _read_v2, _write_v2, SHARED_EXPERTS,
     "DeepSeek-V2-Lite, V2, Coder-V2",
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", _KEYS | words("num_local_experts num_mtp_layers rope_interleave"),
-    _read_v3, _write_v3, _NAMES, "DeepSeek-V3, V3.1 and R1 without multi-token prediction; Moonlight",
+    _read_v3, _write_v3, SHARED_EXPERTS, "DeepSeek-V3, V3.1 and R1 without multi-token prediction",
 )  # fmt: skip

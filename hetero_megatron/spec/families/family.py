@@ -48,6 +48,16 @@ class Family:
     examples: str = ""
 
     @property
+    def mixture(self) -> bool:
+        """A mixture of experts."""
+        return "num_experts_per_tok" in self.keys
+
+    @property
+    def latent(self) -> bool:
+        """With multi-head latent attention."""
+        return "kv_lora_rank" in self.keys
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """The first is what an export says."""
         return self.causal_lm, self.causal_lm.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_megatron.checkpoint.convert import from_native, to_native
 from hetero_megatron.spec import from_hf_config, to_hf_config
@@ -25,6 +26,12 @@ BACK = [
 def test_a_configuration_is_written_as_it_was_read(family: str) -> None:
     spec = from_hf_config(FAMILIES[family])
     assert from_hf_config(to_hf_config(spec)) == spec
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_of_a_configuration_says_the_same(family: str) -> None:
+    written = json.loads(AutoConfig.for_model(**FAMILIES[family]).to_json_string())
+    assert from_hf_config(written) == from_hf_config(FAMILIES[family])
 
 
 @pytest.mark.parametrize("family", BACK)
