@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -65,10 +65,22 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
     return MoEMLP(spec, share, kernels, shared)
 
 
+class ResidualStream(NamedTuple):
+    """The residual stream after a layer, both [b, s, h]: ``x``, and what its MLP adds. The next norm makes the sum
+    as it reads them."""
+
+    x: torch.Tensor
+    added: torch.Tensor
+
+    def sum(self) -> torch.Tensor:
+        return self.x + self.added
+
+
 class Layer(nn.Module):
     """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream.
 
-    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for.
+    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for. Where
+    ``takes_sum``, the layer takes x and ``added`` of the layer before it, and elsewhere their sum.
     """
 
     def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
@@ -93,21 +105,27 @@ class Layer(nn.Module):
             "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         }  # fmt: skip
         self._names = names[spec.norm_placement]
+        self.takes_sum = self._names[0] is not None
 
     def norms(self) -> tuple[Norm | None, ...]:
         """Before attention, after it, before the MLP, after it."""
         return tuple(None if name is None else getattr(self, name) for name in self._names)
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         before_attention, after_attention, before_mlp, after_mlp = self.norms()
-        y = x if before_attention is None else before_attention(x)
+        if before_attention is None:
+            y = x
+        elif added is None:
+            y = before_attention(x)
+        else:
+            y, x = before_attention(added, x)
         y = self._scaled(self.self_attn(y, context), after_attention)
         if before_mlp is not None:
-            y, x = before_mlp.after_sum(y, x)
+            y, x = before_mlp(y, x)
         else:
             y = x = x + y
         y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
-        return x + self._scaled(y, after_mlp)
+        return ResidualStream(x, self._scaled(y, after_mlp))
 
     def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What a block adds to the residual stream."""
@@ -220,8 +238,13 @@ class GPTStage(nn.Module):
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
         context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted)
+        stream: ResidualStream | None = None
         for layer in layers:
-            x = layer(x, context)
+            if stream is not None and layer.takes_sum:
+                stream = layer(stream.x, context, stream.added)
+            else:
+                stream = layer(x if stream is None else stream.sum(), context)
+        x = x if stream is None else stream.sum()
         if not (self.has_head and (part is None or part.head)):
             return x
         x = self.model["norm"](x)  # the logits are scaled through it, however head and loss are computed

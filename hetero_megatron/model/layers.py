@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -79,17 +79,15 @@ class Norm(nn.Module):
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return self.kernels.rms_norm(x, self.gain(), self.eps)  # type: ignore[no-any-return]
-        return self.kernels.layer_norm(x, self.gain(), self.bias, self.eps)  # type: ignore[no-any-return]
-
-    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual)."""
-        if self.bias is None:
-            return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)  # type: ignore[no-any-return]
-        total = x + residual
-        return self.forward(total), total
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """The norm of x; with a ``residual``: (norm of x + residual, x + residual)."""
+        if self.bias is not None:
+            total = x if residual is None else x + residual
+            y = self.kernels.layer_norm(total, self.gain(), self.bias, self.eps)
+            return y if residual is None else (y, total)
+        if residual is None:
+            return self.kernels.rms_norm(x, self.gain(), self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)
 
 
 class ProjectionNorm(nn.Module):
