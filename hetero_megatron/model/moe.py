@@ -18,6 +18,7 @@ from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sort = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
 Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
@@ -52,6 +53,7 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
         self.kernels = kernels
+        self.sort: Sort = routed_rows
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
         assert spec.moe is not None
         self.first, self.count, bias = a, b - a, spec.moe.bias
@@ -62,7 +64,7 @@ class Experts(nn.Module):
         self.clamped = (spec.swiglu_alpha, spec.swiglu_limit) if spec.activation == "clamped_swiglu" else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, slots, ends = routed_rows(chosen, self.count)
+        rows, slots, ends = self.sort(chosen, self.count)
         routed = self.kernels.moe_permute(x, rows, slots)
         gate, up = self.gate_proj(routed, ends), self.up_proj(routed, ends)
         y = self.kernels.swiglu(gate, up) if self.clamped is None else self.kernels.clamped_swiglu(
