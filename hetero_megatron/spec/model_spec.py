@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.lora import Lora
-from hetero_megatron.spec.mla import LatentAttention
+from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.rope import Rope
 
@@ -114,7 +114,7 @@ class ModelSpec:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
-    mla: LatentAttention | None = None
+    mla: MLA | None = None
     moe: MoE | None = None
     lora: Lora | None = None
     init_std: float = 0.02
@@ -223,7 +223,7 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = asdict(value) if isinstance(value, MoE | LatentAttention | Lora) else value
+                found[f.name] = asdict(value) if isinstance(value, MoE | MLA | Lora) else value
         kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}
