@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.lora import TARGETS, Lora
+from hetero_megatron.spec.lora import EVERY_TARGET, Lora
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 
@@ -99,7 +99,7 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     if lacking := [name for name in lora.targets if name not in has]:
         raise UserError(
             f"{spec.name} has no such projection", field="targets", value=lacking[0],
-            accepted=", ".join(name for name in TARGETS if name in has),
+            accepted=", ".join(name for name in EVERY_TARGET if name in has),
         )  # fmt: skip
     return found
 
