@@ -17,6 +17,7 @@ from torch import nn
 
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
+from hetero_megatron.ops.gemm_fp8 import Maxima
 from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
 
 
@@ -44,10 +45,13 @@ class Linear(nn.Module):
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
-        return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
+        if self.kernels.fp8 is None:
+            return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
+        return getattr(self.kernels, self.kernels.fp8)(x, self.weight, bias, self.maxima)  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)

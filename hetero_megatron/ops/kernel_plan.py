@@ -15,6 +15,8 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
+from hetero_megatron.ops.gemm_fp8 import HYBRID, bind_gemm_fp8
+from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
 from hetero_megatron.ops.library import compiled_call
@@ -44,8 +46,9 @@ class KernelPlan:
 
     Attributes:
         choices: by operator name.
-        weight_gradients: who takes those of ``gemm`` and ``grouped_gemm``, and where they wait while they
-            are deferred.
+        weight_gradients: who takes those of ``gemm``, ``grouped_gemm`` and the products in fp8, and where they wait
+            while they are deferred.
+        fp8: the product in fp8 that the linear modules of layers call; None: ``gemm``.
         rms_norm, rope, …: one callable per operator of the plan.
     """
 
@@ -55,6 +58,7 @@ class KernelPlan:
         self.registry = registry
         self.choices = dict(choices)
         self.weight_gradients = WeightGradients()
+        self.fp8 = next((op for op in FP8_PRODUCTS if op in self.choices), None)
         for op, choice in self.choices.items():
             call = (calls or {}).get(op)
             setattr(self, op, self._call(choice) if call is None else call)
@@ -65,6 +69,8 @@ class KernelPlan:
             return compiled_call(spec, kernel)
         if spec.name in _PRODUCTS:
             return _PRODUCTS[spec.name](kernel, self.weight_gradients, choice.signature.compiled)
+        if spec.name in FP8_PRODUCTS:
+            return bind_gemm_fp8(kernel, self.weight_gradients, HYBRID in choice.signature.features)
         if spec.name == "linear_cross_entropy":
             return bind_linear_cross_entropy(spec, kernel, self.weight_gradients)
         return bind(spec, kernel, choice.signature.compiled)

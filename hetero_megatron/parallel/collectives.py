@@ -105,6 +105,14 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.stack(parts).sum(0)
 
 
+def max_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The largest of all ranks' x, element by element; without gradients."""
+    x = x.contiguous()
+    parts = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
+    group.exchange([x] * group.size, parts).wait()
+    return torch.stack(parts).amax(0)
+
+
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of all ranks' x, of which each rank uses its copy: so the gradient is the sum of all ranks' gradients."""
     return x if group.size == 1 else _SumOverRanks.apply(x, group)  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ or a partial sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,12 +30,22 @@ def _adapt(linear: Linear, lora: Lora, dtype: torch.dtype, device: torch.device 
     for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
         adapter = Linear(0, 0, False, linear.kernels)
         adapter.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
+        adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
         linear.add_module(name, adapter)
-    linear.product = partial(_product, linear, lora.scale)  # type: ignore[method-assign]
+    plain = linear.product
+    linear.product = partial(_product, linear, plain, lora.scale)  # type: ignore[method-assign]
 
 
-def _product(linear: Linear, scale: float, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product of low rank, which stays in the dtype of the weights where others are in fp8."""
+    return adapter.kernels.gemm(x, adapter.weight, bias)  # type: ignore[no-any-return]
+
+
+def _product(
+    linear: Linear, plain: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], scale: float, x: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """x (W + scale B A)^T + bias, as two products of low rank beside the frozen one."""
     assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
-    base: torch.Tensor = linear.kernels.gemm(x, linear.weight, bias)
+    base = plain(x, bias)
     return base.add(linear.lora_B(linear.lora_A(x)), alpha=scale)

@@ -221,6 +221,8 @@ class Runtime:
             found["attention"] = found["attn_merge"] = "context groups call its kernel tile by tile"
         if "vocab_cross_entropy" in self.kernels.choices:
             found["vocab_cross_entropy"] = "its forward and backward are called apart"
+        if self.kernels.fp8 is not None:
+            found[self.kernels.fp8] = "its scales come from several ranks"
         if self.loss_chunk is not None:
             found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
         return found
