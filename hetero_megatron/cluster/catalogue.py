@@ -60,7 +60,7 @@ def _chip(
     fp8: float | None = None,
     bf16: bool = True,
 ) -> Chip:
-    """``half``, ``fp32``, ``fp64``, ``fp8``: dense TFLOP/s in 16 bit (with ``bf16`` or without it), fp32 (not TF32) and so on;
+    """``half``, ``fp32``, …: dense TFLOP/s in 16 bit (with ``bf16`` or without it), fp32 (not TF32), fp64 and fp8;
     ``tb_s``: memory TB/s; ``link``: GB/s in one direction inside the node."""
     rates = {"fp64": fp64, "fp32": fp32, "bf16": half if bf16 else None, "fp16": half, "fp8": fp8}
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}

@@ -34,6 +34,7 @@ class _Batch:
 
     positions: torch.Tensor
     documents: None = None
+    loss_mask: None = None
 
 
 class Decoder:

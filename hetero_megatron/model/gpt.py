@@ -7,7 +7,7 @@ names of ``spec/tensors.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -26,15 +26,18 @@ class StageBatch(Protocol):
 
     positions: torch.Tensor  # [b, s] int64
     documents: Sequence[Sequence[int]] | None  # document starts per row
+    loss_mask: torch.Tensor | None  # [b, s] bool, which tokens count in the loss; None: all
 
 
 @dataclass(frozen=True)
 class Context:
     """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
-    [b, s, 1, pairs of features]."""
+    [b, s, 1, pairs of features]; counted: of the tokens between attention and MLP (under sequence parallelism a shard),
+    which ones count in the loss, None: all."""
 
     documents: Sequence[Sequence[int]] | None
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
+    counted: torch.Tensor | None = None
 
 
 class Linear(nn.Module):
@@ -260,7 +263,8 @@ class Layer(nn.Module):
             y, x = before_mlp.after_sum(y, x)
         else:
             y = x = x + y
-        return x + self._scaled(self.mlp(y), after_mlp)
+        y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
+        return x + self._scaled(y, after_mlp)
 
     def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What a block adds to the residual stream."""
@@ -337,6 +341,7 @@ class GPTStage(nn.Module):
         super().__init__()
         self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device)
         self.has_embed, self.has_head = embed, head
+        self.own_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # [b, s] -> those between its blocks
         # As the dtype of the weights has it: Gemma was trained with that number.
         self.embed_scale, self.logit_scale = torch.tensor(spec.embed_scale, dtype=dtype).item(), spec.logit_scale
         # On the device from the start (no parameter or buffer: no checkpoint holds it): a copy in each forward
@@ -370,7 +375,8 @@ class GPTStage(nn.Module):
             x = x if self.embed_scale == 1.0 else x * self.embed_scale
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
-        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype))
+        counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
+        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted)
         for layer in layers:
             x = layer(x, context)
         if not (self.has_head and (part is None or part.head)):

@@ -8,7 +8,7 @@ is routed where it is. ``MoE.dispatch`` brings tokens to their experts; here all
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
+Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
 class GroupedLinear(nn.Module):
@@ -57,7 +59,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Weights and experts of each token."""
+    """Weights and experts of each token. ``observe``: sees what was chosen, to balance it (``parallel/balance.py``)."""
 
     def __init__(self, spec: ModelSpec, kernels: KernelPlan) -> None:
         super().__init__()
@@ -65,35 +67,20 @@ class Router(nn.Module):
         self.moe, self.kernels = spec.moe, kernels
         self.weight = nn.Parameter(torch.empty(spec.moe.num_experts, spec.hidden_size))
         self.e_score_correction_bias: nn.Parameter | None = None
-        if spec.moe.score_bias:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(spec.moe.num_experts))
+        if spec.moe.score_bias:  # it moves by small steps, which 16 bits would round away
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            self.e_score_correction_bias = nn.Parameter(torch.empty(spec.moe.num_experts, dtype=wide))
+        self.observe: Observe | None = None
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, h] -> weights [n, top_k] in at least fp32, experts [n, top_k] int64."""
-        logits = self.kernels.gemm(x, self.weight, None)
+    def forward(self, x: torch.Tensor, counted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [b, s, h], and the mask [b, s] of tokens that count in the loss (None: all) -> weights [b s, top_k] in at
+        least fp32, experts [b s, top_k] int64."""
+        logits = self.kernels.gemm(x.flatten(0, 1), self.weight, None)
         bias = self.e_score_correction_bias
         weights, experts = self.kernels.router_topk(logits, None if bias is None else bias.detach(), *self.moe.router)
-        if bias is not None:
-            weights = _CountLoad.apply(weights, bias, experts)
+        if self.observe is not None:
+            weights = self.observe(weights, logits, experts, x.shape[0], counted)
         return weights, experts
-
-
-class _CountLoad(torch.autograd.Function):
-    """Passes the weights on. The "gradient" of the bias is how many tokens chose each expert, whatever the loss: so the
-    counts of a step are summed over micro-batches and ranks as gradients are, once each, also where forward runs again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(experts)
-        ctx.like = bias.shape, bias.dtype
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (experts,) = ctx.saved_tensors
-        (count,), dtype = ctx.like
-        return grad, torch.bincount(experts.flatten(), minlength=count).to(dtype), None
 
 
 class MoEMLP(nn.Module):
@@ -113,10 +100,10 @@ class MoEMLP(nn.Module):
         self.shared_expert = shared
         self.shared_expert_gate = SharedGate(spec, kernels) if spec.moe.shared_gate else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.flatten(0, 1)
-        weights, experts = self.gate(tokens)
-        y = self.dispatch(tokens, weights, experts).view(x.shape)
+    def forward(self, x: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+        """``counted``: [b, s], which tokens count in the loss; None: all."""
+        weights, experts = self.gate(x, counted)
+        y = self.dispatch(x.flatten(0, 1), weights, experts).view(x.shape)
         if self.shared_expert is None:
             return y
         shared = cast(torch.Tensor, self.shared_expert(x))

@@ -53,14 +53,17 @@ Product = Callable[[Quantised, Quantised, torch.dtype], torch.Tensor]  # a [m, n
 Quantise = Callable[[torch.Tensor, torch.dtype, str], Quantised]  # see quantise_blocks
 
 
-def exponents(largest: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """The largest powers of two, as exponents, by which values up to ``largest`` stay in the range of ``kind``. Zeros
-    give 0, and what is not finite gives a scale by which it stays so."""
+def scales(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the largest powers of two that keep values up to ``largest`` in the range of ``kind``, their inverses), in fp32.
+
+    Of zeros they are 1. Casts to fp8 saturate, so what is not finite shows in the inverse, which is NaN then.
+    """
     found = torch.frexp(torch.finfo(kind).max / largest.float()).exponent - 1
-    return torch.where(largest > 0, found.clamp(-126, 126), 0)
+    exponent = torch.where(largest > 0, found.clamp(-126, 126), 0)
+    return _power(exponent), torch.where(largest.isfinite(), _power(-exponent), torch.nan)
 
 
-def power(exponent: torch.Tensor) -> torch.Tensor:
+def _power(exponent: torch.Tensor) -> torch.Tensor:
     """2 to the ``exponent`` (int32, -126 to 126) in fp32, exactly."""
     return (exponent + 127 << 23).view(torch.float32)
 
@@ -74,8 +77,8 @@ def largest_of(x: torch.Tensor) -> torch.Tensor:
 
 def quantise_tensor(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor) -> Quantised:
     """[rows, n] with one scale: that of ``largest`` []."""
-    exponent = exponents(largest, kind)
-    return Quantised((x.to(wide(x.dtype)) * power(exponent)).to(kind), power(-exponent))
+    scale, inverse = scales(largest, kind)
+    return Quantised((x.to(wide(x.dtype)) * scale).to(kind), inverse)
 
 
 def quantise_blocks(x: torch.Tensor, kind: torch.dtype, blocks: str) -> Quantised:
@@ -89,9 +92,9 @@ def quantise_blocks(x: torch.Tensor, kind: torch.dtype, blocks: str) -> Quantise
     tiles = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, BLOCK))  # [_, rows, _, 128]
     if not tiles.numel():
         return Quantised(x.to(kind).contiguous(), tiles.new_ones(tiles.shape[0], tiles.shape[2], dtype=torch.float32))
-    exponent = exponents(tiles.abs().amax((1, 3)), kind)
-    data = (tiles * power(exponent)[:, None, :, None]).flatten(2).flatten(0, 1)[:height, :width].to(kind)
-    return Quantised(data.contiguous(), power(-exponent))
+    scale, inverse = scales(tiles.abs().amax((1, 3)), kind)
+    data = (tiles * scale[:, None, :, None]).flatten(2).flatten(0, 1)[:height, :width].to(kind)
+    return Quantised(data.contiguous(), inverse)
 
 
 def exact_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
@@ -179,11 +182,8 @@ class Blockwise:
         x_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         odd = -dy.shape[1] % BLOCK if len(dy) > 1 else 0  # one sequence may end in a shorter block
-        columns = [
-            self.quantise(F.pad(t, (0, 0, 0, odd)).flatten(0, 1), kind, "128x1")
-            for t, kind in ((dy, kind), (x, E4M3))
-        ]  # fmt: skip
-        return self.product(*columns, dtype)
+        a, b = (self.quantise(F.pad(t, (0, 0, 0, odd)).flatten(0, 1), k, "128x1") for t, k in ((dy, kind), (x, E4M3)))
+        return self.product(a, b, dtype)
 
 
 class Fp8Gemm:
@@ -268,8 +268,9 @@ def bind_gemm_fp8(kernel: Kernel, gradients: WeightGradients, hybrid: bool) -> C
         def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
             x, weight, *largest = ctx.saved_tensors
             x_wanted, weight_wanted, bias_wanted, _ = ctx.needs_input_grad
-            x_max, weight_max, dy_max = *(largest or (None, None)), None
+            x_max = weight_max = dy_max = None
             if tensorwise:
+                x_max, weight_max = largest
                 dy_max = largest_of(dy) if ctx.maxima is None else ctx.maxima.backward(largest_of(dy))
             dx = for_input(dy, weight, hybrid, dy_max, weight_max) if x_wanted else None
             dw = None
@@ -320,6 +321,7 @@ def _cases() -> Iterable[Case]:
         ("plain", (2, 6), 32, 24, False), ("plain, hybrid", (2, 6), 32, 24, True), ("odd", (3, 5), 17, 13, True),
         ("one", (1, 1), 1, 1, False), ("no rows", (2, 0), 8, 4, False), ("no columns", (2, 3), 8, 0, True),
         ("several blocks", (2, 150), 300, 160, False), ("one sequence", (1, 300), 40, 24, True),
+        ("many rows", (1, 65_537), 2, 3, False),
     ):  # fmt: skip
         operands = normal(*lead, k, seed=1), normal(n, k, seed=2), normal(n, seed=3), hybrid
         yield Case(name, operands, (HYBRID,) * hybrid)

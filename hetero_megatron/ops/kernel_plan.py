@@ -93,11 +93,18 @@ class KernelPlan:
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
     def summary(self) -> str:
-        """One line: operators by provider."""
+        """One line: operators by provider, and what computes in fp8."""
         by: dict[str, list[str]] = {}
         for op, provider in self.providers().items():
             by.setdefault(provider, []).append(op)
-        return "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(by.items()))
+        text = "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(by.items()))
+        if self.fp8 is None:
+            return text
+        signature = self.choices[self.fp8].signature
+        kind = "hybrid" if HYBRID in signature.features else "e4m3"
+        recipe = self.fp8.removeprefix("gemm_fp8_")
+        weights = str(signature.dtype).removeprefix("torch.")
+        return f"linear modules of layers in fp8 ({kind}, {recipe}), all else in {weights}; {text}"
 
     def why(self) -> list[str]:
         """Lines about what was passed over: kernels meant for this platform that could not serve, with the reasons."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,13 @@ class ShardedOptimizer:
         sync: whose exchanges define the pieces.
         build: makes the optimizer from parameter groups (keys ``params``, ``decay``).
         offload: masters (then always fp32 copies) and moments live in host memory.
+        apart: names of parameters that ``build``'s optimizer does not get: their masters change otherwise.
     """
 
-    def __init__(self, sync: GradientSync, build: OptimizerFactory, offload: bool = False) -> None:
-        self.sync, self.offload = sync, offload
+    def __init__(
+        self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = ()
+    ) -> None:
+        self.sync, self.offload, self._apart = sync, offload, frozenset(apart)
         self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
         groups = self._groups()
         self.inner = build(groups) if groups else None
@@ -41,6 +44,8 @@ class ShardedOptimizer:
         groups: dict[tuple[bool, bool], dict[str, Any]] = {}
         for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
             for piece, master in zip(exchange.pieces, masters, strict=True):
+                if piece.name in self._apart:
+                    continue
                 decay, copied = len(piece.box.lo) > 1, self._copied(self._view(piece))
                 group = groups.setdefault((not decay, copied), {"params": [], "decay": decay})
                 group["params"].append(master)

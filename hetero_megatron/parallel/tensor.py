@@ -86,10 +86,14 @@ def apply_tensor_parallel(
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (gather_tokens(args[0], group, shards), *args[1:])
 
-    def own_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def own_tokens(x: torch.Tensor) -> torch.Tensor:
         start = sum(shards[: group.index])
-        return (args[0][:, start : start + shards[group.index]], *args[1:])
+        return x[:, start : start + shards[group.index]]
 
+    def own_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (own_tokens(args[0]), *args[1:])
+
+    stage.own_tokens = own_tokens
     for layer in stage.layers():
         layer.self_attn.sum_heads = SumHeads(group, kv_heads)
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.

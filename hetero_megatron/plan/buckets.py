@@ -17,7 +17,7 @@ from functools import cached_property
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan, Stage
 from hetero_megatron.plan.context_plan import context_groups
-from hetero_megatron.plan.experts import rank_shares, routing_groups
+from hetero_megatron.plan.experts import has_experts, rank_shares, routing_groups, sequence_group
 from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
@@ -108,11 +108,12 @@ def _boxes(spec: ModelSpec, tensor: LogicalTensor, stages: Sequence[Stage]) -> d
 
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
     """Segments (head, last layer, …, first layer, embedding), and trained tensors in them, in the order in which their
-    gradients are complete: a bucket that ends inside a layer need not wait for the rest of it."""
-    segments: dict[float, list[LogicalTensor]] = defaultdict(list)
+    gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Last what no gradient
+    moves (``by_load``), which has a dtype of its own."""
+    segments: dict[tuple[bool, float], list[LogicalTensor]] = defaultdict(list)
     for tensor in (t for t in tensors if t.trained):
         key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
-        segments[-float(tensor.layer) if key is None else key].append(tensor)
+        segments[tensor.by_load, -float(tensor.layer) if key is None else key].append(tensor)
     return [segments[key][::-1] for key in sorted(segments)]
 
 
@@ -123,20 +124,20 @@ def make_buckets(
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known."""
     holders = tensor_holders(plan, spec) if holders is None else holders
     weights = {rank: float(s.optimizer.share) for p in plan.pipelines for s in p.stages for rank in s.ranks}
-    runs: list[tuple[tuple[int, ...], list[str], int]] = []
+    runs: list[tuple[tuple[tuple[int, ...], bool], list[str], int]] = []
     for segment in backward_order(logical_tensors(spec)):
-        for name in (t.name for t in segment):
-            ranks = holders[name].ranks
+        for name, by_load in ((t.name, t.by_load) for t in segment):
+            kind = (holders[name].ranks, by_load)
             size = int(holders[name].counts().max()) * itemsize
-            if runs and runs[-1][0] == ranks and runs[-1][2] + size <= bucket_bytes:
+            if runs and runs[-1][0] == kind and runs[-1][2] + size <= bucket_bytes:
                 runs[-1][1].append(name)
-                runs[-1] = (ranks, runs[-1][1], runs[-1][2] + size)
+                runs[-1] = (kind, runs[-1][1], runs[-1][2] + size)
             else:
-                runs.append((ranks, [name], size))
+                runs.append((kind, [name], size))
     owners: dict[tuple[object, ...], tuple[list[Layout], list[Layout] | None]] = {}
     divided: dict[tuple[object, ...], dict[str, Layout]] = {}
     buckets = []
-    for i, (ranks, names, _) in enumerate(runs):
+    for i, ((ranks, _), names, _) in enumerate(runs):
         held = {name: holders[name] for name in names}
         # Buckets of equal layouts are owned alike; names count only by their order, which breaks ties.
         key = (tuple(map(id, held.values())), tuple(sorted(range(len(names)), key=names.__getitem__)))
@@ -220,20 +221,22 @@ def bucket_actions(bucket: Bucket, spread: bool) -> tuple[Action, ...]:
     return tuple(Action("REDUCE", bucket.index, h) for h in hops)
 
 
-def plan_groups(plan: Plan, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
+def plan_groups(plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec) -> list[tuple[int, ...]]:
     """All groups that some ranks of the plan exchange data in: those of layers, bucket holders, the world.
 
     Gradients travel during the last backward, as its own exchanges do, and start when they can; so a group that both
     need is listed twice, and the second one is for gradients.
     """
-    layers = layer_groups(plan)
+    layers = layer_groups(plan, spec)
     sync = {ranks for b in buckets for hop in b.hops for ranks in hop.groups}
     return [*sorted({plan.ranks, *layers, *sync}), *sorted(r for r in sync & layers if len(r) > 1)]
 
 
-def layer_groups(plan: Plan) -> set[tuple[int, ...]]:
-    """TP, context and expert groups: those that meet in forward and backward."""
+def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
+    """TP, context and expert groups, and those that balance experts over a sequence: which meet in forward and
+    backward."""
     stages = [s for p in plan.pipelines for s in p.stages]
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
     units |= {group for s in stages for group in routing_groups(s)}
+    units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
     return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}

@@ -88,6 +88,12 @@ def routing_groups(stage: Stage) -> list[tuple[int, ...]]:
     return [tuple(sorted(group.ranks)) for group in stage.experts if len(group.ranks) > 1]
 
 
+def sequence_group(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The ranks of a stage that have tokens of the same sequences as ``rank``, ascending."""
+    own = next(unit.sequences for unit in stage.units if rank in unit.ranks)
+    return tuple(sorted(r for unit in stage.units if unit.sequences == own for r in unit.ranks))
+
+
 def require_rows(plan: Plan, batch_size: int) -> None:
     """Refuse a batch in which a rank of an expert group has no sequences: the others would wait for its tokens.
 

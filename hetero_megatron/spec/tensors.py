@@ -29,8 +29,8 @@ class Axis:
 @dataclass(frozen=True)
 class LogicalTensor:
     """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
-    a gradient and optimizer states, and checkpoints hold it; ``by_load``: it is moved by how many tokens chose each
-    expert, not by the optimizer."""
+    a gradient and optimizer states, and checkpoints hold it; ``by_load``: but its gradient is 0 and it has no such
+    states, for not the optimizer moves it but how many tokens chose each expert."""
 
     name: str
     shape: tuple[int, ...]

@@ -14,6 +14,7 @@ from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.balance import UNBALANCED, Balancing
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.loss_scale import LossScale
@@ -215,6 +216,7 @@ class RunConfig:
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
+        balancing: of the experts, where the model has some.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         allow_over_memory: ranks that need more than their chip has are no reason to refuse.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
@@ -245,6 +247,7 @@ class RunConfig:
     check_nan: bool = True
     deterministic: bool = False
     logits_bytes: int = LOGITS_BYTES
+    balancing: Balancing = UNBALANCED
     alignment: AlignmentConfig = AlignmentConfig()
     platform: str | None = None
     compile: str | None = None

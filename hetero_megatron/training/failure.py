@@ -158,6 +158,8 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
             found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
         work = replace(runtime.work(fetch, first, size), seed=scale / (size * runtime.plan.seq_length))
+        if runtime.balance is not None:
+            runtime.balance.begin(work.seed)
         result = runtime.executor.run(work, runtime.sync)
     grads = runtime.sync.finish()
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):

@@ -185,7 +185,8 @@ def hf_to_logical(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Te
 
 def hf_grads(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
     return _logical(
-        {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}, spec
+        {n: torch.zeros_like(b) for n, b in model.named_buffers()}  # a router's bias has no gradient
+        | {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}, spec
     )
 
 

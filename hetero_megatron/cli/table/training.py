@@ -182,8 +182,8 @@ PRECISION = (
     value("--min-loss-scale", float, 1.0, "dynamic loss scale at least", needs=_DYNAMIC),
     count("--loss-scale-window", 1000, "steps without overflow before the loss scale doubles", needs=_DYNAMIC),
     count("--hysteresis", 2, "overflows before the loss scale halves", needs=_DYNAMIC),
-    value("--fp8-format", str, None, "linear modules of layers compute in 8-bit floats: e4m3, or hybrid, with gradients "
-          "in e5m2; weights, masters and all else stay as they are", choices=("e4m3", "hybrid")),
+    value("--fp8-format", str, None, "linear modules of layers compute in 8-bit floats: e4m3, or hybrid, gradients in "
+          "e5m2; weights, masters and all else stay as they are", choices=("e4m3", "hybrid")),
     value("--fp8-recipe", str, None, "scales in fp8: tensorwise, one per weight and per sequence; blockwise, one per "
           "128 or 128 x 128 elements", choices=("tensorwise", "blockwise"), needs=needs("--fp8-format")),
     refused("--fp8-amax-history-len", _FP8, "--fp8-format and --fp8-recipe", nargs=1),

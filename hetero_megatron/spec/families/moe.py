@@ -36,13 +36,15 @@ _QWEN_KEYS = _KEYS | words(
 )
 
 
-_UNBALANCED = "router_aux_loss_coef is not read: nothing balances the load of experts"
+_UNREAD = (
+    "router_aux_loss_coef is not read: --moe-router-load-balancing-type and --moe-aux-loss-coeff balance experts"
+)
 
 
 def with_experts(spec: ModelSpec, moe: MoE, kinds: Sequence[str]) -> ModelSpec:
     """``spec`` with a mixture of experts in the layers whose kind is ``moe``; ``kinds``: one per layer."""
     layers = tuple(replace(spec.layer(i), mlp=kind) for i, kind in enumerate(kinds))
-    return replace(spec, layer_kinds=layers, moe=moe, notices=(*spec.notices, _UNBALANCED))
+    return replace(spec, layer_kinds=layers, moe=moe, notices=(*spec.notices, _UNREAD))
 
 
 def read_moe(read: ConfigReader, experts: str, **changes: Any) -> MoE:

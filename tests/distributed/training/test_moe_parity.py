@@ -20,9 +20,9 @@ QUICK = range(COUNT if "N" in os.environ else 6)  # in `make test`
 QWEN = MOE_FAMILIES["qwen2_moe"] | {"num_hidden_layers": 3}
 
 
-def moe_case(seed: int) -> Case:
+def moe_case(seed: int, family: str | None = None) -> Case:
     rng = random.Random(seed)
-    model = dict(MOE_FAMILIES[rng.choice(sorted(MOE_FAMILIES))])
+    model = dict(MOE_FAMILIES[family or rng.choice(sorted(MOE_FAMILIES))])
     ranks = rng.choice([1, 2, 3, 4, 4, 5, 6])
     spelled = random_plan(rng, model["num_hidden_layers"], model["num_attention_heads"], rng.randint(8, 14), ranks)
     count = model.get("num_experts") or model["num_local_experts"]
