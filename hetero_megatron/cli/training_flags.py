@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hetero_megatron.cli.parse import Arguments, flag_error
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.kernels import OPERATORS, operator_problem
@@ -181,7 +183,15 @@ def build_logging(args: Arguments) -> LoggingConfig:
         args["log_kernel_plan"],
         args["log_format"],
         _profile(args),
+        _routing_stats(args),
     )
+
+
+def _routing_stats(args: Arguments) -> str | None:
+    path: str | None = args["routing_stats"]
+    if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+        raise flag_error("routing_stats", path, "its directory is not there", "a file in a directory that exists")
+    return path
 
 
 def _profile(args: Arguments) -> ProfileSteps | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -50,14 +50,41 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
+    def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What becomes of the product ``y`` of x and the weight; adapters replace it (``parallel/lora.py``)."""
+        return y
+
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
         if self.kernels.fp8 is None:
-            return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
-        return getattr(self.kernels, self.kernels.fp8)(x, self.weight, bias, self.maxima)  # type: ignore[no-any-return]
+            y = self.kernels.gemm(x, self.weight, bias)
+        else:
+            y = getattr(self.kernels, self.kernels.fp8)(x, self.weight, bias, self.maxima)
+        return self.adapted(y, x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)
+
+
+def lay_together(*linears: Linear) -> tuple[Linear, ...]:
+    """Put their weights, and their biases, one after the other in one piece of memory each: then ``joint_products`` is
+    one product. They stay parameters of their own."""
+    for name in ("weight", "bias"):
+        old = [getattr(linear, name) for linear in linears]
+        if old[0] is None:
+            continue
+        whole = old[0].new_empty(sum(map(len, old)), *old[0].shape[1:])
+        for linear, rows in zip(linears, whole.split([len(part) for part in old]), strict=True):
+            setattr(linear, name, nn.Parameter(rows))
+    return linears
+
+
+def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What each of them makes of ``x``."""
+    if linears[0].kernels.fp8 is not None:  # each has scales of its own
+        return tuple(linear(x) for linear in linears)
+    weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
+    found = linears[0].kernels.joint_gemm(x, weights, biases)
+    return tuple(linear.adapted(y, x) for linear, y in zip(linears, found, strict=True))
 
 
 class Norm(nn.Module):
@@ -73,17 +100,15 @@ class Norm(nn.Module):
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return self.kernels.rms_norm(x, self.gain(), self.eps)  # type: ignore[no-any-return]
-        return self.kernels.layer_norm(x, self.gain(), self.bias, self.eps)  # type: ignore[no-any-return]
-
-    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual)."""
-        if self.bias is None:
-            return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)  # type: ignore[no-any-return]
-        total = x + residual
-        return self.forward(total), total
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """The norm of x; with a ``residual``: (norm of x + residual, x + residual)."""
+        if self.bias is not None:
+            total = x if residual is None else x + residual
+            y = self.kernels.layer_norm(total, self.gain(), self.bias, self.eps)
+            return y if residual is None else (y, total)
+        if residual is None:
+            return self.kernels.rms_norm(x, self.gain(), self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)
 
 
 class ProjectionNorm(nn.Module):
@@ -134,6 +159,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(h, self.heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.k_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
         self.v_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
+        self.together = lay_together(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias, kernels=kernels)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
@@ -157,9 +183,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, self.heads, self.head_dim)
-        k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim)
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        found = joint_products(self.together, x)
+        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(found, heads, strict=True))
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
             q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])
@@ -200,17 +226,19 @@ class MLP(nn.Module):
         self.activation = spec.activation
         self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
+        columns_of_x = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        self.together = lay_together(*columns_of_x)
         self.down_proj = Linear(f, h, bias=spec.mlp_bias, kernels=kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up_proj(x)
-        if self.gate_proj is None:
+        *gate, y = joint_products(self.together, x)
+        if not gate:
             squared = self.activation == "squared_relu"
             y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
         elif self.activation == "swiglu":
-            y = self.kernels.swiglu(self.gate_proj(x), y)
+            y = self.kernels.swiglu(gate[0], y)
         else:
-            y = self.kernels.gelu(self.gate_proj(x), self.activation == "geglu_tanh") * y
+            y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
         return cast(torch.Tensor, self.down_proj(y))
 
 
@@ -222,10 +250,22 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
     return MoEMLP(spec, share, kernels, shared)
 
 
+class ResidualStream(NamedTuple):
+    """The residual stream after a layer, both [b, s, h]: ``x``, and what its MLP adds. The next norm makes the sum
+    as it reads them."""
+
+    x: torch.Tensor
+    added: torch.Tensor
+
+    def sum(self) -> torch.Tensor:
+        return self.x + self.added
+
+
 class Layer(nn.Module):
     """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream.
 
-    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for.
+    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for. Where
+    ``takes_sum``, the layer takes x and ``added`` of the layer before it, and elsewhere their sum.
     """
 
     def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
@@ -250,21 +290,27 @@ class Layer(nn.Module):
             "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         }  # fmt: skip
         self._names = names[spec.norm_placement]
+        self.takes_sum = self._names[0] is not None
 
     def norms(self) -> tuple[Norm | None, ...]:
         """Before attention, after it, before the MLP, after it."""
         return tuple(None if name is None else getattr(self, name) for name in self._names)
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         before_attention, after_attention, before_mlp, after_mlp = self.norms()
-        y = x if before_attention is None else before_attention(x)
+        if before_attention is None:
+            y = x
+        elif added is None:
+            y = before_attention(x)
+        else:
+            y, x = before_attention(added, x)
         y = self._scaled(self.self_attn(y, context), after_attention)
         if before_mlp is not None:
-            y, x = before_mlp.after_sum(y, x)
+            y, x = before_mlp(y, x)
         else:
             y = x = x + y
         y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
-        return x + self._scaled(y, after_mlp)
+        return ResidualStream(x, self._scaled(y, after_mlp))
 
     def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What a block adds to the residual stream."""
@@ -377,8 +423,13 @@ class GPTStage(nn.Module):
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
         context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted)
+        stream: ResidualStream | None = None
         for layer in layers:
-            x = layer(x, context)
+            if stream is not None and layer.takes_sum:
+                stream = layer(stream.x, context, stream.added)
+            else:
+                stream = layer(x if stream is None else stream.sum(), context)
+        x = x if stream is None else stream.sum()
         if not (self.has_head and (part is None or part.head)):
             return x
         x = self.model["norm"](x)  # the logits are scaled through it, however head and loss are computed

@@ -18,6 +18,7 @@ from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sort = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
 Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
@@ -44,6 +45,7 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
         self.kernels = kernels
+        self.sort: Sort = routed_rows
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
         self.first, self.count = a, b - a
         self.gate_proj = GroupedLinear(b - a, h, d - c, kernels)
@@ -51,7 +53,7 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(b - a, d - c, h, kernels)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, slots, ends = routed_rows(chosen, self.count)
+        rows, slots, ends = self.sort(chosen, self.count)
         routed = self.kernels.moe_permute(x, rows, slots)
         y = self.kernels.swiglu(self.gate_proj(routed, ends), self.up_proj(routed, ends))
         y = self.down_proj(y, ends)

@@ -28,8 +28,14 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Saves the two inputs only; plain autograd would also keep silu(gate)."""
-    return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+    """Saves the two inputs only; plain autograd would also keep silu(gate). The gradients are the halves of one tensor:
+    whoever multiplies both with one matrix need not join them first."""
+    if torch.compiler.is_compiling():
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+    dgate, dup = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1]).chunk(2, -1)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
+    torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
+    return dgate, dup
 
 
 def gelu_forward(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import functional as F
 
-from hetero_megatron.ops.gemm import WeightGradients
+from hetero_megatron.ops.gemm import WeightGradients, add_up
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, wide
 
@@ -221,9 +221,7 @@ class Fp8Gemm:
             found = x.new_zeros(dy.shape[-1], x.shape[-1], dtype=dtype)
         else:
             found = self.recipe.weight(dy, x, E5M2 if hybrid else E4M3, dtype, dy_max, x_max)
-        if into is None:
-            return found
-        return into.add_(found) if beta else into.copy_(found)
+        return add_up(found, dtype, into, beta)
 
     def backward(
         self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, hybrid: bool
@@ -273,20 +271,13 @@ def bind_gemm_fp8(kernel: Kernel, gradients: WeightGradients, hybrid: bool) -> C
                 x_max, weight_max = largest
                 dy_max = largest_of(dy) if ctx.maxima is None else ctx.maxima.backward(largest_of(dy))
             dx = for_input(dy, weight, hybrid, dy_max, weight_max) if x_wanted else None
-            dw = None
 
             def product(
                 dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
             ) -> torch.Tensor:
                 return for_weight(dy, x, hybrid, into, beta, dy_max, x_max)  # type: ignore[return-value]
 
-            if weight_wanted:
-                if gradients.deferring and ctx.leaf.is_leaf:
-                    gradients.defer(ctx.leaf, dy, x, product)
-                elif id(ctx.leaf) in gradients.takers:
-                    gradients.takers[id(ctx.leaf)](dy, x, product)
-                else:
-                    dw = product(dy, x)
+            dw = gradients.gradient((ctx.leaf,), dy, x, product) if weight_wanted else None
             return dx, dw, dy.flatten(0, -2).sum(0) if bias_wanted else None, None
 
     return GemmFp8.apply

@@ -7,7 +7,6 @@ or a partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -32,8 +31,7 @@ def _adapt(linear: Linear, lora: Lora, dtype: torch.dtype, device: torch.device 
         adapter.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
         linear.add_module(name, adapter)
-    plain = linear.product
-    linear.product = partial(_product, linear, plain, lora.scale)  # type: ignore[method-assign]
+    linear.adapted = partial(_adapted, linear, lora.scale)  # type: ignore[method-assign]
 
 
 def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -41,11 +39,7 @@ def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch
     return adapter.kernels.gemm(x, adapter.weight, bias)  # type: ignore[no-any-return]
 
 
-def _product(
-    linear: Linear, plain: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], scale: float, x: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """x (W + scale B A)^T + bias, as two products of low rank beside the frozen one."""
+def _adapted(linear: Linear, scale: float, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``base`` + scale (B A x): two products of low rank beside the frozen one."""
     assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
-    base = plain(x, bias)
     return base.add(linear.lora_B(linear.lora_A(x)), alpha=scale)

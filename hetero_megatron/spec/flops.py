@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from hetero_megatron.spec.expert_load import (
+    ExpertLoad,
+    expert_activation_bytes,
+    expert_backward_bytes,
+    expert_operand_bytes,
+    moe_layers,
+    plain_load,
+)
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
@@ -34,11 +42,6 @@ def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
     return attention_pairs(spec, length) / spec.num_layers
 
 
-def moe_layers(spec: ModelSpec) -> float:
-    """The share of layers that are mixtures of experts."""
-    return sum(kind.mlp == "moe" for kind in spec.layers) / spec.num_layers if spec.moe is not None else 0.0
-
-
 def mlp_columns(spec: ModelSpec) -> float:
     """Feed-forward columns that a token passes in an average layer: of a mixture of experts, those of the experts that
     it chooses and of what all tokens share."""
@@ -46,6 +49,13 @@ def mlp_columns(spec: ModelSpec) -> float:
         return spec.ffn_hidden_size
     share, used = moe_layers(spec), spec.moe.top_k * spec.moe.ffn_hidden_size + spec.moe.shared_ffn
     return (1 - share) * spec.ffn_hidden_size + share * used
+
+
+def common_columns(spec: ModelSpec, routed: float) -> float:
+    """Feed-forward columns that every token passes in an average layer, if ``routed`` of the layers are mixtures of
+    experts: those of a dense MLP, or of what all tokens share."""
+    shared = spec.moe.shared_ffn if spec.moe is not None else 0
+    return (1 - routed) * spec.ffn_hidden_size + routed * shared
 
 
 def layer_matmul_flops(spec: ModelSpec) -> float:
@@ -128,21 +138,25 @@ def extra_norm_widths(spec: ModelSpec) -> int:
     return 2 if spec.norm_placement == "pre_post" else 0
 
 
-def routed_widths(spec: ModelSpec) -> float:
-    """Inputs and outputs of the experts of a token, in hidden sizes, in an average layer."""
-    return 0.0 if spec.moe is None else 2 * spec.moe.top_k * moe_layers(spec)
+def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
+    """Inputs of MLPs after the gather, in hidden sizes: a mixture of experts has one only for what all tokens share,
+    and without a TP group that is the router's."""
+    shared = spec.moe is not None and bool(spec.moe.shared_ffn) and tp > 1
+    return 1 - routed + routed * shared
 
 
 def layer_activation_bytes(
-    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0, shards: int | None = None
-) -> int:
+    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0,
+    shards: int | None = None, load: ExpertLoad | None = None,
+) -> int:  # fmt: skip
     """Bytes that one layer keeps from forward to backward, as ``model/gpt.py`` saves them.
 
     Counted per token, in elements (h hidden, q and kv the widths of queries and keys, f feed-forward):
 
     - on the token shard: both norms' inputs, 2 h;
     - after the gather, on every rank whole: the inputs of QKV and of the MLP, 2 h;
-    - of a mixture of experts, for each expert of a token its input and its output, 2 h;
+    - of a mixture of experts, instead of a dense MLP's share, what
+      :func:`~hetero_megatron.spec.expert_load.expert_activation_bytes` says, and what all tokens use;
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
@@ -156,22 +170,27 @@ def layer_activation_bytes(
         recompute: none | selective | full; a stage's ``first: n`` is n layers full and the rest none.
         tp: this rank's share is 1 / tp of heads and columns; need not be an integer.
         shards: of the tokens, one to each rank of the TP group, all equal; None: ``tp``.
+        load: of the routed experts of a mixture; None: :func:`~hetero_megatron.spec.expert_load.plain_load`.
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if recompute == "full":
         return round(tokens * h / (shards or tp)) * itemsize
+    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
+    routed = load.layers if load is not None else 0.0
     shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
-    gathered = 2 * h + adapter_widths(spec)
-    cut = 2 * q + 2 * kv + mlp_widths(spec) * mlp_columns(spec) + routed_widths(spec) * h
+    gathered = (1 + shared_inputs(spec, routed, tp)) * h + adapter_widths(spec)
+    cut = 2 * q + 2 * kv + mlp_widths(spec) * common_columns(spec, routed)
     if spec.qk_norm:
         cut += q + kv
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
-    return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp))
+    experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
+    return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
 
 def layer_backward_bytes(
-    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None
-) -> int:
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
+    load: ExpertLoad | None = None,
+) -> int:  # fmt: skip
     """Bytes that backward through one layer needs beside what the layer keeps, at the worst moment of autograd's.
 
     The gradient that goes around the MLP is there all the time (h on the token shard). The worst moment is one of:
@@ -182,7 +201,9 @@ def layer_backward_bytes(
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
     """
-    h, f = spec.hidden_size, mlp_columns(spec) / tp
+    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
+    routed = load.layers if load is not None else 0.0
+    h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
     row = tokens * itemsize
     weight = h * f if spec.lora is None else 0
     inside = (2 if spec.gated else 1) * f
@@ -191,10 +212,14 @@ def layer_backward_bytes(
         worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)
+    if load is not None and routed:
+        worst = max(worst, expert_backward_bytes(spec, load, itemsize))
     return round(row * h / (shards or tp) + worst)
 
 
-def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
+def layer_operand_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, load: ExpertLoad | None = None
+) -> int:
     """Bytes of the operands of one layer's weight gradients, which wait from B_INPUT to W where backward is split.
 
     Per token, in elements: after the gather, whole, the inputs of QKV and of the MLP and the gradients of what
@@ -202,8 +227,12 @@ def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: flo
     up (and, with SwiGLU, gate), and ``down_proj``'s input, 2 q + 2 kv + 2 f (3 f).
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * mlp_columns(spec) + routed_widths(spec) * h
-    return round(tokens * itemsize * (4 * h + 2 * adapter_widths(spec) + cut / tp))
+    load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
+    routed = load.layers if load is not None else 0.0
+    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * common_columns(spec, routed)
+    inputs = 2 * (1 + shared_inputs(spec, routed, tp)) * h + 2 * adapter_widths(spec)
+    experts = routed * expert_operand_bytes(spec, load, itemsize) if load is not None else 0.0
+    return round(tokens * itemsize * (inputs + cut / tp) + experts)
 
 
 def head_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False) -> int:

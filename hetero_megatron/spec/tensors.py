@@ -30,7 +30,8 @@ class Axis:
 class LogicalTensor:
     """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
     a gradient and optimizer states, and checkpoints hold it; ``by_load``: but its gradient is 0 and it has no such
-    states, for not the optimizer moves it but how many tokens chose each expert."""
+    states, for not the optimizer moves it but how many tokens chose each expert; ``joint``: what it shares with those
+    that lie beside it in a rank's memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class LogicalTensor:
     layer: int | str
     trained: bool = True
     by_load: bool = False
+    joint: str | None = None
 
     @property
     def size(self) -> int:
@@ -108,11 +110,8 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     )
     if spec.norm_placement != "post":
         yield from _norm(spec, f"{base}.input_layernorm", i)
-    for letter, axis, rows in (("q", q, nq), ("k", kv, nkv), ("v", kv, nkv)):
-        name = f"{base}.self_attn.{letter}_proj"
-        yield LogicalTensor(f"{name}.weight", (rows, h), (axis, _HIDDEN), i)
-        if spec.qkv_bias:
-            yield LogicalTensor(f"{name}.bias", (rows,), (axis,), i)
+    projections = (("q_proj", nq, q), ("k_proj", nkv, kv), ("v_proj", nkv, kv))
+    yield from _rows_of_one(f"{base}.self_attn", projections, h, spec.qkv_bias, i)
     if spec.qk_norm:
         per_head = ((spec.head_dim,), (Axis("head_dim"),))
         for letter, axis, rows in (("q", q, nq), ("k", kv, nkv)):
@@ -131,12 +130,21 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
         yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
 
 
+def _rows_of_one(
+    parent: str, projections: Iterable[tuple[str, int, Axis]], h: int, bias: bool, i: int
+) -> Iterator[LogicalTensor]:
+    """Matrices (name, rows, their axis) that multiply one input, and then their biases: a rank keeps each kind in one
+    piece of memory, in this order, and makes one product of them."""
+    for name, rows, axis in projections:
+        yield LogicalTensor(f"{parent}.{name}.weight", (rows, h), (axis, _HIDDEN), i, joint=f"{parent}.weight")
+    for name, rows, axis in projections if bias else ():
+        yield LogicalTensor(f"{parent}.{name}.bias", (rows,), (axis,), i, joint=f"{parent}.bias")
+
+
 def _mlp(spec: ModelSpec, name: str, columns: int, axis: Axis, i: int) -> Iterator[LogicalTensor]:
     h = spec.hidden_size
-    for column in ("gate_proj", "up_proj") if spec.gated else ("up_proj",):
-        yield LogicalTensor(f"{name}.{column}.weight", (columns, h), (axis, _HIDDEN), i)
-        if spec.mlp_bias:
-            yield LogicalTensor(f"{name}.{column}.bias", (columns,), (axis,), i)
+    names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
+    yield from _rows_of_one(name, [(column, columns, axis) for column in names], h, spec.mlp_bias, i)
     yield LogicalTensor(f"{name}.down_proj.weight", (h, columns), (_HIDDEN, axis), i)
     if spec.mlp_bias:
         yield LogicalTensor(f"{name}.down_proj.bias", (h,), (_HIDDEN,), i)
