@@ -64,6 +64,7 @@ def fp8_fits(
                 continue
             if cluster is not None:
                 _chips_have_it(stage, path, dtype, cluster, source)
+            _latents_are_whole(stage, path, spec, dtype, source)
             _key_heads_are_whole(stage, path, spec, dtype, source)
             _tokens_are_whole(plan, stage, path, fp8, dtype, source)
             if fp8.recipe == "blockwise":
@@ -88,6 +89,15 @@ def _chips_have_it(stage: Stage, path: str, dtype: str, cluster: Cluster, source
                 f"rank {rank} is a {chip.name}, which does not compute in fp8", f"{path}.dtype", stage.dtype or "fp8",
                 f"{dtype}, or chips that have fp8",
             )  # fmt: skip
+
+
+def _latents_are_whole(stage: Stage, path: str, spec: ModelSpec, dtype: str, source: Source) -> None:
+    largest = max(unit.tp for unit in stage.units)
+    if spec.mla is not None and largest > 1:
+        raise source.error(
+            "latents are whole on every rank, which would round its part of their gradient in fp8, and the sum depends "
+            "on the cut", f"{path}.tp", largest, f"1, or dtype: {dtype}",
+        )  # fmt: skip
 
 
 def _key_heads_are_whole(stage: Stage, path: str, spec: ModelSpec, dtype: str, source: Source) -> None:
