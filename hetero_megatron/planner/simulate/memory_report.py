@@ -130,14 +130,14 @@ def plan_activations(
     return out
 
 
-def micro_batch_bytes(stage: Stage, spec: ModelSpec, item: int) -> dict[int, tuple[int, int, int]]:
-    """By rank, bytes of one micro-batch in a stage of one chunk without context groups: (from F to its backward, from
+def micro_batch_bytes(stage: Stage, spec: ModelSpec, item: int) -> dict[int, list[tuple[int, int, int]]]:
+    """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
     B_INPUT to W, what a backward works with)."""
-    limit, found = _logits_limit(stage, spec, item, LOGITS_BYTES), {}
+    limit, found = _logits_limit(stage, spec, item, LOGITS_BYTES), dict[int, list[tuple[int, int, int]]]()
     for unit in stage.units:
         for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
-            (work,) = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit)
-            found[rank] = kept_bytes(spec, work), operand_bytes(spec, work), working_bytes(spec, work)
+            chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit)
+            found[rank] = [(kept_bytes(spec, x), operand_bytes(spec, x), working_bytes(spec, x)) for x in chunks]
     return found
 
 

@@ -34,10 +34,21 @@ def every_schedule(plain: Plan, costs: CostModel) -> Iterator[Plan | None]:
     yield adapted(plain, predict(plain, SMALL, costs.cluster, costs=costs), costs)
 
 
+def replicas(costs: CostModel, batch: int) -> float:
+    """Seconds of the fastest plan of one or two replicas of one stage, over all divisions of the batch."""
+    best = float("inf")
+    for mine in range(batch + 1):
+        parts = [(n, stages(SMALL.num_layers, first_rank=r)) for r, n in enumerate((mine, batch - mine)) if n]
+        if parts[0][1][0]["ranks"] == [0]:  # the second chip alone is slower than the first alone
+            found = predict(plan_from_dict(plan(*parts), SMALL), SMALL, costs.cluster, costs=costs)
+            best = min(best, found.step_seconds)
+    return best
+
+
 def brute_force(costs: CostModel, batch: int) -> float:
     """Seconds of the fastest plan of one pipeline over two chips: all orders, cuts, micro-batches and schedules."""
     best = float("inf")
-    for size in (1, 2, 4):
+    for size in (n for n in (1, 2, 3, 4) if batch % n == 0):
         for order in ([0, 1], [1, 0]):
             for cut in range(1, SMALL.num_layers):
                 spelled = plan((batch // size, placed(order, cut)), mbs=size)
@@ -63,6 +74,19 @@ def test_small_pipelines_are_as_fast_as_the_fastest_of_all(speeds: tuple[float, 
     found = search(PlanningProblem(SMALL, where, SEQ, batch, options))
     costs = CostModel(SMALL, where, SEQ, "fp32")
     assert found.best.step_seconds <= brute_force(costs, batch) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.3), (1.0, 1.7), (1.0, 2.4)])
+@pytest.mark.parametrize("batch", [3, 4])
+def test_pipelines_are_tried_where_replicas_are_faster_under_1f1b(speeds: tuple[float, ...], batch: int) -> None:
+    where = cluster(speeds=speeds, model=SMALL)
+    options = SearchOptions(dtype="fp32", space=SearchSpace(more_schedules="always"))
+    found = search(PlanningProblem(SMALL, where, SEQ, batch, options)).best
+    costs = CostModel(SMALL, where, SEQ, "fp32")
+    pipelines, alone = brute_force(costs, batch), replicas(costs, batch)
+    assert found.step_seconds <= min(pipelines, alone) * (1 + 1e-6)
+    if (speeds, batch) == ((1.0, 1.7), 4):
+        assert pipelines < 0.9 * alone and len(found.plan.pipelines) == 1  # the case that needs this
 
 
 def test_adaptive_schedules_know_the_reduction_of_gradients() -> None:
