@@ -10,29 +10,27 @@ micro-batches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, supports, validate
-from hetero_megatron.plan.context_plan import has_context
+from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
 from hetero_megatron.planner.search.local_search import shapes_near
+from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
-from hetero_megatron.planner.simulate.memory_report import micro_batch_bytes
-from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
+from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.pipeline_times import PipelineTimes
 from hetero_megatron.schedule.stored import stored_orders
 
 STARTS = 2  # plans that are tried under other schedules
@@ -256,7 +254,7 @@ def adapted(plan: Plan, prediction: Prediction, costs: CostModel, effort: int = 
         effort: actions that may be timed for each pipeline.
     """
     prices = StageCosts(plan, costs)
-    if any(has_context(stage, plan.seq_length) for pipeline in plan.pipelines for stage in pipeline.stages):
+    if not without_context(plan):
         return None
     known: dict[PipelineTimes | ChunkedTimes, tuple[str, ...]] = {}
     pipelines, tails = [], _tails(prediction, plan, prices)
@@ -285,49 +283,3 @@ def _tails(prediction: Prediction, plan: Plan, prices: StageCosts) -> dict[int, 
         key, own = id(prices.of(pipeline)), [max(prediction.tails[r] for r in s.ranks) for s in pipeline.stages]
         found[key] = tuple(map(max, own, found.get(key, own)))
     return found
-
-
-def pipeline_times(
-    prediction: Prediction, pipeline: Pipeline, priced: PipelineCosts, costs: CostModel, tails: Sequence[float]
-) -> PipelineTimes | ChunkedTimes | None:
-    """Seconds of the pipeline's stages and links (``tails``: of gradient reduction after each stage), and the bytes
-    that its activations may take beside all else that ``prediction`` counts; None where a stage has no room for one
-    micro-batch."""
-    seconds, stages = priced.costs, list[tuple[StageTimes, ...]]()
-    for s, stage in enumerate(pipeline.stages):
-        rows = micro_batch_bytes(stage, costs.model, costs.item)
-        limits, memory = prediction.limits, prediction.memory
-        room = min(limits[rank] - memory[rank].lasting - max(x[2] for x in row) for rank, row in rows.items())
-        kept, waiting = ([max(row[c][i] for row in rows.values()) for c in range(pipeline.chunks)] for i in (0, 1))
-        if room < sum(kept):
-            return None
-        stages.append(tuple(
-            StageTimes(
-                *_compute_seconds(pipeline, seconds, s, c), tail_seconds=0.0 if c else tails[s],
-                split_seconds=_split_seconds(seconds, s, c), activation_bytes=kept[c], deferred_bytes=waiting[c],
-                memory_bytes=room,
-            )
-            for c in range(pipeline.chunks)
-        ))  # fmt: skip
-    links = tuple(LinkTimes(*row) for row in zip(seconds.link, seconds.link_back, seconds.latency))
-    if pipeline.chunks > 1:
-        return ChunkedTimes(tuple(stages), links)
-    return PipelineTimes(tuple(chunks[0] for chunks in stages), links)
-
-
-def _compute_seconds(pipeline: Pipeline, seconds: Costs, s: int, c: int) -> tuple[float, float, float]:
-    """F, B_INPUT and W of a chunk, with what its stage spends on its messages."""
-    own = seconds.chunks[s][c] if seconds.chunks else None
-    forward, backward, weight = own[:3] if own else (seconds.forward[s], seconds.backward[s], seconds.weight[s])
-    host, last = seconds.host[s], len(pipeline.stages) - 1
-    if last and (s, c) != (0, 0):
-        forward += host.get("RECV_F", 0.0)
-        backward += host.get("SEND_B", 0.0)
-    if last and (s, c) != (last, pipeline.chunks - 1):
-        forward += host.get("SEND_F", 0.0)
-        backward += host.get("RECV_B", 0.0)
-    return forward, backward - weight + _split_seconds(seconds, s, c), weight
-
-
-def _split_seconds(seconds: Costs, s: int, c: int) -> float:
-    return seconds.chunks[s][c].split if seconds.chunks else seconds.split[s]

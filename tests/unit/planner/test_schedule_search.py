@@ -13,10 +13,15 @@ from hetero_megatron.plan import Plan, plan_from_dict, validate
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.schedule_search import adapted, interleaved, pipeline_times
+from hetero_megatron.planner.search.schedule_search import adapted, interleaved
+from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.schedule import generate
+from hetero_megatron.schedule.chunk_times import ChunkedTimes, time_chunk_orders
+from hetero_megatron.schedule.pipeline_times import PipelineTimes
+from hetero_megatron.schedule.stage_orders import chunk_orders_of
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 SMALL = replace(MODEL, num_layers=6)
@@ -100,4 +105,27 @@ def test_adaptive_schedules_know_the_reduction_of_gradients() -> None:
     pipeline = plain.pipelines[0]
     tails = [max(found.tails[r] for r in s.ranks) for s in pipeline.stages]
     times = pipeline_times(found, pipeline, prices.of(pipeline), costs, tails)
-    assert times is not None and [s.tail_seconds for s in times.stages] == tails
+    assert isinstance(times, PipelineTimes) and [s.tail_seconds for s in times.stages] == tails
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_chunked_schedules_are_made_for_what_is_predicted(chunks: int) -> None:
+    """With the seconds that chunks are told to take, messages of the host included, a schedule takes what the step
+    simulator says; what is made is faster, and not below the bound."""
+    where = cluster(speeds=(1.0, 1.7), beta=3e-7, alpha=0.2, message_seconds=0.05)
+    costs = CostModel(MODEL, where, SEQ, "fp32")
+    plain = plan_from_dict(plan((5, stages(6, 5))), MODEL)
+    cut = interleaved(plain, chunks)
+    assert cut is not None
+    found = predict(cut, MODEL, where, costs=costs)
+    priced, pipeline = StageCosts(cut, costs).of(cut.pipelines[0]), cut.pipelines[0]
+    times = pipeline_times(found, pipeline, priced, costs, [0.0, 0.0])
+    assert isinstance(times, ChunkedTimes)
+    orders = chunk_orders_of(generate("interleaved", 2, 5, chunks))
+    assert time_chunk_orders(times, orders) == pytest.approx(found.pipeline_seconds[0], rel=0.02)
+    made = adapted(cut, predict(plain, MODEL, where, costs=costs), costs)
+    assert made is not None and made.pipelines[0].chunks == chunks
+    validate(made, MODEL, where, dtype="fp32")
+    after = predict(made, MODEL, where, costs=costs)
+    assert 0 < least_seconds(after, costs) <= after.pipeline_seconds[0] * (1 + 1e-9)
+    assert after.pipeline_seconds[0] < found.pipeline_seconds[0]

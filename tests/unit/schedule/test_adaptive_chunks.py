@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -142,6 +143,38 @@ def test_bad_inputs_are_refused_by_name(make, field: str) -> None:  # type: igno
     with pytest.raises(UserError) as caught:
         make()
     assert caught.value.field == field
+
+
+def every_order(count: int, chunks: int) -> list[tuple[str, ...]]:
+    """All orders of whole forwards and backwards of a stage: each chunk takes micro-batches in order, and a micro-batch
+    passes the chunks in order and comes back."""
+    names = [""] + [str(c) for c in range(1, chunks)]
+    way = [f"F{c}" for c in names] + [f"B{c}" for c in reversed(names)]
+    found: list[tuple[str, ...]] = []
+
+    def extend(row: tuple[str, ...], done: tuple[int, ...]) -> None:
+        if len(row) == count * len(way):
+            found.append(row)
+        for m, n in enumerate(done):
+            # As far as the micro-batch before it is, or behind.
+            if n < len(way) and (m == 0 or n < done[m - 1]):
+                extend((*row, way[n]), (*done[:m], n + 1, *done[m + 1 :]))
+
+    extend((), (0,) * count)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_no_slower_than_any_order_of_whole_backwards_and_the_bound_is_no_higher(seed: int) -> None:
+    """Two stages of two chunks, two micro-batches: all pairs of orders."""
+    draw = random.Random(seed)
+    times = random_chunked_times(draw, 2, 2)
+    rows = [[row for row in every_order(2, 2) if keeps_chunk_memory(chunks, row)] for chunks in times.stages]
+    seconds = [time_chunk_orders(times, pair) for pair in itertools.product(*rows)]
+    best = min(x for x in seconds if x is not None)
+    found = search_adaptive_chunks(times, 2)
+    assert chunked_lower_bound_seconds(times, 2) <= found.seconds * (1 + 1e-12)
+    assert found.seconds <= best * (1 + 1e-12)
 
 
 @settings(max_examples=80, deadline=None)
