@@ -90,7 +90,8 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help=f"memory of adaptive and zero-bubble, in micro-batches: {per_stage} (P)",
     )
-    add("--chunks", type=int, default=2, metavar="N", help=f"runs of layers per stage of interleaved and {CHUNKED_ADAPTIVE} (2)")
+    chunked = f"interleaved and {CHUNKED_ADAPTIVE}"
+    add("--chunks", type=int, default=2, metavar="N", help=f"runs of layers per stage of {chunked} (2)")
     names = ", ".join((*schedule_names(), "adaptive", CHUNKED_ADAPTIVE))
     add("--schedules", nargs="+", metavar="NAME", help=f"of {names} (all)")
     add("--effort", type=int, default=1_000_000, metavar="N", help="actions that adaptive may time (1,000,000)")

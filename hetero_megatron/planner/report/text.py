@@ -121,11 +121,12 @@ def _schedule_lines(summary: Summary) -> list[str]:
     chunks = max(pipeline.chunks for pipeline in best.plan.pipelines)
     over = f" over {chunks} chunks of layers per stage" if chunks > 1 else ""
     gap = schedule_gap(summary)
-    least = f"; with these stages no schedule computes more than {gap:.1%} faster" if gap is not None else ""
+    least = [] if gap is None else [f"    in this memory, no schedule of these stages is more than {gap:.1%} faster"]
     return [
-        f"  schedule: {best.plan.schedule}{over}, {ratio:.3f} x as fast as the same plan under {other.plan.schedule}: bubble "
-        f"{bubbles[0]:.1%} instead of {bubbles[1]:.1%}, at most {format_bytes(most[0])} on a rank instead of "
-        f"{format_bytes(most[1])}{least}"
+        f"  schedule: {best.plan.schedule}{over}, {ratio:.3f} x as fast as the same plan under {other.plan.schedule}: "
+        f"bubble {bubbles[0]:.1%} instead of {bubbles[1]:.1%}, at most {format_bytes(most[0])} on a rank instead of "
+        f"{format_bytes(most[1])}",
+        *least,
     ]
 
 
