@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from hetero_megatron import progress
 from hetero_megatron.cli.main import main
+from hetero_megatron.data.corpus import find_corpus
 from hetero_megatron.progress import AFTER, WorkLine, tracked
 
 
@@ -91,3 +94,14 @@ def test_planning_says_how_long_it_takes_on_terminals_only(
     assert sum(re.fullmatch(pattern, line) is not None for line in shown) >= 3
     said = [line for line in out.getvalue().splitlines() if line.strip()]
     assert capsys.readouterr().out and any("s per step" in line for line in said), "what is found is said, too"
+
+
+def test_bytes_of_a_corpus_that_were_read(tmp_path: Path) -> None:
+    sizes = []
+    for name, texts in (("a.jsonl", ["one", "two"]), ("b.jsonl", ["three"])):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sizes.append(path.stat().st_size)
+    corpus = find_corpus(str(tmp_path))
+    read = [corpus.bytes_before(after) for _, after in corpus.documents()]
+    assert read == [sizes[0] // 2, sizes[0], sum(sizes)] and corpus.num_bytes() == sum(sizes)
