@@ -19,7 +19,9 @@ from hetero_megatron.data.upload import UploadedBatches, Uploader
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage, StagePart
-from hetero_megatron.model.gpt import MLP, Attention, Linear
+from hetero_megatron.model.attention import Attention
+from hetero_megatron.model.gpt import MLP
+from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
@@ -50,6 +52,7 @@ from hetero_megatron.plan import (
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares, require_rows
+from hetero_megatron.plan.fp8 import Fp8, stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.progress import tracked
 from hetero_megatron.schedule import Action, receive_order
@@ -100,6 +103,7 @@ class Runtime:
         compile_backend: of torch.compile, for the layers; None: they run as they are.
         logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
         balancing: of experts, where the model has some.
+        fp8: of the kernels that are made where none are given.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Runtime:
         compile_backend: str | None = None,
         logits_bytes: int = LOGITS_BYTES,
         balancing: Balancing = UNBALANCED,
+        fp8: Fp8 | None = None,
     ) -> None:
         plan, spec = compiled.plan, compiled.spec
         self.compiled, self.plan, self.spec, self.comm, self.dtype = compiled, plan, spec, comm, dtype
@@ -125,7 +130,7 @@ class Runtime:
         self.kernels = kernels or default_kernels(
             spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
-            chunk is not None, bool(contexts),
+            chunk is not None, bool(contexts), stage_fp8(self.stage, fp8),
         )  # fmt: skip
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         self.model, self.boxes = self._build_model(initialize)
@@ -237,6 +242,8 @@ class Runtime:
             found["attention"] = found["attn_merge"] = "context groups call its kernel tile by tile"
         if "vocab_cross_entropy" in self.kernels.choices:
             found["vocab_cross_entropy"] = "its forward and backward are called apart"
+        if self.kernels.fp8 is not None:
+            found[self.kernels.fp8] = "its scales come from several ranks"
         if self.head_loss is not None and "vocab_cross_entropy" in self.kernels.choices:
             found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
         return found
