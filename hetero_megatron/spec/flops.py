@@ -17,7 +17,7 @@ from hetero_megatron.spec.expert_load import (
     moe_layers,
     plain_load,
 )
-from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
@@ -58,17 +58,27 @@ def common_columns(spec: ModelSpec, routed: float) -> float:
     return (1 - routed) * spec.ffn_hidden_size + routed * shared
 
 
+def projection_elements(spec: ModelSpec) -> int:
+    """Elements of the matrices before and after attention, biases and norms left out."""
+    h, heads, mla = spec.hidden_size, spec.num_heads, spec.mla
+    if mla is None:
+        return 2 * h * (heads + spec.num_kv_heads) * spec.head_dim
+    queries = heads * mla.qk_dim * (h if mla.q_rank is None else mla.q_rank)
+    return h * mla.latents + queries + heads * (mla.kv_rank * (mla.nope_dim + mla.v_dim) + mla.v_dim * h)
+
+
 def layer_matmul_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of one (average) layer's projections and MLP: 2 x the matrix elements that it passes."""
-    h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    h = spec.hidden_size
     matrices = 3 if spec.gated else 2
     router = 0.0 if spec.moe is None else moe_layers(spec) * h * spec.moe.num_experts
-    return 2 * (h * (2 * q + 2 * kv) + matrices * h * mlp_columns(spec) + router)
+    return 2 * (projection_elements(spec) + matrices * h * mlp_columns(spec) + router)
 
 
 def layer_attention_flops(spec: ModelSpec, pairs: float) -> float:
     """Forward FLOPs of one layer's softmax(q k^T) v: 4 d per head and visible (query, key) pair."""
-    return 4 * spec.num_heads * spec.head_dim * pairs
+    both = 2 * spec.head_dim if spec.mla is None else spec.mla.qk_dim + spec.mla.v_dim
+    return 2 * spec.num_heads * both * pairs
 
 
 def layer_flops(spec: ModelSpec, seq_length: int) -> float:
@@ -120,17 +130,17 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(t.size for t in logical_tensors(spec))
 
 
-def layer_parameters(spec: ModelSpec) -> int:
-    """Parameters of one decoder layer."""
-    return sum(t.size for t in logical_tensors(spec) if t.layer == 0)
+def layer_parameters(spec: ModelSpec, trained: bool = False) -> int:
+    """Parameters of one decoder layer; ``trained``: of those that are trained."""
+    return sum(t.size for t in logical_tensors(spec) if t.layer == 0 and (t.trained or not trained))
 
 
 def mlp_widths(spec: ModelSpec) -> int:
     """What an MLP keeps between its projections, in widths of its hidden layer: gate, up and their product with SwiGLU
-    (another gate keeps its activation too), otherwise up and its activation."""
+    (clamped too; another gate keeps its activation too), otherwise up and its activation."""
     if not spec.gated:
         return 2
-    return 3 if spec.activation == "swiglu" else 4
+    return 3 if spec.activation in EXPERT_ACTIVATIONS else 4
 
 
 def extra_norm_widths(spec: ModelSpec) -> int:
@@ -143,6 +153,16 @@ def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
     and without a TP group that is the router's."""
     shared = spec.moe is not None and bool(spec.moe.shared_ffn) and tp > 1
     return 1 - routed + routed * shared
+
+
+def latent_widths(spec: ModelSpec) -> int:
+    """Latents of a token with multi-head latent attention, before and after their norms."""
+    return 0 if spec.mla is None else 2 * ((spec.mla.q_rank or 0) + spec.mla.kv_rank)
+
+
+def value_widths(spec: ModelSpec) -> int:
+    """The input of ``o_proj``, where it is not the output of the attention operator (whose heads are filled up)."""
+    return 0 if spec.mla is None or spec.mla.v_dim == spec.head_dim else spec.num_heads * spec.mla.v_dim
 
 
 def layer_activation_bytes(
@@ -160,6 +180,7 @@ def layer_activation_bytes(
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
+    - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
     - of adapters, whole: what is between A and B, their rank each.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
@@ -178,8 +199,8 @@ def layer_activation_bytes(
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
-    gathered = (1 + shared_inputs(spec, routed, tp)) * h + adapter_widths(spec)
-    cut = 2 * q + 2 * kv + mlp_widths(spec) * common_columns(spec, routed)
+    gathered = (1 + shared_inputs(spec, routed, tp)) * h + adapter_widths(spec) + latent_widths(spec)
+    cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
     if spec.qk_norm:
         cut += q + kv
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
@@ -265,10 +286,10 @@ def head_backward_bytes(
     spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False
 ) -> int:  # fmt: skip
     """Bytes that head and loss need beside what they keep, at the worst moment: 16-bit logits beside their wide
-    probabilities, or the gradients of the head's input and, before it is added up, of its weight, which is wide where
-    chunks of tokens add to it."""
+    probabilities, or the gradients of the head's input and, before it is added up, of its weight, to whose sum chunks
+    of tokens add theirs."""
     h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
-    weight = vocab * h * (wide if chunked else itemsize) if spec.lora is None else 0
+    weight = vocab * h * itemsize if spec.lora is None and not chunked else 0
     gradients = tokens * itemsize * h + weight
     logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
     if logits:  # the wide probabilities are gone before the products of backward

@@ -40,6 +40,7 @@ GRANITE = BASE | {
     "model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22,
     "attention_multiplier": 0.2,
 }  # fmt: skip
+GROWTH = {"llama_4_scaling_beta": 0.3, "rope_theta": 500.0}
 MINISTRAL = BASE | {"model_type": "ministral", "head_dim": 8, "sliding_window": 6}
 MIXED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}
 
@@ -50,6 +51,16 @@ DENSE: dict[str, dict[str, Any]] = {
     "llama_proportional": LLAMA | {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
     "mistral_longrope": LLAMA | {"model_type": "mistral", "sliding_window": None, "head_dim": 8} | longrope(4, 64),
     "ministral": MINISTRAL,
+    "ministral3": BASE | {"model_type": "ministral3", "head_dim": 8, "rope_parameters": YARN | GROWTH},
+    "ministral3_window": BASE | {
+        "model_type": "ministral3", "head_dim": 12, "sliding_window": 6, "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 3} | GROWTH,
+    },
+    "gemma": BASE | {"model_type": "gemma", "head_dim": 8},
+    "gemma_untied_silu": BASE | {
+        "model_type": "gemma", "head_dim": 12, "tie_word_embeddings": False, "hidden_act": "silu",
+        "attention_bias": True, "num_key_value_heads": 1,
+    },
     "ministral_mixed": MINISTRAL | {"layer_types": [FULL, SLIDING, SLIDING]},
     "qwen2_mixed": LLAMA | {"model_type": "qwen2"} | MIXED,
     "qwen2_last_layers": LLAMA | {"model_type": "qwen2"} | MIXED | {"layer_types": None, "max_window_layers": 2},
@@ -92,5 +103,31 @@ DENSE: dict[str, dict[str, Any]] = {
     "glm4": GLM4,
     "glm4_whole_heads": GLM4 | {"partial_rotary_factor": 1.0, "num_key_value_heads": 4},
     "granite": GRANITE,
+    "arcee": BASE | {"model_type": "arcee", "rope_scaling": YARN},
+    "arcee_biases": BASE | {"model_type": "arcee", "attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    "seed_oss": BASE | {"model_type": "seed_oss", "head_dim": 12},
+    "seed_oss_biases": BASE | {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True, "head_dim": 8,
+                               "attention_bias": False, "num_key_value_heads": 1},
+    "helium": BASE | {"model_type": "helium", "head_dim": 8},
+    "helium_biases": BASE | {"model_type": "helium", "head_dim": 12, "hidden_size": 48, "attention_bias": True,
+                             "mlp_bias": True, "num_key_value_heads": 4},
+    "ernie4_5": BASE | {"model_type": "ernie4_5", "head_dim": 12},
+    "ernie4_5_biases": BASE | {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True, "tie_word_embeddings": False},
+    "exaone4": BASE | {"model_type": "exaone4", "sliding_window": 5, "num_hidden_layers": 4},
+    "exaone4_full": BASE | {
+        "model_type": "exaone4", "sliding_window": None, "layer_types": [FULL] * 3, "tie_word_embeddings": True,
+        "num_key_value_heads": 4, "rope_scaling": LLAMA3, "head_dim": 16,
+    },
+    "exaone4_mixed": BASE | {"model_type": "exaone4", "sliding_window": 4, "layer_types": [FULL, SLIDING, SLIDING]},
+    "starcoder2": BASE | {"model_type": "starcoder2", "norm_epsilon": 1e-3},
+    "starcoder2_window": BASE | {
+        "model_type": "starcoder2", "use_bias": False, "sliding_window": 5, "tie_word_embeddings": False,
+        "hidden_act": "gelu",
+    },
+    "nemotron": BASE | {"model_type": "nemotron", "norm_eps": 1e-3},
+    "nemotron_whole_heads": BASE | {
+        "model_type": "nemotron", "partial_rotary_factor": 1.0, "attention_bias": True, "mlp_bias": True,
+        "hidden_act": "gelu", "head_dim": 12,
+    },
     "granite_biases_tied": GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 }  # fmt: skip

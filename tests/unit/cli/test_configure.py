@@ -48,7 +48,7 @@ BAD = [
     (f"{TINY} --seed {'9' * 20}", "--seed", "is out of range"),
     (f"{TINY} --save=", "--save", "is empty"),
     (f"{TINY} --optimizer muon", "--optimizer", "adam, sgd"),
-    (f"{TINY} --fp8-format hybrid", "--fp8-format", "Accepted: --bf16"),
+    (f"{TINY} --fp8-format hybrid", "--fp8-recipe", "Accepted: tensorwise or blockwise"),
     (f"{TINY} --num-experts 8", "--num-experts", "mixture of experts"),
     (f"{TINY} --hidden-dropout 0.1", "--hidden-dropout", "not built yet. Accepted: 0.0"),
     (f"{TINY} --context-parallel-size 2", "--context-parallel-size", "not a multiple of 1 x 2 x 1"),
