@@ -34,6 +34,7 @@ class _Batch:
 
     positions: torch.Tensor
     documents: None = None
+    draws: None = None
 
 
 class Decoder:

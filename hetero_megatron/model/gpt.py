@@ -17,7 +17,9 @@ from torch import nn
 
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
-from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
+from hetero_megatron.ops.dropout import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, SCORES, Draws, ScoreDropout
+from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, Share
+from hetero_megatron.spec.dropout import NO_DROPOUT
 
 
 class StageBatch(Protocol):
@@ -25,15 +27,22 @@ class StageBatch(Protocol):
 
     positions: torch.Tensor  # [b, s] int64
     documents: Sequence[Sequence[int]] | None  # document starts per row
+    draws: Draws | None  # of dropout; None: there is none, as in evaluation and generation
 
 
 @dataclass(frozen=True)
 class Context:
-    """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
-    [b, s, 1, pairs of features]."""
+    """Per micro-batch values that all layers share.
+
+    Attributes:
+        ropes: of each of the model's rotary embeddings (cos, sin), each [b, s, 1, pairs of features].
+        draws: of dropout; with them ``tokens``: [s] int64, the number of each token of the residual stream.
+    """
 
     documents: Sequence[Sequence[int]] | None
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
+    draws: Draws | None = None
+    tokens: torch.Tensor | None = None
 
 
 class Linear(nn.Module):
@@ -104,21 +113,37 @@ def sum_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention: a module of its own, so it can be recomputed or distributed. ``sinks``: [heads] or none."""
+    """Softmax attention: a module of its own, so it can be recomputed or distributed. ``sinks``: [heads] or none.
 
-    def __init__(self, spec: ModelSpec, kind: LayerKind, kernels: KernelPlan) -> None:
+    Args:
+        layer: its number; first_head: that of its first query head; dropout: rate of the probabilities.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, kind: LayerKind, kernels: KernelPlan, layer: int, first_head: int, dropout: float
+    ) -> None:
         super().__init__()
         self.window, self.softcap, self.kernels = kind.window, spec.attn_softcap, kernels
+        self.layer, self.first_head, self.dropout = layer, first_head, dropout
+
+    def score_dropout(self, draws: Draws | None, first_head: int) -> ScoreDropout | None:
+        """Of query heads from ``first_head`` on."""
+        if draws is None or not self.dropout:
+            return None
+        return ScoreDropout(self.dropout, draws.key(self.layer, SCORES), draws.sample, first_head)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
-        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap)
+        dropout = self.score_dropout(context.draws, self.first_head)
+        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap, dropout)
         return cast(torch.Tensor, out)
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
+    def __init__(
+        self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan, layer: int, dropout: Dropout
+    ) -> None:
         super().__init__()
         self.kernels, self.rope = kernels, kind.rope
         d, h = spec.head_dim, spec.hidden_size
@@ -137,7 +162,7 @@ class Attention(nn.Module):
             self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
             self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)
         self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.sinks else None
-        self.core_attention = CoreAttention(spec, kind, kernels)
+        self.core_attention = CoreAttention(spec, kind, kernels, layer, q0, dropout.attention)
         # Scores are computed with 1 / sqrt(d); a family's other scale goes into the queries.
         self.query_scale = 1.0 if spec.attn_scale is None else spec.attn_scale * d**0.5
         # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
@@ -218,16 +243,20 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
 class Layer(nn.Module):
     """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream.
 
-    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for.
+    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for. ``number``: of the
+    layer in the model.
     """
 
-    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
+    def __init__(
+        self, spec: ModelSpec, number: int, share: Share, kernels: KernelPlan, dropout: Dropout = NO_DROPOUT
+    ) -> None:
         super().__init__()
-        self.residual_scale = spec.residual_scale
+        self.residual_scale, kind = spec.residual_scale, spec.layer(number)
+        self.number, self.dropout, self.kernels = number, dropout.hidden, kernels
         norm = partial(Norm, spec, spec.hidden_size, kernels)
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
-        self.self_attn = Attention(spec, kind, share, kernels)
+        self.self_attn = Attention(spec, kind, share, kernels, number, dropout)
         self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
@@ -251,17 +280,27 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self.norms()
         y = x if before_attention is None else before_attention(x)
-        y = self._scaled(self.self_attn(y, context), after_attention)
+        y = self._added(self.self_attn(y, context), after_attention, AFTER_ATTENTION, context)
         if before_mlp is not None:
             y, x = before_mlp.after_sum(y, x)
         else:
             y = x = x + y
-        return x + self._scaled(self.mlp(y), after_mlp)
+        return x + self._added(self.mlp(y), after_mlp, AFTER_MLP, context)
 
-    def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def _added(self, y: torch.Tensor, norm: Norm | None, site: int, context: Context) -> torch.Tensor:
         """What a block adds to the residual stream."""
         y = y if norm is None else norm(y)
-        return y if self.residual_scale == 1.0 else y * self.residual_scale
+        y = y if self.residual_scale == 1.0 else y * self.residual_scale
+        return _dropped(y, self.kernels, self.dropout, self.number, site, context)
+
+
+def _dropped(
+    x: torch.Tensor, kernels: KernelPlan, rate: float, layer: int, site: int, context: Context
+) -> torch.Tensor:
+    """Hidden states [b, s, h] under dropout."""
+    if context.draws is None or not rate:
+        return x
+    return kernels.dropout(x, context.tokens, rate, context.draws.key(layer, site), context.draws.sample, 0)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
@@ -312,10 +351,12 @@ class GPTStage(nn.Module):
         layers: global indices of its decoder layers, ascending.
         kernels: which provider serves which operator; None: the default ones for ``dtype`` and ``device``.
         seq_length: of the run, which decides between the short and long factors of ``longrope``.
+        dropout: of training: of batches with ``draws``.
 
     ``forward(x, batch)`` maps tokens [b, s] (with ``embed``) or hidden states [b, s, h] to hidden states, or
     (with ``head``) to logits [b, s, vocabulary share]; with a ``part``, only that of it. Parameters are left
-    uninitialised.
+    uninitialised. ``token_numbers``: [s] int64, which tokens of each sequence the hidden states are of, where they are
+    not the first ones.
     """
 
     def __init__(
@@ -329,9 +370,11 @@ class GPTStage(nn.Module):
         device: torch.device | str = "cpu",
         kernels: KernelPlan | None = None,
         seq_length: int = 0,
+        dropout: Dropout = NO_DROPOUT,
     ) -> None:
         super().__init__()
-        self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device)
+        self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device, dropout=dropout)
+        self.dropout, self.token_numbers = dropout.hidden, cast(torch.Tensor | None, None)
         self.has_embed, self.has_head = embed, head
         # As the dtype of the weights has it: Gemma was trained with that number.
         self.embed_scale, self.logit_scale = torch.tensor(spec.embed_scale, dtype=dtype).item(), spec.logit_scale
@@ -350,7 +393,7 @@ class GPTStage(nn.Module):
                 self.model["embed_tokens"] = Embedding(rows, h)
             if embed and spec.position == "learned":
                 self.model["embed_positions"] = Embedding(spec.max_position_embeddings, h)
-            self.model["layers"] = nn.ModuleDict({str(i): Layer(spec, spec.layer(i), share, kernels) for i in layers})
+            self.model["layers"] = nn.ModuleDict({str(i): Layer(spec, i, share, kernels, dropout) for i in layers})
             if head:
                 self.model["norm"] = Norm(spec, h, kernels)
                 tied = cast(Embedding, self.model["embed_tokens"]).weight if spec.tied else None
@@ -361,18 +404,29 @@ class GPTStage(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: StageBatch, part: StagePart | None = None) -> torch.Tensor:
         layers = self.layers() if part is None else [self.model["layers"][str(i)] for i in part.layers]  # type: ignore[index]
-        if self.has_embed and (part is None or part.embed):
+        embedded = self.has_embed and (part is None or part.embed)
+        if embedded:
             x = self.model["embed_tokens"](x)
             x = x if self.embed_scale == 1.0 else x * self.embed_scale
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
-        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype))
+        ropes = self._rope_tables(batch.positions, x.dtype)
+        draws = batch.draws
+        context = Context(batch.documents, ropes, draws, None if draws is None else self._tokens(x))
+        if embedded:
+            x = _dropped(x, self.kernels, self.dropout, 0, EMBEDDING, context)
         for layer in layers:
             x = layer(x, context)
         if not (self.has_head and (part is None or part.head)):
             return x
         x = self.model["norm"](x)  # the logits are scaled through it, however head and loss are computed
         return self.lm_head(x if self.logit_scale == 1.0 else x * self.logit_scale)
+
+    def _tokens(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.token_numbers
+        found = torch.arange(x.shape[1], device=x.device) if found is None else found
+        assert len(found) == x.shape[1], f"{len(found)} token numbers for {x.shape[1]} tokens"
+        return found
 
     def _rope_tables(
         self, positions: torch.Tensor, dtype: torch.dtype

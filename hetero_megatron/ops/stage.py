@@ -11,7 +11,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.operators import torch_registry
-from hetero_megatron.spec import ModelSpec, Share
+from hetero_megatron.spec import Dropout, ModelSpec, Share
+from hetero_megatron.spec.dropout import NO_DROPOUT
 
 Dims = dict[str, tuple[int, ...]]
 
@@ -59,10 +60,11 @@ def default_kernels(
     compiled: bool = False,
     chunked: bool = False,
     tiled: bool = False,
+    dropout: Dropout = NO_DROPOUT,
 ) -> KernelPlan:
     """The kernel plan of a stage from torch's own providers, without plugins; see :func:`stage_signatures`."""
     base = Signature("", torch.device(device).type, dtype, compiled=compiled)
-    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked, tiled)
+    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked, tiled, dropout)
     return resolve(torch_registry(), signatures, requests, field)
 
 
@@ -72,7 +74,7 @@ _IN_LAYERS = ("gemm", "rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu"
 
 def stage_signatures(
     base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = (),
-    chunked: bool = False, tiled: bool = False,
+    chunked: bool = False, tiled: bool = False, dropout: Dropout = NO_DROPOUT,
 ) -> list[Signature]:  # fmt: skip
     """A signature per operator of a stage; device, dtype and the like are those of ``base``.
 
@@ -81,11 +83,14 @@ def stage_signatures(
         chunked: head and loss go through the tokens in chunks (``parallel/long_loss.py``), whose operator is
             ``vocab_cross_entropy`` also for a whole vocabulary.
         tiled: attention goes through context groups, which merge partial results.
+        dropout: of training.
 
     Raises:
         UserError: an operator is asked for that this stage cannot call.
     """
     operators = dict(stage_operators(spec, share, head, tp))
+    if dropout.hidden:
+        operators["dropout"] = {"width": (spec.hidden_size,)}
     if tiled:
         operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
     if "linear_cross_entropy" in wanted and head:
@@ -108,7 +113,8 @@ def stage_signatures(
                 accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
             )
         operators["vocab_cross_entropy"] = operators.pop("cross_entropy")
-    used = tuple(name for name, on in (("softcap", spec.attn_softcap is not None), ("sinks", spec.sinks)) if on)
+    features = {"softcap": spec.attn_softcap is not None, "sinks": spec.sinks, "dropout": dropout.attention > 0}
+    used = tuple(name for name, on in features.items() if on)
     return [
         replace(
             base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS,

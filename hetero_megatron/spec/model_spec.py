@@ -51,7 +51,7 @@ MLP_KINDS = ("dense", "moe")
 # Fields that change numbers, but neither memory nor time.
 _CONSTANTS = (
     "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
-    "logit_scale", "attn_scale", "init_std", "notices",
+    "logit_scale", "attn_scale", "init_std", "notices", "dropouts",
 )  # fmt: skip
 
 
@@ -60,7 +60,8 @@ class ModelSpec:
     """One decoder-only model; ``hf_model_type`` is the Hugging Face family whose config and names say it.
 
     ``num_kv_heads`` < ``num_heads`` is grouped-query attention. ``tied``: the output head is the embedding matrix.
-    ``notices``: what reading the configuration changed, for the user to see; no part of the model's identity.
+    ``notices``: what reading the configuration changed, for the user to see; no part of the model's identity. Nor are
+    ``dropouts``: keys and rates that the configuration says for training; a run has those of its flags.
 
     Args:
         layer_kinds: of layer i, entry i modulo their number; stored as the shortest such period.
@@ -110,6 +111,7 @@ class ModelSpec:
     lora: Lora | None = None
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
+    dropouts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         sizes = (

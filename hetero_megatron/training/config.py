@@ -12,7 +12,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import Dropout, ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.loss_scale import LossScale
@@ -231,6 +231,7 @@ class RunConfig:
     seed: int = 1234
     dtype: str = "fp32"
     loss_scale: LossScale = LossScale()
+    dropout: Dropout = Dropout()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     exit: ExitConfig = ExitConfig()

@@ -13,7 +13,8 @@ from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.platform import Platform
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import Dropout, ModelSpec
+from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
@@ -30,6 +31,7 @@ def rank_kernels(
     compiled: bool = False,
     deterministic: bool = False,
     logits_bytes: int = LOGITS_BYTES,
+    dropout: Dropout = NO_DROPOUT,
 ) -> KernelPlan:
     """The kernels of one rank's stage; ``logits_bytes``: as for :class:`~hetero_megatron.training.runtime.Runtime`.
 
@@ -48,7 +50,7 @@ def rank_kernels(
     requests = dict(stage.kernels)
     chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
     tiled = bool(stage_contexts(spec, stage, plan.seq_length))
-    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled)
+    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled, dropout)
     return resolve(registry, signatures, requests, f"pipelines[{place.pipeline}].stages[{place.stage}].kernels")
 
 

@@ -15,9 +15,10 @@ from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
+from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.random_plans import random_model, random_plan
 from tests.support.vendors import with_attention
@@ -43,14 +44,15 @@ class Case:
     weight_decay: float = 0.1
     clip_grad: float = 1.0
     chunked_loss: bool = False
+    dropout: Dropout = Dropout()
 
     def describe(self) -> str:
         kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, chunked={self.chunked_loss}"
-        return f"{kind}, model={self.model}, plan={self.plan}"
+        return f"{kind}, {self.dropout}, model={self.model}, plan={self.plan}"
 
 
 def random_case(seed: int, dtype: str = "fp64") -> Case:
-    rng = random.Random(seed)
+    rng, rates = random.Random(seed), random.Random(f"dropout {seed}")
     model = random_model(rng)
     ranks = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8, 8])
     layers = model.get("num_hidden_layers") or model["n_layer"]
@@ -65,6 +67,7 @@ def random_case(seed: int, dtype: str = "fp64") -> Case:
         chunked_loss=rng.random() < 0.3,
         # AdamW turns a gradient that is rounding noise into a full step, so fp32 weights differ by a share of lr.
         lr=1e-2 if dtype == "fp64" else 1e-3,
+        dropout=Dropout(rates.choice([0.0, 0.1, 0.5]), rates.choice([0.0, 0.1, 0.5])),
     )  # fmt: skip
 
 
@@ -111,7 +114,8 @@ class Outcome:
 
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
     """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
-    hf, spec = make_hf(case.model, case.seed, dtype=dtype)
+    hf, spec = make_hf(case.model, case.seed, dtype, "exact" if case.dropout.attention else None)
+    dropout = HFDropout(hf, case.dropout, case.seed)
     initial = {n: t.detach().clone() for n, t in hf_to_logical(hf, spec).items()}
     data = RandomSamples(case, spec.vocab_size)
     groups = [
@@ -124,6 +128,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     for step in range(STEPS):
         batch = data.fetch(range(step * batch_size, (step + 1) * batch_size))
         optimizer.zero_grad()
+        dropout.begin(step + 1, step * batch_size)
         loss_sum = hf_loss_sum(hf, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
         loss = loss_sum / batch.num_loss_tokens()
         loss.backward()
@@ -147,7 +152,10 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
     options = {"logits_bytes": 4000} if case.chunked_loss else {}
-    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
+    runtime = Runtime(
+        compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), dropout=case.dropout, seed=case.seed,
+        **options,
+    )  # fmt: skip
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
     grads: list[tuple[str, Box, np.ndarray]] = []
@@ -163,7 +171,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
     batch = plan.global_batch_size
     stats = [
-        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad)
+        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad, step=i + 1)
         for i in range(STEPS)
     ]
     weights = [(n, runtime.boxes[n], p.detach().double().cpu().numpy().copy()) for n, p in runtime.sync.params.items()]

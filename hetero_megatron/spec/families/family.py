@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ class Family:
         write: the inverse; what it cannot say is found by reading the result again.
         names: how it calls the logical tensors.
         examples: released models, for the documentation.
+        dropouts: of its ``keys``, those that are dropout rates, and what transformers takes where they are absent.
+        null_dropout: whether ``null`` is such a rate for transformers.
     """
 
     model_type: str
@@ -46,6 +48,8 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]]
     names: NameTable = field(default_factory=NameTable)
     examples: str = ""
+    dropouts: Mapping[str, float] = field(default_factory=lambda: {"attention_dropout": 0.0})
+    null_dropout: bool = False
 
     @property
     def architectures(self) -> tuple[str, ...]:

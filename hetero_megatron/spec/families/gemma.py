@@ -37,7 +37,6 @@ _KEYS = DECODER_KEYS | words(
 
 def _common(read: ConfigReader, defaults: Defaults) -> dict[str, Any]:
     """Fields that Gemma 2 and 3 say alike."""
-    read.must_be("attention_dropout", 0, None)
     read.must_be("use_bidirectional_attention", False, None)
     given = read.value("hidden_activation", "gelu_pytorch_tanh")
     activation = _GATES.get(ACTIVATIONS.get(given, given)) if isinstance(given, str) else None
@@ -100,9 +99,12 @@ def _write_gemma3(spec: ModelSpec) -> dict[str, Any]:
     return _write(spec) | write_ropes_by_kind(spec, _THETA)
 
 
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _KEYS, _read_gemma2, _write_gemma2, examples="Gemma 2 2B, 9B, 27B")
+GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM", _KEYS, _read_gemma2, _write_gemma2, examples="Gemma 2 2B, 9B, 27B",
+    null_dropout=True,
+)  # fmt: skip
 GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", read=_read_gemma3, write=_write_gemma3,
     examples="Gemma 3 270M, 1B; the text model of larger ones",
-    keys=_KEYS | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"),
+    keys=_KEYS | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"), null_dropout=True,
 )  # fmt: skip

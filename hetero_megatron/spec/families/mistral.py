@@ -29,7 +29,6 @@ _KEYS = DECODER_KEYS | words(
 
 def _fixed(read: ConfigReader) -> None:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     read.must_be("attention_bias", False, None)
     read.must_be("mlp_bias", False, None)
 
