@@ -64,6 +64,9 @@ class WorkLine:
         self._stream.flush()
         self._width = len(text)
 
+    def __str__(self) -> str:
+        return self.text(self._clock() - self._began)
+
     def text(self, seconds: float) -> str:
         """The line after so many seconds of work."""
         show: Callable[[float], str] = format_bytes if self._bytes else lambda n: f"{n:,.0f}"

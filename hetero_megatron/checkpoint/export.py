@@ -25,6 +25,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.progress import WorkLine, tracked
 from hetero_megatron.spec.hf_names import HFSource
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
@@ -130,8 +131,11 @@ class Export:
 
     def _write(self, owned: Iterable[Owned]) -> None:
         """Write this rank's boxes to their offsets."""
-        for name, box, values in owned:
-            self._put(name, box, self._stored(values, self.table[name]))
+        total = sum(tensor.nbytes for tensor in self.plan.values())
+        with WorkLine(f"writing {self.flag}", total / self.world.size) as line:  # about this rank's
+            for name, box, values in owned:
+                self._put(name, box, self._stored(values, self.table[name]))
+                line.add(box.size * self.plan[self.table[name].name].dtype.itemsize)
 
     def _put(self, name: str, box: Box, stored: np.ndarray) -> None:
         put_box(self.work, self.plan[self.table[name].name], self.table[name].slices(box), stored)
@@ -158,7 +162,8 @@ class Export:
                 self._put(*arrived.pop())
             return [(name, box) for name, box, _ in pieces]
 
-        for tensor in self.plan:
+        sizes = {name: tensor.nbytes for name, tensor in self.plan.items()}
+        for tensor in tracked(self.plan, f"writing {self.flag}", sum(sizes.values()), sizes.__getitem__):
             pieces = [piece for piece in mine if self.table[piece[0]].name == tensor and piece[1].size]
             offers = self.together(partial(turn, pieces), list[tuple[str, Box]])
             here = [(name, box, self._stored(values, self.table[name])) for name, box, values in pieces]

@@ -103,7 +103,8 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     if not names and not numbers:  # no step was taken yet
         return
     known = _MOMENTS.get(saved.get("name", ""), names)
-    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for m in known for t in trained_tensors(spec)}
+    stepped = [t for t in trained_tensors(spec) if not t.by_load]
+    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for m in known for t in stepped}
     held = {key for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + ".")}
     wrong = sorted(key for key in held | wanted.keys() if checkpoint.shape(key) != wanted.get(key))
     if "exp_avg" in known and "step" not in numbers:
@@ -120,7 +121,7 @@ def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Map
         return
     native = isinstance(inner, torch.optim.AdamW | torch.optim.SGD)  # others count steps in an int
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    for _, _, master in optimizer.owned():
+    for master in (m for group in inner.param_groups for m in group["params"]):
         state: dict[str, Any] = {name: torch.zeros_like(master) for name in names}
         for key, number in numbers.items():
             device = master.device if on_device else torch.device("cpu")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
+from hetero_megatron.cli.balance_flags import build_balancing
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_dropout, build_spec
@@ -60,9 +61,11 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
     plan = build_plan(args, spec, launcher, cluster, dtype)
     if args["kernels"] is not None:
         plan = with_kernels(plan, args["kernels"])
+    balancing = build_balancing(args, spec)
     return RunConfig(
         spec=spec,
         plan=plan,
+        balancing=balancing,
         data=data,
         schedule=training.build_schedule(args, plan.global_batch_size),
         cluster=cluster,

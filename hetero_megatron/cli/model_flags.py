@@ -8,6 +8,7 @@ from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, RopeScaling, load_model
+from hetero_megatron.spec.dropout import DROPOUT_KEYS
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
@@ -129,14 +130,10 @@ def _say_no_dropout(args: Arguments) -> None:
         args.notices.append(f"no dropout, as if by {' 0 '.join([*absent, ''])}(Megatron's default is 0.1)")
 
 
-_DROPOUT_KEYS = {
-    "attention_dropout": ("attention_dropout", "attn_pdrop"), "hidden_dropout": ("resid_pdrop", "embd_pdrop"),
-}  # fmt: skip
-
-
 def _say_unused_dropout(args: Arguments, spec: ModelSpec) -> None:
     """What a model's configuration says about dropout counts only where a flag says it, too."""
-    for flag, keys in _DROPOUT_KEYS.items():
+    for name, keys in DROPOUT_KEYS.items():
+        flag = f"{name}_dropout"
         said = [(key, rate) for key, rate in spec.dropouts if key in keys]
         if said and flag not in args.given:
             rates = ", ".join(f"{key} {rate:g}" for key, rate in said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -51,6 +52,16 @@ class Corpus:
         file, *position = cursor
         return f"{self.files[file]}:{position[-1]}" if self.kind == "jsonl" else str(self.files[file])
 
+    def bytes_before(self, cursor: Cursor) -> int:
+        """Bytes of the files that were read by then, as far as known: of a parquet file, none before its end."""
+        file, *position = cursor
+        within = position[0] if self.kind == "jsonl" else 0
+        return self._starts[file] + within
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return list(itertools.accumulate((f.stat().st_size for f in self.files), initial=0))
+
     def identity(self) -> str:
         """A string that changes when a file does; part of cache keys."""
         stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files]
@@ -65,7 +76,7 @@ class Corpus:
                 parquet.check(file, self.key)
 
     def num_bytes(self) -> int:
-        return sum(f.stat().st_size for f in self.files)
+        return self._starts[-1]
 
 
 def is_indexed(path: str) -> bool:

@@ -20,6 +20,7 @@ from hetero_megatron.data.cache import Log, cache_key, cached_arrays, say
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
+from hetero_megatron.progress import WorkLine
 from hetero_megatron.words import plural
 
 _KEPT_EPOCHS = 3  # a batch touches two; one more for a validation set that is read meanwhile
@@ -138,12 +139,15 @@ class PackedDataset:
         if loud:
             size = plural(last - first, "document")
             self._log(f"data: building the index of {self.store.name}, epoch {number}: {size} ...")
-        lengths = np.diff(self.store.offsets[first : last + 1])
-        order = permutation(last - first, self.seed, number, _DOCUMENTS)
-        starts = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(lengths[order], out=starts[1:])
         begin, end = (-(-n * self.num_tokens // self.seq_length) for n in (number, number + 1))
-        windows = permutation(end - begin, self.seed, number, _WINDOWS)
+        work = 2 * (last - first) + end - begin  # elements: two arrays over documents, one over windows
+        with WorkLine(f"indexing epoch {number} of {self.store.name}", work, bytes=False) as line:
+            order = permutation(last - first, self.seed, number, _DOCUMENTS)
+            line.add(len(order))
+            starts = np.zeros(len(order) + 1, np.int64)
+            np.cumsum(np.diff(self.store.offsets[first : last + 1])[order], out=starts[1:])
+            line.add(len(order))
+            windows = permutation(end - begin, self.seed, number, _WINDOWS)
         if loud:
             self._log(f"data: index of {self.store.name}, epoch {number}, built in {time.monotonic() - began:.1f} s")
         return {"order": order, "starts": starts, "windows": windows}

@@ -13,10 +13,10 @@ from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
 from hetero_megatron.data.packing import check_tokens
 from hetero_megatron.data.tokenizers import ByteTokenizer, Tokenizer, required_eod
 from hetero_megatron.errors import UserError
-from hetero_megatron.words import plural
+from hetero_megatron.progress import WorkLine
 
 IN_MEMORY_BYTES = 64 * 2**20  # bytes of this much text become tokens faster than they could be read from a cache
-_REPORT_SECONDS = 10.0
+_REPORT_SECONDS = 60.0  # between two lines in a log
 
 
 def tokenize(
@@ -70,16 +70,17 @@ def encode_checked(
 
 
 def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None) -> Iterator[np.ndarray]:
-    start = last = time.monotonic()
-    total = 0
-    for text, after in corpus.documents():
-        if text:
-            document = encode_checked(text, tokenizer, corpus, after, limit)
-            total += len(document)
-            yield document
-        if time.monotonic() - last > _REPORT_SECONDS:
-            last = time.monotonic()
-            log(f"data: tokenizing {corpus.name}: {plural(total, 'token')} after {last - start:.0f} s")
+    last, done = time.monotonic(), 0
+    with WorkLine(f"tokenizing {corpus.name}", corpus.num_bytes()) as line:
+        for text, after in corpus.documents():
+            if text:
+                yield encode_checked(text, tokenizer, corpus, after, limit)
+            read = corpus.bytes_before(after)
+            line.add(read - done)
+            done = read
+            if time.monotonic() - last > _REPORT_SECONDS:
+                last = time.monotonic()
+                log(f"data: {line}")
 
 
 def empty_corpus(corpus: Corpus) -> UserError:

@@ -22,6 +22,7 @@ from hetero_megatron.launch.hosts import Host, hosts_of, torchrun
 
 CLUSTER_FILE = "/etc/hetero-megatron/cluster.yaml"  # where pods find it, for --cluster of COMMAND
 SAVE_SECONDS = 100  # between SIGTERM and SIGKILL
+_POD_NAME = 63  # characters
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -40,6 +41,7 @@ def manifest(cluster: Cluster, command: Sequence[str], kind: str, name: str, max
     if not cluster.launch.image:
         accepted = "launch: {image: REGISTRY/NAME:TAG}"
         raise UserError("missing", field="launch.image", accepted=accepted, where=cluster.file)
+    _check_pod_names(cluster, name)
     cluster = replace(cluster, launch=replace(cluster.launch, python=cluster.launch.python or "python"))
     job = _job_set if kind == "jobset" else _pytorch_job
     where = {"namespace": cluster.launch.namespace} if cluster.launch.namespace else {}
@@ -55,6 +57,16 @@ def _check_name(name: str, field: str, where: str = "") -> None:
     if not _NAME.fullmatch(name):
         accepted = "at most 40 small letters, digits and -, beginning with a letter"
         raise UserError("is no name in Kubernetes", field=field, value=name, accepted=accepted, where=where)
+
+
+def _check_pod_names(cluster: Cluster, name: str) -> None:
+    """JobSet's admission refuses pods whose names, SET-JOB-0-INDEX-xxxxx, have more than 63 characters."""
+    for group in cluster.nodes:
+        longest = f"{name}-{_job(group)}-0-{group.count - 1}-xxxxx"
+        if len(longest) > _POD_NAME:
+            accepted = f"one shorter by {len(longest) - _POD_NAME}, or a shorter name of the node group {group.name}"
+            problem = f"its pods' names would have more than {_POD_NAME} characters"
+            raise UserError(problem, field="--job-name", value=name, accepted=accepted, where=cluster.file)
 
 
 def _job(group: NodeGroup) -> str:

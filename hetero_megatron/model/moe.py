@@ -8,7 +8,7 @@ is routed where it is. ``MoE.dispatch`` brings tokens to their experts; here all
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,18 +18,29 @@ from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sort = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
+Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
 class GroupedLinear(nn.Module):
-    """x W[g]^T for rows sorted by group; weight: [groups, outputs, inputs]."""
+    """x W[g]^T + b[g] for rows sorted by group; weight: [groups, outputs, inputs], bias: [groups, outputs] or None.
 
-    def __init__(self, groups: int, inputs: int, outputs: int, kernels: KernelPlan) -> None:
+    Args:
+        adds_bias: false where another rank of those that have some columns of each expert adds it.
+    """
+
+    def __init__(
+        self, groups: int, inputs: int, outputs: int, kernels: KernelPlan, bias: bool, adds_bias: bool = True
+    ) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.adds_bias = kernels, adds_bias
         self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return self.kernels.grouped_gemm(x, self.weight, None, ends)  # type: ignore[no-any-return]
+        bias = self.bias if self.adds_bias else None
+        return self.kernels.grouped_gemm(x, self.weight, bias, ends)  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -42,58 +53,51 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
         self.kernels = kernels
+        self.sort: Sort = routed_rows
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
-        self.first, self.count = a, b - a
-        self.gate_proj = GroupedLinear(b - a, h, d - c, kernels)
-        self.up_proj = GroupedLinear(b - a, h, d - c, kernels)
-        self.down_proj = GroupedLinear(b - a, d - c, h, kernels)
+        assert spec.moe is not None
+        self.first, self.count, bias = a, b - a, spec.moe.bias
+        self.gate_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
+        self.up_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
+        # Outputs of ranks that share an expert's columns are added up, its bias once.
+        self.down_proj = GroupedLinear(b - a, d - c, h, kernels, bias, adds_bias=c == 0 and d > 0)
+        self.clamped = (spec.swiglu_alpha, spec.swiglu_limit) if spec.activation == "clamped_swiglu" else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, slots, ends = routed_rows(chosen, self.count)
+        rows, slots, ends = self.sort(chosen, self.count)
         routed = self.kernels.moe_permute(x, rows, slots)
-        y = self.kernels.swiglu(self.gate_proj(routed, ends), self.up_proj(routed, ends))
+        gate, up = self.gate_proj(routed, ends), self.up_proj(routed, ends)
+        y = self.kernels.swiglu(gate, up) if self.clamped is None else self.kernels.clamped_swiglu(
+            gate, up, *self.clamped
+        )  # fmt: skip
         y = self.down_proj(y, ends)
         return self.kernels.moe_unpermute(y, weights, rows, slots)  # type: ignore[no-any-return]
 
 
 class Router(nn.Module):
-    """Weights and experts of each token."""
+    """Weights and experts of each token. ``observe``: sees what was chosen, to balance it (``parallel/balance.py``)."""
 
     def __init__(self, spec: ModelSpec, kernels: KernelPlan) -> None:
         super().__init__()
         assert spec.moe is not None
         self.moe, self.kernels = spec.moe, kernels
         self.weight = nn.Parameter(torch.empty(spec.moe.num_experts, spec.hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.moe.num_experts)) if spec.moe.router_bias else None
         self.e_score_correction_bias: nn.Parameter | None = None
-        if spec.moe.score_bias:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(spec.moe.num_experts))
+        if spec.moe.score_bias:  # it moves by small steps, which 16 bits would round away
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            self.e_score_correction_bias = nn.Parameter(torch.empty(spec.moe.num_experts, dtype=wide))
+        self.observe: Observe | None = None
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, h] -> weights [n, top_k] in at least fp32, experts [n, top_k] int64."""
-        logits = self.kernels.gemm(x, self.weight, None)
+    def forward(self, x: torch.Tensor, counted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [b, s, h], and the mask [b, s] of tokens that count in the loss (None: all) -> weights [b s, top_k] in at
+        least fp32, experts [b s, top_k] int64."""
+        logits = self.kernels.gemm(x.flatten(0, 1), self.weight, self.bias)
         bias = self.e_score_correction_bias
         weights, experts = self.kernels.router_topk(logits, None if bias is None else bias.detach(), *self.moe.router)
-        if bias is not None:
-            weights = _CountLoad.apply(weights, bias, experts)
+        if self.observe is not None:
+            weights = self.observe(weights, logits, experts, x.shape[0], counted)
         return weights, experts
-
-
-class _CountLoad(torch.autograd.Function):
-    """Passes the weights on. The "gradient" of the bias is how many tokens chose each expert, whatever the loss: so the
-    counts of a step are summed over micro-batches and ranks as gradients are, once each, also where forward runs again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(experts)
-        ctx.like = bias.shape, bias.dtype
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (experts,) = ctx.saved_tensors
-        (count,), dtype = ctx.like
-        return grad, torch.bincount(experts.flatten(), minlength=count).to(dtype), None
 
 
 class MoEMLP(nn.Module):
@@ -113,10 +117,10 @@ class MoEMLP(nn.Module):
         self.shared_expert = shared
         self.shared_expert_gate = SharedGate(spec, kernels) if spec.moe.shared_gate else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.flatten(0, 1)
-        weights, experts = self.gate(tokens)
-        y = self.dispatch(tokens, weights, experts).view(x.shape)
+    def forward(self, x: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+        """``counted``: [b, s], which tokens count in the loss; None: all."""
+        weights, experts = self.gate(x, counted)
+        y = self.dispatch(x.flatten(0, 1), weights, experts).view(x.shape)
         if self.shared_expert is None:
             return y
         shared = cast(torch.Tensor, self.shared_expert(x))

@@ -105,6 +105,11 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.stack(parts).sum(0)
 
 
+def sum_of_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of all ranks' x, with the same bits on all; no gradient."""
+    return x if group.size == 1 else _sum(x, group)
+
+
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of all ranks' x, of which each rank uses its copy: so the gradient is the sum of all ranks' gradients."""
     return x if group.size == 1 else _SumOverRanks.apply(x, group)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,20 @@ class ShardedOptimizer:
     """An optimizer over the owned pieces of the parameters.
 
     A piece's master weights are the parameter's own memory where that is contiguous and full precision, else a
-    copy (fp32 for 16-bit parameters). Biases and norm weights (one-dimensional tensors) are not decayed, as in
-    Megatron.
+    copy (fp32 for 16-bit parameters). Biases and one-dimensional tensors (weights of norms) are not decayed, as
+    in Megatron.
 
     Args:
         sync: whose exchanges define the pieces.
         build: makes the optimizer from parameter groups (keys ``params``, ``decay``).
         offload: masters (then always fp32 copies) and moments live in host memory.
+        apart: names of parameters that ``build``'s optimizer does not get: their masters change otherwise.
     """
 
-    def __init__(self, sync: GradientSync, build: OptimizerFactory, offload: bool = False) -> None:
-        self.sync, self.offload = sync, offload
+    def __init__(
+        self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = ()
+    ) -> None:
+        self.sync, self.offload, self._apart = sync, offload, frozenset(apart)
         self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
         groups = self._groups()
         self.inner = build(groups) if groups else None
@@ -41,7 +44,10 @@ class ShardedOptimizer:
         groups: dict[tuple[bool, bool], dict[str, Any]] = {}
         for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
             for piece, master in zip(exchange.pieces, masters, strict=True):
-                decay, copied = len(piece.box.lo) > 1, self._copied(self._view(piece))
+                if piece.name in self._apart:
+                    continue
+                decay = len(piece.box.lo) > 1 and not piece.name.endswith("bias")
+                copied = self._copied(self._view(piece))
                 group = groups.setdefault((not decay, copied), {"params": [], "decay": decay})
                 group["params"].append(master)
                 if copied:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from hetero_megatron.comm import Group
-from hetero_megatron.model.gpt import Embedding, GPTStage, Linear, sum_heads
+from hetero_megatron.model.gpt import Embedding, GPTStage
+from hetero_megatron.model.layers import Linear, sum_heads
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens, sum_over_ranks
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
@@ -67,10 +68,14 @@ def apply_tensor_parallel(
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (gather_tokens(args[0], group, shards), *args[1:])
 
-    def own_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def own_tokens(x: torch.Tensor) -> torch.Tensor:
         start = sum(shards[: group.index])
-        return (args[0][:, start : start + shards[group.index]], *args[1:])
+        return x[:, start : start + shards[group.index]]
 
+    def own_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (own_tokens(args[0]), *args[1:])
+
+    stage.own_tokens = own_tokens
     for layer in stage.layers():
         layer.self_attn.sum_heads = SumHeads(group, kv_heads)
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.

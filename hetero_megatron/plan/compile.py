@@ -62,7 +62,7 @@ class CompiledPlan:
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups that some ranks exchange data in, for ``Comm.create_groups`` on every rank of the job."""
-        return tuple(plan_groups(self.plan, self.buckets))
+        return tuple(plan_groups(self.plan, self.buckets, self.spec))
 
     def schedules(self, batch_size: int | None = None) -> tuple[Schedule, ...]:
         """Per pipeline, all that its stages do in a step of ``batch_size`` sequences (None: the plan's).

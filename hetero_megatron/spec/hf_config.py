@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.dropout import check_rate
+from hetero_megatron.spec.dropout import DROPOUT_KEYS, check_rate
 from hetero_megatron.spec.families import FAMILIES, Family
+from hetero_megatron.spec.families.refused import why
 from hetero_megatron.spec.hf_keys import check_keys
 from hetero_megatron.spec.hf_reader import Config, ConfigReader
 from hetero_megatron.spec.model_spec import ModelSpec
@@ -22,8 +23,9 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
+        reason = why(kind) if isinstance(kind, str) else ""
         raise UserError(
-            "this model family is not supported", field="model_type", value=kind,
+            "this model family is not supported" + (reason and f": {reason}"), field="model_type", value=kind,
             accepted=", ".join(FAMILIES), where=where,
         )  # fmt: skip
     check_keys(config, family.model_type, family.keys, where)
@@ -35,8 +37,8 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
 def _dropouts(read: ConfigReader, family: Family) -> tuple[tuple[str, float], ...]:
     """Keys and values of the dropout rates that are not 0."""
     found = []
-    for key, default in family.dropouts.items():
-        rate = read.value(key, default, family.null_dropout)
+    for key in (key for keys in DROPOUT_KEYS.values() for key in keys if key in family.keys):
+        rate = read.value(key, family.absent_dropout, family.null_dropout)
         try:
             check_rate(rate, key)
         except UserError as error:

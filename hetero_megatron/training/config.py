@@ -13,6 +13,7 @@ from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import Dropout, ModelSpec
+from hetero_megatron.spec.balance import UNBALANCED, Balancing
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.loss_scale import LossScale
@@ -70,7 +71,7 @@ class LoggingConfig:
 
     ``wandb``: arguments of ``wandb.init``; None: off. ``validation_perplexity``: of evaluations, for TensorBoard.
     ``kernel_plan``: each stage's kernels are printed with what was passed over and why. ``log_format``: of the console
-    line, ``short`` or ``megatron``. ``profile``: None: off.
+    line, ``short`` or ``megatron``. ``profile``: None: off. ``routing_stats``: file for how often experts were chosen.
     """
 
     interval: int = 100
@@ -83,6 +84,7 @@ class LoggingConfig:
     kernel_plan: bool = False
     log_format: str = "short"
     profile: ProfileSteps | None = None
+    routing_stats: str | None = None
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ class RunConfig:
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
+        balancing: of the experts, where the model has some.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
         allow_over_memory: ranks that need more than their chip has are no reason to refuse.
         load_hf: directory whose safetensors are the initial weights; None: drawn from ``seed``.
@@ -243,6 +246,7 @@ class RunConfig:
     check_nan: bool = True
     deterministic: bool = False
     logits_bytes: int = LOGITS_BYTES
+    balancing: Balancing = UNBALANCED
     alignment: AlignmentConfig = AlignmentConfig()
     platform: str | None = None
     compile: str | None = None

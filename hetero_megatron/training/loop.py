@@ -273,7 +273,8 @@ class Training:
         factory = optimizer_factory(config.optimizer, offload, kernels.adamw)
         self.runtime = Runtime(
             config.compiled, comm, dtype, self._initialize, factory, kernels=kernels,
-            compile_backend=config.compile, logits_bytes=config.logits_bytes, dropout=config.dropout, seed=config.seed,
+            compile_backend=config.compile, logits_bytes=config.logits_bytes, balancing=config.balancing,
+            dropout=config.dropout, seed=config.seed,
         )  # fmt: skip
         self._complete_import()
         self.alignment.follow(self.runtime)

@@ -22,6 +22,8 @@ _LAST_TIME = 253402300799  # seconds since 1970: the end of the year 9999, beyon
 _STEP = f.record(
     {"step": f.integer(), "loss": f.maybe(f.number()), "step_seconds": _SECONDS, "tokens": f.integer()},
     {
+        "expert_load": f.record({"max_over_mean": f.numbered(f.number(0)), "rank_rows": f.array(f.integer())}),
+        "load_balancing_loss": f.maybe(f.number()), "z_loss": f.maybe(f.number()),
         "predicted_step_seconds": f.maybe(_SECONDS), "tgs_per_chip": f.maybe(f.mapping(f.number(0))),
         **dict.fromkeys(("busy_seconds", "bubble_seconds", "communication_seconds"), f.array(_SECONDS)),
     },
@@ -55,6 +57,7 @@ _TIMELINE = {
 _EVENTS = {
     "start": f.record({**_EVENT, **_START}, {"nodes": f.numbered(f.text), "steps": f.integer()}),
     "timeline": f.record({**_EVENT, **_TIMELINE}),
+    "experts": f.record({**_EVENT, "step": f.integer(), "layers": f.numbered(f.some(f.array(f.integer())))}),
     **dict.fromkeys(("end", "straggler", "error", "launcher"), f.record(_EVENT, {"step": f.integer()})),
 }
 

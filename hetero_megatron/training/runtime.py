@@ -19,11 +19,14 @@ from hetero_megatron.data.upload import UploadedBatches, Uploader
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage, StagePart
-from hetero_megatron.model.gpt import Linear
+from hetero_megatron.model.attention import Attention
+from hetero_megatron.model.gpt import MLP
+from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.ops.tile_kernels import tile_kernel
+from hetero_megatron.parallel.balance import LoadBalance, Routing
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.experts import apply_expert_parallel
@@ -50,8 +53,10 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares, require_rows
 from hetero_megatron.platform.scalars import ScalarReader
+from hetero_megatron.progress import tracked
 from hetero_megatron.schedule import Action, receive_order
-from hetero_megatron.spec import Dropout, LogicalTensor, stage_tensors, tensor_box
+from hetero_megatron.spec import Dropout, LogicalTensor, logical_tensors, stage_tensors, tensor_box
+from hetero_megatron.spec.balance import UNBALANCED, Balancing
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
@@ -69,6 +74,7 @@ class StepStats:
         grad_norm: of the whole model's gradient of that mean, before clipping.
         skipped: the step was not taken because the gradient was not finite.
         stop: some rank asked to stop.
+        routing: of a mixture of experts.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
         actions: what this rank did, and when.
     """
@@ -82,6 +88,7 @@ class StepStats:
     bubble: list[float]
     communication: list[float]
     actions: Sequence[TimedAction] = ()
+    routing: Routing | None = None
 
 
 class Runtime:
@@ -95,6 +102,7 @@ class Runtime:
         kernels: of this rank's stage; None: without plugins, as the plan's stage wishes.
         compile_backend: of torch.compile, for the layers; None: they run as they are.
         logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
+        balancing: of experts, where the model has some.
         dropout: in training; seed: of its masks.
     """
 
@@ -108,6 +116,7 @@ class Runtime:
         kernels: KernelPlan | None = None,
         compile_backend: str | None = None,
         logits_bytes: int = LOGITS_BYTES,
+        balancing: Balancing = UNBALANCED,
         dropout: Dropout = NO_DROPOUT,
         seed: int = 0,
     ) -> None:
@@ -127,6 +136,7 @@ class Runtime:
         )  # fmt: skip
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         self.model, self.boxes = self._build_model(initialize)
+        self.balance = LoadBalance(self.model, plan, spec, balancing, comm) if spec.moe is not None else None
         if compile_backend is not None:
             apply_compile(self.model, compile_backend)
         self.fused_loss = "linear_cross_entropy" in self.kernels.choices
@@ -145,7 +155,8 @@ class Runtime:
         if compile_backend is None:
             self.sync.take_products(self._products(), self.kernels.weight_gradients)
         offload = self.stage.optimizer.offload
-        self.optimizer = ShardedOptimizer(self.sync, optimizer, offload) if optimizer is not None else None
+        apart = [t.name for t in logical_tensors(spec) if t.by_load]
+        self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, apart) if optimizer is not None else None
         self.before_update: Callable[[], None] = lambda: None  # waits for whoever still reads weights or moments
 
     def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
@@ -161,12 +172,14 @@ class Runtime:
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
-            for name, param in params.items():
+            total = sum(param.numel() for param in params.values())
+            for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
                 param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)
-        model.token_numbers = self._token_numbers(shards)
+        held = [torch.arange(a, b, device=self.comm.device) for a, b in self.unit.tokens]
+        model.token_numbers = torch.cat(held) if held else torch.arange(0, device=self.comm.device)
         if self.context is not None:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
@@ -174,11 +187,6 @@ class Runtime:
         apply_expert_parallel(model, stage, self.comm)
         apply_recompute(model, stage.recompute)
         return model, boxes
-
-    def _token_numbers(self, shards: Sequence[int]) -> torch.Tensor:
-        """Of the tokens in this rank's shard of the residual stream."""
-        held = torch.cat([torch.arange(a, b, device=self.comm.device) for a, b in self.unit.tokens or ((0, 0),)])
-        return held.split(list(shards))[self.tp_group.index]
 
     def _build_executor(self) -> PipelineExecutor:
         p, s = self.place.pipeline, self.place.stage
@@ -215,16 +223,19 @@ class Runtime:
             for c, (a, b) in enumerate(chunks)
         ]  # fmt: skip
 
-    def _products(self) -> Iterator[torch.Tensor]:
-        """Trained weights that a forward uses once, in a product; a tied head's is the embedding's, too."""
+    def _products(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Trained weights that a forward uses once, each in a product, and those of one product together; a tied head's
+        is the embedding's, too."""
         kinds = (Linear, RowParallelLinear, GroupedLinear, Router, SharedGate)
         for module in self.model.modules():
             if isinstance(module, kinds) and module.weight.requires_grad:
-                yield module.weight
+                yield (module.weight,)
+            if isinstance(module, (Attention, MLP)) and module.together[0].weight.requires_grad:
+                yield [linear.weight for linear in module.together]
         if self.spec.lora is not None:
             return
         if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
-            yield self.model.lm_head.matrix
+            yield (self.model.lm_head.matrix,)
 
     def apart(self) -> dict[str, str]:
         """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""
@@ -347,6 +358,8 @@ class Runtime:
         lr, weight_decay, clip_grad, loss_scale = rates
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
+        if self.balance is not None:
+            self.balance.begin(work.seed)
         result = self.executor.run(work, self.sync)
         self.comm.activity = "gradient synchronisation"
         grads = self.sync.finish()
@@ -358,15 +371,18 @@ class Runtime:
         norm = math.sqrt(square) * scale if math.isfinite(square) else math.inf
         vetoed = veto is not None and veto(every[:, :3], loss_sum / tokens, norm)
         skipped = vetoed or not math.isfinite(norm)
+        routing = self.balance.routing(every[:, 7:], tokens) if self.balance is not None else None
         if not skipped:
             clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
             self.before_update()
             self.comm.activity = "the optimizer step"
+            if self.balance is not None and routing is not None:
+                self.balance.move_bias(self.optimizer.owned(), routing)
             self.optimizer.set_rates(lr, weight_decay)
             self.optimizer.step(grads, scale * clip)
-        busy, bubble, communication = every[:, 4:].T.tolist()
-        mean = loss_sum / tokens
-        return StepStats(mean, int(tokens), norm, skipped, stops > 0, busy, bubble, communication, result.actions)
+        busy, bubble, communication = every[:, 4:7].T.tolist()
+        mean, stops = loss_sum / tokens, bool(stops)
+        return StepStats(mean, int(tokens), norm, skipped, stops, busy, bubble, communication, result.actions, routing)
 
     @torch.no_grad()
     def evaluate(self, fetch: Fetch, first_sample: int, batch_size: int) -> tuple[float, int]:
@@ -377,13 +393,15 @@ class Runtime:
         return loss_sum, int(tokens)
 
     def gather(self, result: StepResult, square: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
-        """One row per rank, fp64: loss sum, tokens, squared norm, stop, seconds. A TP group counts its loss once."""
+        """One row per rank, fp64: loss sum, tokens, squared norm, stop, three kinds of seconds, ``LoadBalance.row``. A
+        TP group counts its loss once."""
         counts = self.place.tp_rank == 0
-        loss_sum, square = self.reader.read(result.loss_sum, square)  # the only wait for a device in a step
+        balance = [self.balance.row()] if self.balance is not None else []
+        loss_sum, square, *routed = self.reader.read(result.loss_sum, square, *balance)  # the only wait for a device
         result.read(self.comm.clock)
         row = [loss_sum * counts, result.tokens * counts, square, float(stop)]
         seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
-        return self.world.gather_vectors(torch.tensor(row + seconds, dtype=torch.float64))
+        return self.world.gather_vectors(torch.tensor(row + seconds + routed, dtype=torch.float64))
 
 
 def _selected(

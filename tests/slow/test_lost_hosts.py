@@ -155,7 +155,7 @@ def test_many_losses(tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)
     count, seed = int(os.environ.get("LOSSES", "3")), int(os.environ.get("SEED", "1"))
-    dice, steps = random.Random(seed), 150 * count
+    dice, steps = random.Random(seed), 80 * count
     sgd = ["--optimizer", "sgd"]  # over a thousand steps Adam amplifies what another order of sums changes
     with NamespaceHosts(tmp_path, 3) as hosts:
         run = Run(hosts, tmp_path, "--rejoin", "1", steps=steps, words=sgd)
@@ -168,6 +168,6 @@ def test_many_losses(tmp_path: Path) -> None:
             hosts.boot(gone)
             run.until_said(f"with host{gone}, 3 ranks", 300)
             run.forget(f"with host{gone}, 3 ranks")
-        run.wait(1200)
+        run.wait(300 + 60 * count)
         assert losses(run.directory) == pytest.approx(alone(tmp_path / "alone", steps, *sgd), rel=1e-9)
         assert hosts.no_orphans() == []

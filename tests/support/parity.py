@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
+from hetero_megatron.spec.balance import Balancing
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
+from tests.support.moe_reference import BalancedModel
 from tests.support.random_plans import random_model, random_plan
 from tests.support.vendors import with_attention
 
@@ -45,10 +47,13 @@ class Case:
     clip_grad: float = 1.0
     chunked_loss: bool = False
     dropout: Dropout = Dropout()
+    balancing: Balancing | None = None  # of experts
+    router: dict[str, Any] = field(default_factory=dict)  # options that the family of the model does not have
 
     def describe(self) -> str:
         kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, chunked={self.chunked_loss}"
-        return f"{kind}, {self.dropout}, model={self.model}, plan={self.plan}"
+        experts = f", balancing={self.balancing}, router={self.router}" if self.balancing is not None else ""
+        return f"{kind}, {self.dropout}, model={self.model}, plan={self.plan}{experts}"
 
 
 def random_case(seed: int, dtype: str = "fp64") -> Case:
@@ -110,34 +115,54 @@ class Outcome:
     norms: list[float]
     grads: dict[str, torch.Tensor]  # of the last step, after clipping, by logical name
     weights: dict[str, torch.Tensor]
+    loads: list[list[list[int]]] = field(default_factory=list)  # by step and layer, tokens per expert
+    balance: list[tuple[float, float]] = field(default_factory=list)  # by step, means over layers
+
+
+def _decays(name: str, param: torch.nn.Parameter) -> bool:
+    return param.dim() > 1 and not name.endswith("bias")
 
 
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
     """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
     hf, spec = make_hf(case.model, case.seed, dtype, "exact" if case.dropout.attention else None)
     dropout = HFDropout(hf, case.dropout, case.seed)
+    balanced = BalancedModel(hf, spec, case.router, case.balancing) if case.balancing is not None else None
+    spec = spec if balanced is None else balanced.spec
     initial = {n: t.detach().clone() for n, t in hf_to_logical(hf, spec).items()}
     data = RandomSamples(case, spec.vocab_size)
+    decayed, plain = ([p for n, p in hf.named_parameters() if _decays(n, p) == yes] for yes in (True, False))
     groups = [
-        {"params": [p for p in hf.parameters() if p.dim() > 1], "weight_decay": case.weight_decay},
-        {"params": [p for p in hf.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": case.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
     ]
     optimizer = build_optimizer(case)(groups)
     batch_size = case.plan["global_batch_size"]
-    losses, norms = [], []
+    losses, norms, loads, balance = [], [], [], []
     for step in range(STEPS):
         batch = data.fetch(range(step * batch_size, (step + 1) * batch_size))
         optimizer.zero_grad()
         dropout.begin(step + 1, step * batch_size)
         loss_sum = hf_loss_sum(hf, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
         loss = loss_sum / batch.num_loss_tokens()
-        loss.backward()
+        if balanced is None:
+            loss.backward()
+        else:
+            mask = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.loss_mask is None else batch.loss_mask
+            sequence, z = balanced.losses(mask)
+            rates = balanced.balancing
+            (loss + rates.sequence_loss * sequence + rates.z_loss * z).backward()
+            loads.append(balanced.loads())
+            balance.append((sequence.item() / len(loads[-1]), z.item() / len(loads[-1])))
         norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), case.clip_grad or float("inf"))
         grads = {n: g.clone() for n, g in hf_grads(hf, spec).items()}
         optimizer.step()
+        if balanced is not None:
+            balanced.move_bias()
         losses.append(loss.item())
         norms.append(float(norm))
-    return Outcome(losses, norms, grads, {n: t.detach() for n, t in hf_to_logical(hf, spec).items()}), spec, initial
+    weights = {n: t.detach() for n, t in hf_to_logical(hf, spec).items()}
+    return Outcome(losses, norms, grads, weights, loads, balance), spec, initial
 
 
 def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -151,11 +176,10 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    options = {"logits_bytes": 4000} if case.chunked_loss else {}
-    runtime = Runtime(
-        compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), dropout=case.dropout, seed=case.seed,
-        **options,
-    )  # fmt: skip
+    options: dict[str, Any] = {"logits_bytes": 4000} if case.chunked_loss else {}
+    options |= {"balancing": case.balancing} if case.balancing is not None else {}
+    options |= {"dropout": case.dropout, "seed": case.seed}
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
     grads: list[tuple[str, Box, np.ndarray]] = []
@@ -180,6 +204,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         "norms": [s.grad_norm for s in stats],
         "grads": grads,
         "weights": weights,
+        "routing": [s.routing for s in stats],
     }
 
 
@@ -210,8 +235,8 @@ TOLERANCES = {
 }
 
 
-def check_case(case: Case, pool: Any) -> None:
-    """Assert that every rank's numbers equal the reference within the case's tolerance."""
+def check_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Assert that every rank's numbers equal the reference within the case's tolerance; both."""
     want, ranks = run_case(case, pool)
     tol = TOLERANCES[case.dtype, case.optimizer]
     covered: dict[str, np.ndarray] = {n: np.zeros(t.shape, dtype=np.int64) for n, t in want.grads.items()}
@@ -239,6 +264,7 @@ def check_case(case: Case, pool: Any) -> None:
                 assert error <= bound, f"{kind} of {name} {box}: error {error:.3g} > {bound:g}; {where}"
     for name, count in covered.items():
         assert (count == 1).all(), f"{name}: elements with no owner or several: {case.describe()}"
+    return want, ranks
 
 
 def fixed_case(model: dict[str, Any], plan: dict[str, Any], **changes: Any) -> Case:

@@ -18,6 +18,7 @@ import pytest
 
 from hetero_megatron.testbed import cgroups, machine, process, state
 from tests.support.paths import ROOT
+from tests.support.selection import quick
 
 JOB = [sys.executable, str(ROOT / "tests" / "support" / "testbed_job.py")]
 MACHINE = machine.examine()
@@ -152,12 +153,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         one.assert_clean()
 
 
+ENDS = ["exit", "crash", "interrupt", "terminate", "kill", "rank killed"]
 ALL = ("--chips", "soft", "--links", "namespaces", "--memory-limit", "--grace", "1")
 
 
 @needs_namespaces
 @needs_memory
-@pytest.mark.parametrize("how", ["exit", "crash", "interrupt", "terminate", "kill", "rank killed"])
+@pytest.mark.parametrize("how", quick(ENDS, ["crash", "kill"]))
 def test_nothing_is_left(how: str, start: Callable[..., Running], tmp_path: Path) -> None:
     before = host_links()
     extra = {"exit": ("-1", "0"), "crash": ("2", "7")}.get(how, ())
@@ -257,6 +259,7 @@ def test_links_are_as_fast_as_asked(start: Callable[..., Running], tmp_path: Pat
     assert result["chips"] == "clock" and result["links"] == "namespaces"
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
     path = tmp_path / "count"
@@ -347,7 +350,10 @@ def test_memory_limit_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="testbed: not Linux")
-@pytest.mark.parametrize("links", ["paced", "none", pytest.param("namespaces", marks=needs_namespaces)])
+@pytest.mark.parametrize(
+    "links",
+    ["none", pytest.param("paced", marks=pytest.mark.slow), pytest.param("namespaces", marks=needs_namespaces)],
+)
 def test_environment_of_the_ranks(links: str, start: Callable[..., Running], tmp_path: Path) -> None:
     cluster = CLUSTER.replace("count: 2, chip: small}", "chip: small, chips_per_node: 2}")
     one = start("environment", str(tmp_path), flags=("--links", links), cluster=cluster, up=0)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.testbed]
 PROGRAM = "import os; print({k: os.environ[k] for k in ('RANK', 'HETERO_NODE', 'WORLD_SIZE')}, flush=True)"
 
 
-@pytest.fixture(params=["stand-in", "sshd"])
+@pytest.fixture(params=["stand-in", pytest.param("sshd", marks=pytest.mark.slow)])
 def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NamespaceHosts]:
     if reason := missing(request.param == "sshd"):
         pytest.skip(reason)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
+from hetero_megatron.data.corpus import find_corpus
 from hetero_megatron.progress import AFTER, WorkLine, tracked
 
 
@@ -64,3 +67,14 @@ def test_an_error_clears_the_line() -> None:
     except ValueError:
         pass
     assert "x: 12%" in out.getvalue()
+
+
+def test_bytes_of_a_corpus_that_were_read(tmp_path: Path) -> None:
+    sizes = []
+    for name, texts in (("a.jsonl", ["one", "two"]), ("b.jsonl", ["three"])):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sizes.append(path.stat().st_size)
+    corpus = find_corpus(str(tmp_path))
+    read = [corpus.bytes_before(after) for _, after in corpus.documents()]
+    assert read == [sizes[0] // 2, sizes[0], sum(sizes)] and corpus.num_bytes() == sum(sizes)

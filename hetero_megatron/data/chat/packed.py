@@ -21,10 +21,11 @@ from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
+from hetero_megatron.progress import WorkLine, tracked
 from hetero_megatron.words import plural
 
 IN_MEMORY_BYTES = 1 << 20  # of records that become tokens in less than a second
-_REPORT_SECONDS = 10.0
+_REPORT_SECONDS = 60.0  # between two lines in a log
 _TIES, _ORDER = 2, 3  # purposes of permutations, beside those of pretraining data
 
 
@@ -48,16 +49,15 @@ def encode_store(
     with _one_writer(folder / f"conversations-{key}.lock"):  # whoever comes second finds what the first one wrote
         if not Path(f"{prefix}.idx").exists():
             log(f"data: tokenizing the conversations of {records.name} into {prefix}.bin ...")
-            began = last = time.monotonic()
-            with IndexedWriter(prefix, np.int32) as writer:
-                count = 0
+            last, what = time.monotonic(), f"tokenizing conversations of {records.name}"
+            with IndexedWriter(prefix, np.int32) as writer, WorkLine(what, 0, bytes=False) as line:
                 for encoded, _ in encoded_records(records, encoder, limit):
                     writer.add(_joined(encoded))
-                    count += 1
+                    line.add()
                     if time.monotonic() - last > _REPORT_SECONDS:
                         last = time.monotonic()
-                        log(f"data: {plural(count, 'conversation')} after {last - began:.0f} s")
-                if not count:
+                        log(f"data: {line}")
+                if not line.done:
                     raise empty(records)
     store = open_indexed(prefix, "--data-cache-path")
     return TokenStore(records.name, key, store.tokens, store.offsets)
@@ -111,10 +111,12 @@ class PackedConversations:
     ) -> None:  # fmt: skip
         self.store, self.seq_length, self.seed, self.packing, self._pad = store, seq_length, seed, packing, pad
         self.overlong = overlong
-        self._used = [i for i in range(*documents) if overlong.fit(self._stored(i), f"{store.name}: {i}") is not None]
+        count = documents[1] - documents[0]
+        found = tracked(range(*documents), f"indexing {store.name}", count, lambda _: 1, bytes=False)
+        self._used = [i for i in found if overlong.fit(self._stored(i), f"{store.name}: {i}") is not None]
         if not self._used:
             raise UserError(
-                f"none of its {plural(documents[1] - documents[0], 'conversation')} can be used", field="--data-path",
+                f"none of its {plural(count, 'conversation')} can be used", field="--data-path",
                 value=store.name, accepted="conversations with an answer within --seq-length tokens",
             )  # fmt: skip
         self._policy = Overlong(overlong.policy, seq_length)

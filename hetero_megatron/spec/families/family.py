@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,8 +37,7 @@ class Family:
         write: the inverse; what it cannot say is found by reading the result again.
         names: how it calls the logical tensors.
         examples: released models, for the documentation.
-        dropouts: of its ``keys``, those that are dropout rates, and what transformers takes where they are absent.
-        null_dropout: whether ``null`` is such a rate for transformers.
+        absent_dropout: what transformers takes for dropout rates that are absent; null_dropout: ``null`` is one for it.
     """
 
     model_type: str
@@ -48,8 +47,18 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]]
     names: NameTable = field(default_factory=NameTable)
     examples: str = ""
-    dropouts: Mapping[str, float] = field(default_factory=lambda: {"attention_dropout": 0.0})
+    absent_dropout: float = 0.0
     null_dropout: bool = False
+
+    @property
+    def mixture(self) -> bool:
+        """A mixture of experts."""
+        return "num_experts_per_tok" in self.keys
+
+    @property
+    def latent(self) -> bool:
+        """With multi-head latent attention."""
+        return "kv_lora_rank" in self.keys
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -113,6 +122,15 @@ def decoder(read: ConfigReader, model_type: str, name: str, defaults: Defaults, 
         ),
         **changes,
     )
+
+
+def refuse_quantised(read: ConfigReader, what: str, how: str = "") -> None:
+    """Refuse a checkpoint whose weights are ``what``: nothing is trained in such a format."""
+    if read.value("quantization_config", None) is not None:
+        raise read.refuse(
+            f"the weights are {what}; dequantise them first", "quantization_config",
+            f"null: a directory of weights in a plain dtype{how}",
+        )  # fmt: skip
 
 
 def num_layers(read: ConfigReader) -> int:
@@ -182,5 +200,3 @@ def layer_type_config(spec: ModelSpec, unused: int | None = None) -> dict[str, A
     window = next((w for w in spec.windows if w is not None), unused)
     kinds = [FULL if kind.window is None else SLIDING for kind in spec.layers]
     return {"layer_types": kinds, "sliding_window": window}
-
-

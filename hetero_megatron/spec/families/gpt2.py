@@ -85,7 +85,7 @@ FAMILY = Family(
         " initializer_range tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx"
         " reorder_and_upcast_attn add_cross_attention"
     ) | {*DROPOUTS, *GPT2_ALIASES},
-    dropouts=dict.fromkeys(DROPOUTS, 0.1),
+    absent_dropout=0.1,
     names=NameTable(
         layer="transformer.h.{}",
         modules={

@@ -36,13 +36,15 @@ _QWEN_KEYS = _KEYS | words(
 )
 
 
-_UNBALANCED = "router_aux_loss_coef is not read: nothing balances the load of experts"
+_UNREAD = (
+    "router_aux_loss_coef is not read: --moe-router-load-balancing-type and --moe-aux-loss-coeff balance experts"
+)
 
 
 def with_experts(spec: ModelSpec, moe: MoE, kinds: Sequence[str]) -> ModelSpec:
     """``spec`` with a mixture of experts in the layers whose kind is ``moe``; ``kinds``: one per layer."""
     layers = tuple(replace(spec.layer(i), mlp=kind) for i, kind in enumerate(kinds))
-    return replace(spec, layer_kinds=layers, moe=moe, notices=(*spec.notices, _UNBALANCED))
+    return replace(spec, layer_kinds=layers, moe=moe, notices=(*spec.notices, _UNREAD))
 
 
 def read_moe(read: ConfigReader, experts: str, **changes: Any) -> MoE:
@@ -113,8 +115,10 @@ def _read_qwen3(read: ConfigReader, name: str) -> ModelSpec:
     spec = decoder(
         read, "qwen3_moe", name, _QWEN3, windows=(window,), qkv_bias=bias, out_bias=bias, qk_norm="head"
     )
+    experts = "num_local_experts" if "num_local_experts" in read.config else "num_experts"  # by its new or old name
+    read.must_be("num_experts", read.config.get(experts))
     moe = read_moe(
-        read, "num_experts", ffn_hidden_size=read.integer("moe_intermediate_size", 768),
+        read, experts, ffn_hidden_size=read.integer("moe_intermediate_size", 768),
         normalize=read.flag("norm_topk_prob"),
     )  # fmt: skip
     return with_experts(spec, moe, _sparse_layers(read))
@@ -181,8 +185,8 @@ QWEN2_MOE = Family(
     _read_qwen2, _write_qwen2, examples="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
 )  # fmt: skip
 QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN_KEYS | words("attention_bias"), _read_qwen3, _write_qwen3,
-    examples="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+    "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN_KEYS | words("attention_bias num_local_experts"), _read_qwen3,
+    _write_qwen3, examples="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
 )  # fmt: skip
 OLMOE = Family(
     "olmoe", "OlmoeForCausalLM", _KEYS | words("num_experts norm_topk_prob attention_bias clip_qkv"), _read_olmoe,

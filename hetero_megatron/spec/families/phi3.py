@@ -38,7 +38,6 @@ FAMILY = Family(
     "phi3", "Phi3ForCausalLM", read=_read, write=_write,
     examples="Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini",
     keys=DECODER_KEYS | words("hidden_act resid_pdrop embd_pdrop sliding_window"),
-    dropouts=dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
     names=NameTable(
         fused={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

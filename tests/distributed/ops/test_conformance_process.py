@@ -165,6 +165,7 @@ def test_a_triton_kernel_that_stores_without_a_mask_is_named(
     assert all(line.split()[2] == "bounds" for line in lines if "FAIL  " in line) and "checks, " in lines[-1]
 
 
+@pytest.mark.slow
 def test_lines_come_as_checks_are_finished_and_nothing_outlives_the_check() -> None:
     """The first kernel's lines are there while the next runs; SIGKILL of the check ends its processes too."""
     command = [sys.executable, "-m", "hetero_megatron.cli.main", "plugins", "check", "reference"]

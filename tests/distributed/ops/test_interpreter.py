@@ -27,6 +27,7 @@ def python(program: str, value: str | None) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", quick([None, "1", "true", "2"], [None]))
 def test_plugin_and_package_agree_on_the_interpreter(value: str | None) -> None:
     plugin, package = python(

@@ -214,8 +214,8 @@ def test_bytes_sent_are_those_planned() -> None:
 def test_sync_groups_are_not_those_of_the_layers() -> None:
     """Both would meet in the last backward, in an order that depends on how fast messages are."""
     plan = plan_from_dict(replicas(1, tp=2), SPEC)
-    groups = plan_groups(plan, make_buckets(plan, SPEC))
-    assert layer_groups(plan) == {(0, 1)} and groups.count((0, 1)) == 2
+    groups = plan_groups(plan, make_buckets(plan, SPEC), SPEC)
+    assert layer_groups(plan, SPEC) == {(0, 1)} and groups.count((0, 1)) == 2
 
 
 def test_the_step_as_data() -> None:
@@ -311,7 +311,7 @@ def test_ranks_that_meet_alike_are_checked_as_all_of_them_would_be(islands: Any)
 def test_a_plan_is_compiled_once() -> None:
     compiled = CompiledPlan(plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC), SPEC)
     assert compiled.buckets is compiled.buckets and compiled.schedules() is compiled.schedules(4)
-    assert set(compiled.groups) == set(plan_groups(compiled.plan, compiled.buckets))
+    assert set(compiled.groups) == set(plan_groups(compiled.plan, compiled.buckets, compiled.spec))
     other = replace(compiled.plan, islands=())  # has nothing of the first one's
     assert other.fingerprint() == compiled.plan.fingerprint() and CompiledPlan(other, SPEC).buckets != compiled.buckets
 

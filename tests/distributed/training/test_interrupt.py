@@ -143,6 +143,7 @@ def test_a_stream_drops_what_no_terminal_takes_and_nothing_else(monkeypatch: pyt
     print("nor this", flush=True)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_agent() -> None:
     words = [*command(2), *RUN[2:], "--train-iters", "100000"]
     process = subprocess.Popen(

@@ -37,6 +37,7 @@ def curve(directory: Path, tag: str) -> list[tuple[int, float]]:
     return [(e.step, e.value) for e in events.Scalars(tag)]
 
 
+@pytest.mark.slow
 def test_each_step_stands_once_whatever_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     run, board = tmp_path / "run", tmp_path / "board"
     words = [*WORDS, "--train-iters", "8", "--save", str(run), "--load", str(run), "--tensorboard-dir", str(board)]

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.programs import inside
+from tests.support.selection import quick
 
 WORDS = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
 WORDS += ["--model", "tiny", "--log-interval", "1"]
@@ -32,7 +33,7 @@ def spoilt(good: Path, to: Path, name: str, value: float) -> list[str]:
     return ["--load-hf", str(to)]
 
 
-@pytest.mark.parametrize("dtype", ["--fp16", "--fp16 --loss-scale 8", "--bf16", "", "--fp64"])
+@pytest.mark.parametrize("dtype", quick(["--fp16", "--fp16 --loss-scale 8", "--bf16", "", "--fp64"], ["--fp16", ""]))
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -30,6 +30,7 @@ def train(directory: Path, plan: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_planned_stage_of_context_groups_trains_as_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

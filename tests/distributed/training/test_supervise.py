@@ -306,6 +306,7 @@ if "RANK" in os.environ:
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_one_host_have_a_device_each(tmp_path: Path) -> None:
     """Without a cluster file, which would name their chips."""
     (tmp_path / "sitecustomize.py").write_text(DEVICE_OF_RANK)

@@ -253,6 +253,7 @@ def test_no_part_is_better_by_the_objective_than_what_is_found(share: float | No
         assert cost <= min(c for s, c, full in rows if full and s >= due.tokens_per_second)
 
 
+@pytest.mark.slow
 def test_the_report_is_of_the_cluster_that_the_plan_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its ranks are others than those of the whole cluster."""
     data = there(("H100-SXM", 2, 2), ("L40S", 2, 4), costs={"H100-SXM": 50.0, "L40S": 1.0})
@@ -302,6 +303,7 @@ def test_the_report_says_what_the_bound_is_over(capsys: pytest.CaptureFixture[st
         assert summary_json(summary)["bound"]["assumptions"] == list(summary.assumptions)
 
 
+@pytest.mark.slow
 def test_chips_left_idle_by_a_search_that_was_cut_short_are_not_called_useless() -> None:
     cluster = cluster_from_dict(there(("H100-SXM", 1, 4), ("L40S", 1, 4)))
     options = SearchOptions(space=FEW)

@@ -18,6 +18,7 @@ from hetero_megatron.launch.checks import check_facts
 from hetero_megatron.launch.connection import Connection
 from hetero_megatron.launch.discover import cluster_document
 from hetero_megatron.launch.hosts import hosts_of
+from hetero_megatron.launch.kubernetes import manifest
 from hetero_megatron.launch.slurm import place_of_task
 
 GOOD = """
@@ -219,3 +220,13 @@ def test_hosts_that_cannot_be_written_down() -> None:
     with pytest.raises(UserError) as found:
         cluster_document({"n1": answer(chips="many")})
     refused(found.value, "n1", "chips")
+
+
+def test_names_of_pods_that_a_job_set_is_not_admitted_with(tmp_path: Path) -> None:
+    """63 characters with the replicated job, its index, the pod's index and the five letters that Kubernetes adds."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(GOOD.replace("name: b", f"name: {'b' * 40}"))
+    manifest(load_cluster(path), ["x.py"], "jobset", "j" * 12)
+    with pytest.raises(UserError) as error:
+        manifest(load_cluster(path), ["x.py"], "jobset", "j" * 13)
+    refused(error.value, "--job-name", "63 characters", "shorter by 1")

@@ -70,7 +70,7 @@ def nodes(count: int, bandwidth: str = "10 GB/s") -> Any:
     )
 
 
-@pytest.mark.parametrize("seed", quick(range(6), [0, 2, 3, 4]))
+@pytest.mark.parametrize("seed", quick(range(6), [0, 3]))
 def test_bytes_of_context_stages_are_the_runtimes(seed: int, tmp_path: Path) -> None:
     """What every member sends in a dry run of its step, by destination, is what the predictor prices."""
     spelled = random_context_plan(seed)

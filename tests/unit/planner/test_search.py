@@ -209,6 +209,7 @@ def test_programs_search_a_larger_cluster_deterministically() -> None:
     assert summary_json(summary)["idle_ranks"] == list(a.best.idle)
 
 
+@pytest.mark.slow
 def test_no_slower_than_the_best_type_alone() -> None:
     """24 RTX 4090 alone beat what the programs, before polishing, take for best on all 40 chips of three types."""
     model, cluster = load_model("llama2-7b"), load_cluster("examples/clusters/papers/hexiscale_1.yaml")

@@ -334,7 +334,8 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
 
         x = torch.randn(2, 64, spec.hidden_size, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            stage(x, SimpleNamespace(positions=torch.arange(64).expand(2, 64), documents=None, draws=None))
+            positions = torch.arange(64).expand(2, 64)
+            stage(x, SimpleNamespace(positions=positions, documents=None, loss_mask=None, draws=None))
         want = layer_activation_bytes(spec, 128, itemsize=4) - 128 * 4 * spec.num_heads  # lse is below the threshold
         assert sum(saved.values()) == pytest.approx(want, rel=0.02), changes
 

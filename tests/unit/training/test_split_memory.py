@@ -21,6 +21,7 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.training.test_parity import pipe, plan, stage
+from tests.support.selection import quick
 
 MODELS = {
     "grouped": "--num-attention-heads 8 --num-query-groups 4 --group-query-attention --swiglu --ffn-hidden-size 96",
@@ -36,7 +37,7 @@ def storages(products: Iterable[Product]) -> int:
 
 @pytest.mark.parametrize("dtype", ["bf16"])
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", quick(["none", "full"], ["full"]))
 @pytest.mark.parametrize("model", MODELS)
 def test_operands_that_wait_are_what_the_formula_says(
     model: str, recompute: str, tp: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
