@@ -58,8 +58,8 @@ class Batch:
             return torch.cat([x[:, a:b] for a, b in intervals], dim=1) if intervals else x[:, :0]
 
         mask = None if self.loss_mask is None else part(self.loss_mask)
-        tensors = {"tokens": part(self.tokens), "labels": part(self.labels), "positions": part(self.positions)}
-        return replace(self, **tensors, loss_mask=mask)
+        tokens, labels, positions = map(part, (self.tokens, self.labels, self.positions))
+        return replace(self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask)
 
 
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:

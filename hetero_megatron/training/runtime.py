@@ -178,8 +178,8 @@ class Runtime:
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)
-        held = [torch.arange(a, b, device=self.comm.device) for a, b in self.unit.tokens]
-        model.token_numbers = torch.cat(held) if held else torch.arange(0, device=self.comm.device)
+        intervals = [torch.arange(a, b, device=self.comm.device) for a, b in self.unit.tokens or ((0, 0),)]
+        model.token_numbers = torch.cat(intervals)
         if self.context is not None:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
