@@ -251,7 +251,8 @@ class GPTStage(nn.Module):
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
         ropes, draws = self._rope_tables(batch.positions, x.dtype), batch.draws
-        context = Context(batch.documents, ropes, counted, draws, None if draws is None else self._tokens(batch))
+        tokens = None if draws is None else self._tokens(batch)
+        context = Context(batch.documents, ropes, counted, batch.positions, draws, tokens)
         if embedded:
             x = context.drop(x, self.kernels, self.dropout, 0, EMBEDDING)
         stream: ResidualStream | None = None

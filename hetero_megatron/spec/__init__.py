@@ -4,7 +4,7 @@ from hetero_megatron.spec.dropout import Dropout
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.spec.lora import Lora
-from hetero_megatron.spec.mla import LatentAttention
+from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.presets import load_model, model_folder, preset_names
@@ -16,7 +16,7 @@ __all__ = [
     "Axis",
     "adapted",
     "Dropout",
-    "LatentAttention",
+    "MLA",
     "LayerKind",
     "LogicalTensor",
     "Lora",

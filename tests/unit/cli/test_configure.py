@@ -48,7 +48,7 @@ BAD = [
     (f"{TINY} --seed {'9' * 20}", "--seed", "is out of range"),
     (f"{TINY} --save=", "--save", "is empty"),
     (f"{TINY} --optimizer muon", "--optimizer", "adam, sgd"),
-    (f"{TINY} --fp8-format hybrid", "--fp8-format", "Accepted: --bf16"),
+    (f"{TINY} --fp8-format hybrid", "--fp8-recipe", "Accepted: tensorwise or blockwise"),
     (f"{TINY} --num-experts 8", "--num-experts", "mixture of experts"),
     (f"{TINY} --hidden-dropout 1.0", "--hidden-dropout", "no probability below 1. Accepted: 0 <= rate < 1"),
     (f"{TINY} --attention-dropout -0.1", "--attention-dropout", "too small"),
