@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from hetero_megatron.model.gpt import GPTStage, Linear
+from hetero_megatron.model.gpt import GPTStage
+from hetero_megatron.model.layers import Linear
 from hetero_megatron.spec import Lora
 
 

@@ -19,7 +19,9 @@ from hetero_megatron.data.upload import UploadedBatches, Uploader
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage, StagePart
-from hetero_megatron.model.gpt import MLP, Attention, Linear
+from hetero_megatron.model.attention import Attention
+from hetero_megatron.model.gpt import MLP
+from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.tile_kernels import tile_kernel

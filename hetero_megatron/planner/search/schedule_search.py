@@ -207,7 +207,7 @@ def pipeline_times(
     for s, stage in enumerate(pipeline.stages):
         host, weight, more = seconds.host[s], seconds.weight[s], seconds.split[s]
         whole = seconds.backward[s] + host.get("RECV_B", 0.0) + host.get("SEND_B", 0.0)
-        rows = micro_batch_bytes(stage, costs.model, costs.item)
+        rows = micro_batch_bytes(stage, costs.model, costs.item, costs.options.routing)
         kept, waiting = (max(row[i] for row in rows.values()) for i in (0, 1))
         room = min(limits[rank] - memory[rank].lasting - row[2] for rank, row in rows.items())
         if room < kept:

@@ -323,7 +323,10 @@ class _Step:
 
     def memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
         costs = self.costs
-        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
+        found = estimate_memory(
+            self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets,
+            routing=costs.options.routing,
+        )  # fmt: skip
         memory = {}
         for rank, needs in found.items():
             optimizer = needs.optimizer

@@ -21,6 +21,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **SMALL, "sliding_window": 9},
     "qwen2": {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 12},
+    "gemma2": {"model_type": "gemma2", **SMALL, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8},
+    "qwen3_moe": {"model_type": "qwen3_moe", **SMALL, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "gpt_oss": {"model_type": "gpt_oss", **SMALL, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2,
+                "sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LENGTH},
 }
 UNEVEN = """
