@@ -103,6 +103,8 @@ def moe_family(args: Arguments, moe: MoE) -> str:
     """The Hugging Face family by whose names the tensors go; whether its config can say the model is another matter."""
     if args["qk_layernorm"]:
         return "qwen3_moe"
+    if moe.score == "sigmoid":
+        return "glm4_moe"
     return "qwen2_moe" if moe.shared_ffn or args["add_qkv_bias"] else "mixtral"
 
 
