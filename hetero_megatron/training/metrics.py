@@ -165,7 +165,8 @@ class MetricsWriter:
         self._scalars(scalars, metrics.step)
 
     def validation(self, step: int, loss: float, name: str = "validation", perplexity: bool = False) -> None:
-        """Record an evaluation after ``step``; ``perplexity`` adds it to TensorBoard and W&B."""
+        """Record an evaluation (``name``: validation or test) after ``step``; ``perplexity`` adds it to TensorBoard and
+        W&B."""
         ppl = perplexity_of(loss)
         values = {f"{name}_loss": loss, f"{name}_perplexity": ppl}
         self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})

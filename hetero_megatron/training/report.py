@@ -175,10 +175,11 @@ class Reporter:
         self._since.clear()
         self._skipped = self._nan = 0
 
-    def validation(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, split: str) -> None:
+        """Of ``validation`` or ``test``."""
         if self.writer is not None:
-            self.writer.validation(step, loss, perplexity=self.config.logging.validation_perplexity)
-            print(format_validation(step, loss, perplexity_of(loss)), flush=True)
+            self.writer.validation(step, loss, split, self.config.logging.validation_perplexity)
+            print(format_validation(step, loss, perplexity_of(loss), f"{split} set"), flush=True)
 
     def flush(self) -> None:
         """Whatever ends the run: what was reported is on disk."""

@@ -29,6 +29,7 @@ _STEP = f.record(
     },
 )  # fmt: skip
 _VALIDATION = f.record({"step": f.integer(), "validation_loss": f.maybe(f.number())})
+_TEST = f.record({"step": f.integer(), "test_loss": f.maybe(f.number())})
 _EMULATION = f.record({"step": f.integer(), "emulation": f.record(
     {},
     {
@@ -100,6 +101,8 @@ def read_run(directory: str) -> RunFiles:
         if "validation_loss" in line:
             f.require(line, _VALIDATION, "what a line of metrics holds", where)
             validations.append(line)
+        elif "test_loss" in line:
+            f.require(line, _TEST, "what a line of metrics holds", where)
         elif "emulation" in line:
             f.require(line, _EMULATION, "what a line of metrics holds", where)
             new = line["emulation"]

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from hetero_megatron.errors import printable
-from hetero_megatron.planner.report.page import KINDS, LEGEND, charts_html, figures, page, section
+from hetero_megatron.planner.report.page import KINDS, charts_html, figures, page, section
 from hetero_megatron.planner.report.pictures import (
     COLORS,
     Bar,
@@ -249,7 +249,7 @@ def _timeline(run: RunFiles, start: Mapping[str, Any] | None) -> str:
         seconds = max(seconds, measured["seconds"])
     if not charts:
         return "<p>this run wrote down neither a prediction nor a timeline</p>"
-    return charts_html(charts, seconds, keys={**LEGEND, "rest of the step": "#b9b9b9"})
+    return charts_html(charts, seconds)
 
 
 def measured_chart(event: Mapping[str, Any], start: Mapping[str, Any] | None) -> dict[str, Any]:

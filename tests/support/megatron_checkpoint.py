@@ -240,6 +240,7 @@ def save_torch_dist(
                 put(name, tuple(whole.shape), offset, value, file)
     put("optimizer.state.exp_avg.decoder.final_layernorm.weight", (3,), (0,), torch.zeros(3), "__0_0.distcp")
     entries["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = BytesStorageMetadata()
+    places[MetadataIndex("decoder.layers.mlp.linear_fc1._extra_state/shard_0_4")] = filesystem._StorageInfo("x", 0, 1)
     for file, content in files.items():
         (step / file).write_bytes(content.getvalue())
     (step / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))

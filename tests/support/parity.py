@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
+from hetero_megatron.ops import SPECS
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.fp8 import Fp8, fp8_fits
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.balance import Balancing
 from hetero_megatron.training.islands import plan_for
@@ -46,6 +49,7 @@ class Case:
     clip_grad: float = 1.0
     chunked_loss: bool = False
     balancing: Balancing | None = None  # of experts
+    fp8: Fp8 | None = None
     router: dict[str, Any] = field(default_factory=dict)  # options that the family of the model does not have
 
     def describe(self) -> str:
@@ -125,6 +129,8 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     hf, spec = make_hf(case.model, case.seed, dtype=dtype)
     balanced = BalancedModel(hf, spec, case.router, case.balancing) if case.balancing is not None else None
     spec = spec if balanced is None else balanced.spec
+    if case.fp8 is not None:
+        multiply_in_fp8(hf, case.fp8)
     initial = {n: t.detach().clone() for n, t in hf_to_logical(hf, spec).items()}
     data = RandomSamples(case, spec.vocab_size)
     decayed, plain = ([p for n, p in hf.named_parameters() if _decays(n, p) == yes] for yes in (True, False))
@@ -160,6 +166,18 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     return Outcome(losses, norms, grads, weights, loads, balance), spec, initial
 
 
+def multiply_in_fp8(hf: torch.nn.Module, fp8: Fp8) -> None:
+    """Give the linear modules of a Hugging Face model's layers the definition of a product in fp8."""
+    definition = SPECS[fp8.operator].definition
+
+    def forward(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return definition(x, module.weight, module.bias, fp8.hybrid)[0]  # type: ignore[no-any-return]
+
+    for name, module in hf.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            module.forward = partial(forward, module)  # type: ignore[method-assign]
+
+
 def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
     """One rank of the runtime; returns what it saw, with the box of every array."""
     plan = with_attention(plan_for(plan, comm.islands), comm.device)
@@ -173,6 +191,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
 
     options: dict[str, Any] = {"logits_bytes": 4000} if case.chunked_loss else {}
     options |= {"balancing": case.balancing} if case.balancing is not None else {}
+    options |= {"fp8": case.fp8} if case.fp8 is not None else {}
     runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
@@ -206,6 +225,7 @@ def run_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:
     """(reference outcome, what each rank saw)."""
     outcome, spec, initial = reference(case, torch.float64 if case.dtype == "bf16" else DTYPES[case.dtype])
     plan = plan_from_dict(case.plan, spec)
+    fp8_fits(plan, spec, case.fp8, case.dtype, None)
     arrays = {n: t.numpy() for n, t in initial.items()}
     return outcome, pool.run(run_rank, case, plan, spec, arrays)[: case.ranks]
 

@@ -46,7 +46,7 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Source:
+class MegatronSource:
     """Where a logical tensor is: in the first of ``names`` that is there, whose first axis has ``rows``; ``cut`` takes
     the tensor's own rows."""
 
@@ -55,11 +55,11 @@ class Source:
     cut: Cut
 
 
-def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Source:
+def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource:
     """Of one logical tensor. UserError: Megatron's models do not have it, or not in a form that is read."""
     found = _IN_LAYER.fullmatch(name)
     if found is None and name in _OUTSIDE:
-        return Source((_OUTSIDE[name],), shape[0], lambda whole: whole[: shape[0]])
+        return MegatronSource((_OUTSIDE[name],), shape[0], lambda whole: whole[: shape[0]])
     if found is None or found[2] not in _MODULES:
         raise UserError(
             "is not read from Megatron's checkpoints", field="SOURCE", value=name,
@@ -70,10 +70,10 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Source:
     projection = module.rpartition(".")[2]
     if projection in ("q_proj", "k_proj", "v_proj"):
         rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        return Source(names, rows, _of_groups(spec, projection))
+        return MegatronSource(names, rows, _of_groups(spec, projection))
     if projection in ("gate_proj", "up_proj") and spec.gated:
-        return Source(names, 2 * shape[0], _half(shape[0], projection == "up_proj"))
-    return Source(names, shape[0], lambda whole: whole)
+        return MegatronSource(names, 2 * shape[0], _half(shape[0], projection == "up_proj"))
+    return MegatronSource(names, shape[0], lambda whole: whole)
 
 
 def _of_groups(spec: ModelSpec, projection: str) -> Cut:

@@ -96,7 +96,8 @@ def _arguments(step: Path) -> dict[str, Any]:
 
 
 def _tensors(metadata: Any, step: Path) -> Iterator[tuple[str, list[Part]]]:
-    places = {(index.fqn, index.offset): where for index, where in metadata.storage_data.items()}
+    # An object has no offset, and then not even a field for it.
+    places = {(index.fqn, getattr(index, "offset", None)): at for index, at in metadata.storage_data.items()}
     for stored, entry in metadata.state_dict_metadata.items():
         name = stored[_end(stored) :]
         if not hasattr(entry, "chunks") or _OTHER_STATES.fullmatch(name) or not is_weight(name):

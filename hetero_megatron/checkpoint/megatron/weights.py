@@ -6,7 +6,7 @@ import torch
 
 from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_files import DTYPES
-from hetero_megatron.checkpoint.megatron.names import Source, is_copied, join, joined_shape, source
+from hetero_megatron.checkpoint.megatron.names import MegatronSource, is_copied, join, joined_shape, source
 from hetero_megatron.checkpoint.megatron.tensors import EMBEDDING, HEAD, MegatronTensors
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -75,7 +75,7 @@ class MegatronWeights:
         if twice and not torch.equal(self._whole(EMBEDDING), self._whole(HEAD)):
             raise self._refuse(f"holds {HEAD} with other values than {EMBEDDING}, and the model's head is tied to it")
 
-    def _name(self, wanted: Source) -> str | None:
+    def _name(self, wanted: MegatronSource) -> str | None:
         return next((name for name in wanted.names if name in self._tensors.parts), None)
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -258,6 +258,25 @@ class LayersProgram:
                 budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
                 yield PipelineFamily(mask, budget, self.size, tau, p, self.replicas, step)
 
+    def families_by_stages(self, most_tau: float) -> Iterator[PipelineFamily]:
+        """Per set of groups and number of stages from 2 on, the family with the least bottleneck, up to ``most_tau``
+        (s)."""
+        least = self.least_tau()
+        if not least <= most_tau:
+            return
+        steps = [step for step in grid(least) if RATIO**step <= most_tau]
+        known: set[tuple[int, int]] = set()
+        for start in range(0, len(steps), BLOCK):
+            block = range(steps[start], steps[min(start + BLOCK, len(steps)) - 1] + 1)
+            for mask, layers in self.solve(block)[1].items():
+                enough = layers >= self.inputs.model.num_layers  # [tau, stages]
+                for p in np.flatnonzero(enough.any(axis=0)).tolist():
+                    if p > 1 and (mask, p) not in known:
+                        known.add((mask, p))
+                        step = block[int(np.argmax(enough[:, p]))]
+                        budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
+                        yield PipelineFamily(mask, budget, self.size, RATIO**step, p, self.replicas, step)
+
     def _fastest(self, layers: Layers, nominal: float, taus: Floats, steps: range) -> tuple[float, float, int, int]:
         """(seconds, tau, stages, grid position) of the fastest pipelines that hold all layers."""
         ticks = nominal + np.arange(self.depth + 1) - 1

@@ -113,17 +113,20 @@ class Programs:
         found = batch_sizes(self.inputs.space, max(1, self.inputs.batch // pipelines), 8)
         return [b for b in found if b & (b - 1) == 0] or list(found)
 
+    def all(self) -> Iterator[tuple[float, LayersProgram]]:
+        """(micro-batches of a pipeline, program) of every number of pipelines and micro-batch size."""
+        for d in self._pipeline_counts():
+            budget = tuple(n // d for n in self.inputs.counts)
+            for size in self._sizes(d) if any(budget) else ():
+                yield max(1.0, self.inputs.batch / (d * size)), LayersProgram(self.inputs, budget, size, d)
+
     def _bounded(self) -> list[tuple[float, int, int, float, dict[int, float], LayersProgram]]:
         """(lower bound in seconds, replicas, micro-batch size, micro-batches, lower bounds by single group, program),
         best first."""
         programs = []
-        for d in self._pipeline_counts():
-            budget = tuple(n // d for n in self.inputs.counts)
-            for size in self._sizes(d) if any(budget) else ():
-                program = LayersProgram(self.inputs, budget, size, d)
-                nominal = max(1.0, self.inputs.batch / (d * size))
-                bound, alone = program.least_seconds(nominal)
-                programs.append((bound, d, size, nominal, alone, program))
+        for nominal, program in self.all():
+            bound, alone = program.least_seconds(nominal)
+            programs.append((bound, program.replicas, program.size, nominal, alone, program))
         return sorted(programs, key=lambda row: row[:3])
 
     def _families(self) -> list[PipelineFamily]:

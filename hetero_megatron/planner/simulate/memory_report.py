@@ -137,15 +137,16 @@ def plan_activations(
 
 def micro_batch_bytes(
     stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN
-) -> dict[int, tuple[int, int, int]]:
-    """By rank, bytes of one micro-batch in a stage of one chunk without context groups: (from F to its backward, from
+) -> dict[int, list[tuple[int, int, int]]]:
+    """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
     B_INPUT to W, what a backward works with)."""
-    limit, found = _logits_limit(stage, spec, item, LOGITS_BYTES), {}
-    loads = mean_loads(spec, stage, stage.layer_indices(), routing)
+    limit, found = _logits_limit(stage, spec, item, LOGITS_BYTES), dict[int, list[tuple[int, int, int]]]()
+    loads = [mean_loads(spec, stage, range(*chunk), routing) for chunk in stage.chunks]
     for unit in stage.units:
         for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
-            (work,) = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, [loads[rank]])
-            found[rank] = kept_bytes(spec, work), operand_bytes(spec, work), working_bytes(spec, work)
+            mine = [load[rank] for load in loads]
+            chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
+            found[rank] = [(kept_bytes(spec, x), operand_bytes(spec, x), working_bytes(spec, x)) for x in chunks]
     return found
 
 
