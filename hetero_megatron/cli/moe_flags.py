@@ -88,14 +88,19 @@ def _value(node: ast.expr) -> int | list[int]:
         if all(isinstance(item, int) for item in items):
             return [item for item in items if isinstance(item, int)]
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
-            times, items = (left, right) if isinstance(left, int) else (right, left)
-            assert isinstance(times, int) and isinstance(items, list)
-            if times * len(items) <= MAX_LAYERS:
-                return items * times
+        return _combined(node.op, _value(node.left), _value(node.right))
+    raise ValueError
+
+
+def _combined(operator: ast.operator, left: int | list[int], right: int | list[int]) -> list[int]:
+    """Two lists one after the other, or a list several times."""
+    if isinstance(operator, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return left + right
+    if isinstance(operator, ast.Mult) and isinstance(left, int) and isinstance(right, list):
+        left, right = right, left
+    times = isinstance(operator, ast.Mult) and isinstance(left, list) and isinstance(right, int)
+    if times and right * len(left) <= MAX_LAYERS:  # type: ignore[operator, arg-type]
+        return left * right  # type: ignore[operator, return-value]
     raise ValueError
 
 

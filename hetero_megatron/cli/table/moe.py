@@ -31,6 +31,7 @@ FLAGS = (
     notice("--moe-grouped-gemm", "the products of all experts are always grouped"),
     notice("--moe-token-dispatcher-type", "tokens go by a ragged all-to-all of the ranks that divide the experts",
            nargs=1),
+    notice("--moe-shared-expert-overlap", "the shared expert always computes while tokens are on their way"),
     notice("--moe-router-fusion", "the kernel plan says which kernel routes (--log-kernel-plan)"),
     notice("--moe-per-layer-logging", "metrics.jsonl has the load by layer"),
     refused("--moe-router-dtype", "logits are a product in the dtype of the run; scores and weights are in at least "
@@ -63,7 +64,7 @@ FLAGS = (
     refused("--moe-pad-expert-input-to-capacity", _DROPS, _LEVEL),
     *family(
         refused,
-        "--moe-shared-expert-overlap --use-grouped-gemm-for-shared-expert "
+        "--use-grouped-gemm-for-shared-expert "
         "--moe-shared-expert-glu-interleave-size= --moe-enable-routing-replay --moe-router-padding-for-quantization "
         "--moe-router-padding-for-fp8 "
         "--moe-router-quantile-balancing-ema= --moe-router-force-load-balancing --moe-router-force-biased= "
