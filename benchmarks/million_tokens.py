@@ -286,7 +286,8 @@ def main() -> None:
     for name, value in errors.items():
         print(f"against one rank, {name}: {value:.3g}")
     result = {"tokens": options.tokens, "ranks": options.ranks, "seconds": seconds, "loss": many[0]["loss"],
-              "device": many[0]["device"], "attention": many[0]["attention"], "peak_mib": [round(seen["peak"] / 2**20, 1) for seen in many], **errors}  # fmt: skip
+              "device": many[0]["device"], "attention": many[0]["attention"],
+              "peak_mib": [round(seen["peak"] / 2**20, 1) for seen in many], **errors}  # fmt: skip
     print(json.dumps(result))
     if max(value for name, value in errors.items() if not name.startswith("one_rank")) > options.limit:
         raise SystemExit("the ranks disagree with one rank")

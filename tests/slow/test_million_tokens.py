@@ -35,16 +35,16 @@ def test_it_runs_through_plugins_and_refuses_quadratic_attention(platform: str) 
         environment |= {
             "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
         }  # fmt: skip
-    command = [sys.executable, "benchmarks/million_tokens.py", "--platform", platform, "--check", "256", "--prefix", "64"]
-    asked = ["--kernels", "attention=reference"]
-    done = subprocess.run(
-        [*command, "--tokens", "512", "--ranks", "2", *asked], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    script = [sys.executable, "benchmarks/million_tokens.py", "--platform", platform, "--check", "256"]
+    command = [*script, "--prefix", "64", "--kernels", "attention=reference", "--tokens"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    done = run("512", "--ranks", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["device"].startswith("emu" if platform == "emulated_vendor" else "cpu")
     assert result["loss_error"] < 1e-6 and result["gradients"] < 1e-4 and min(result["peak_mib"]) > 0
-    done = subprocess.run(
-        [*command, "--tokens", "8192", "--ranks", "1", *asked], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = run("8192", "--ranks", "1")
     assert done.returncode != 0 and "kernels.attention = reference" in done.stderr and "Traceback" not in done.stderr
