@@ -18,11 +18,12 @@ from hetero_megatron.spec import LayerKind, ModelSpec, Rope
 class Context:
     """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
     [b, s, 1, pairs of features]; counted: of the tokens between attention and MLP (under sequence parallelism a shard),
-    which ones count in the loss, None: all."""
+    which ones count in the loss, None: all; positions: [b, s], as in ``ropes``, where queries grow with them."""
 
     documents: Sequence[Sequence[int]] | None
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
     counted: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 class Linear(nn.Module):

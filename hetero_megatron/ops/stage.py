@@ -85,7 +85,7 @@ def stage_signatures(
     Args:
         wanted: operators that somebody asks for: further ones only run then (``linear_cross_entropy``).
         chunked: head and loss go through the tokens in chunks (``parallel/long_loss.py``), whose operator is
-            ``vocab_cross_entropy`` also for a whole vocabulary.
+            ``linear_cross_entropy`` for a whole vocabulary, else ``vocab_cross_entropy``.
         tiled: attention goes through context groups, which merge partial results.
         fp8: what the linear modules of the stage's layers compute in; None: as head and router do.
 
@@ -114,7 +114,9 @@ def stage_signatures(
                 field="kernels.cross_entropy",
                 accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
             )
-        operators["vocab_cross_entropy"] = operators.pop("cross_entropy")
+        # What knows no soft-capped logits, and would make the gradient of a frozen head.
+        apart = spec.logit_softcap is not None or spec.lora is not None or "vocab_cross_entropy" in wanted
+        operators["vocab_cross_entropy" if apart else "linear_cross_entropy"] = operators.pop("cross_entropy")
     if fp8 is not None:
         operators[fp8.operator] = operators["gemm"]
     features: dict[str, tuple[str, ...]] = {

@@ -24,7 +24,7 @@ from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
-from tests.support.random_plans import random_model, random_plan
+from tests.support.random_plans import random_features, random_model, random_plan
 from tests.support.vendors import with_attention
 
 EOD = 0
@@ -61,6 +61,9 @@ class Case:
 def random_case(seed: int, dtype: str = "fp64") -> Case:
     rng = random.Random(seed)
     model = random_model(rng)
+    if dtype != "bf16" and model["model_type"] != "gpt2":
+        # Of nearly equal scores another expert may be taken in fp32.
+        model |= random_features(random.Random(f"features {seed}"), model, experts=dtype == "fp64")
     ranks = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8, 8])
     layers = model.get("num_hidden_layers") or model["n_layer"]
     heads = model.get("num_attention_heads") or model["n_head"]
