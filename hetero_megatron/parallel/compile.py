@@ -6,6 +6,7 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import GPTStage
+from hetero_megatron.model.layers import CoreAttention
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.context import ContextAttention
 from hetero_megatron.parallel.recompute import is_recomputed
@@ -25,7 +26,8 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
             )  # fmt: skip
         for module in layer.modules():
             again = module is not layer and is_recomputed(module)  # a whole layer's blocks are compiled inside it
-            if again or isinstance(module, (RowParallelLinear, ContextAttention)):
+            dropped = isinstance(module, CoreAttention) and module.dropout > 0  # its key is another in every call
+            if again or dropped or isinstance(module, (RowParallelLinear, ContextAttention)):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         for block in (layer.norms()[0], layer.self_attn, layer.mlp):
             if block is None:

@@ -162,4 +162,4 @@ def _exchange(job: Job, spec: ModelSpec, exchange: ExpertExchange, chosen: torch
     wide = torch.promote_types(job.dtype, torch.float32)
     weights = torch.rand(chosen.shape, dtype=wide, device=job.comm.device, requires_grad=True)
     grad, outs = torch.randn_like(x), list[torch.Tensor]()
-    return _timed(job, lambda: outs.append(exchange(x, weights, chosen)), lambda: outs[0].backward(grad))
+    return _timed(job, lambda: outs.append(exchange(x, weights, chosen)()), lambda: outs[0].backward(grad))
