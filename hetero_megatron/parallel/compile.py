@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero_megatron.model import GPTStage
+from hetero_megatron.model.layers import CoreAttention
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.context import ContextAttention
 from hetero_megatron.parallel.recompute import is_recomputed
@@ -20,7 +21,8 @@ def apply_compile(stage: GPTStage, backend: str) -> None:
     for layer in stage.layers():
         for module in layer.modules():
             again = module is not layer and is_recomputed(module)  # a whole layer's blocks are compiled inside it
-            if again or isinstance(module, (RowParallelLinear, ContextAttention)):
+            dropped = isinstance(module, CoreAttention) and module.dropout > 0  # its key is another in every call
+            if again or dropped or isinstance(module, (RowParallelLinear, ContextAttention)):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
         for block in (layer.norms()[0], layer.self_attn, mlp):

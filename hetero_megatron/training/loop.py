@@ -268,13 +268,14 @@ class Training:
         self.alignment = Alignment(config.alignment)
         chosen = rank_kernels(
             config.plan, config.spec, comm.rank, plugins.registry, platform, dtype,
-            config.compile is not None, config.deterministic, config.logits_bytes, config.fp8,
+            config.compile is not None, config.deterministic, config.logits_bytes, config.fp8, config.dropout,
         )  # fmt: skip
         kernels = self.alignment.wrap(chosen, comm.rank)
         factory = optimizer_factory(config.optimizer, offload, kernels.adamw)
         self.runtime = Runtime(
             config.compiled, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes, balancing=config.balancing,
+            dropout=config.dropout, seed=config.seed,
         )  # fmt: skip
         self._complete_import()
         self.alignment.follow(self.runtime)
