@@ -25,7 +25,7 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     import torch
 
     from hetero_megatron.comm import start_comm, stop_comm
-    from hetero_megatron.model.gpt import Context
+    from hetero_megatron.model.layers import Context
     from hetero_megatron.parallel.context import ContextAttention, StageAttention
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.context_plan import context_groups, stage_contexts

@@ -31,7 +31,7 @@ PAIRS = (
 
 def our_attention(comm: Any, count: int, length: int, kind: str) -> tuple[Callable[..., Any], list[tuple[int, int]]]:
     """This runtime's attention with equal shares, and the tokens of this rank."""
-    from hetero_megatron.model.gpt import Context
+    from hetero_megatron.model.layers import Context
     from hetero_megatron.parallel.context import ContextAttention, StageAttention
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.context_plan import context_groups, stage_contexts

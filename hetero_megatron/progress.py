@@ -22,6 +22,7 @@ class WorkLine:
         what: e.g. ``checking the checkpoint``.
         total: of whatever ``add`` counts; 0: unknown, and no share is shown.
         bytes: whether that is bytes.
+        show: text of an amount; None: by ``bytes``.
         clock: seconds; for tests.
     """
 
@@ -33,9 +34,10 @@ class WorkLine:
         stream: TextIO | None = None,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        show: Callable[[float], str] | None = None,
     ) -> None:
         self.what, self.total, self.done = what, total, 0.0
-        self._bytes, self._clock = bytes, clock
+        self._show, self._clock = show or (format_bytes if bytes else lambda n: f"{n:,.0f}"), clock
         self._stream = sys.stderr if stream is None else stream
         self._shows = self._stream.isatty() and environment.get("RANK", "0").strip() == "0"
         self._began, self._last, self._width = clock(), 0.0, 0
@@ -46,9 +48,14 @@ class WorkLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Make room for another line, until more is added."""
         if self._width:
             self._stream.write("\r" + " " * self._width + "\r")
             self._stream.flush()
+            self._width = 0
 
     def add(self, amount: float = 1) -> None:
         """So much more is done."""
@@ -69,12 +76,11 @@ class WorkLine:
 
     def text(self, seconds: float) -> str:
         """The line after so many seconds of work."""
-        show: Callable[[float], str] = format_bytes if self._bytes else lambda n: f"{n:,.0f}"
         if not self.total:
-            return f"{self.what}: {show(self.done)}"
+            return f"{self.what}: {self._show(self.done)}"
         share = min(1.0, self.done / self.total)
         left = f", ETA {format_seconds(seconds * (1 / share - 1))}" if share > 0 else ""
-        return f"{self.what}: {share:.0%} of {show(self.total)}{left}"
+        return f"{self.what}: {share:.0%} of {self._show(self.total)}{left}"
 
 
 def tracked(

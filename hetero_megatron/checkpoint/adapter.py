@@ -40,13 +40,13 @@ def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
     """Where each adapter tensor is in adapter_model.safetensors.
 
     Raises:
-        UserError: a family whose Hugging Face form has another matrix there (fused, or transposed).
+        UserError: a family whose Hugging Face form has another matrix there (fused, transposed, or by another name).
     """
     table = {}
     for tensor in trained_tensors(spec):
         module, adapter = tensor.name.split(".lora_")
         source = hf_source(spec, f"{module}.weight")
-        if source != HFSource(source.name):
+        if source != HFSource(source.name) or source.name.split(".")[-2] != module.rpartition(".")[2]:
             raise UserError(
                 f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=SAVE,
                 accepted="--merge-lora and --save-hf, which need no adapter file",

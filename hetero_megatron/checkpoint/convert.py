@@ -1,4 +1,4 @@
-"""Hugging Face directory <-> native checkpoint, one tensor at a time, in one process."""
+"""Hugging Face directory <-> native checkpoint <- Megatron's checkpoint; one tensor at a time, in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hetero_megatron import __version__
-from hetero_megatron.checkpoint.companions import from_directory
+from hetero_megatron.checkpoint.companions import Companions, from_directory
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
 from hetero_megatron.checkpoint.finite import is_finite, listed
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
@@ -112,22 +112,43 @@ def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box,
             yield tensor.name, box, files.read(place.file, place.key, Box.whole(box.shape).slices())
 
 
+class ImportedWeights(Protocol):
+    """What is imported: ``HFWeights`` or ``MegatronWeights``, checked against ``spec``."""
+
+    spec: ModelSpec
+    notices: list[str]
+
+    def dtypes(self) -> dict[str, torch.dtype]: ...
+
+    def name(self, tensor: LogicalTensor) -> str: ...
+
+    def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor: ...
+
+
 def to_native(source: str, target: str, dtype: str | None = None, check_finite: bool = False) -> dict[str, Any]:
-    """Write Hugging Face weights as the checkpoint of step 0, loadable under any plan; returns a summary for --json.
+    """:func:`import_weights` of a Hugging Face directory."""
+    weights = HFWeights(source, load_model(source, "SOURCE"), "SOURCE")
+    return import_weights(weights, from_directory(source), "hf to native", target, dtype, check_finite)
+
+
+def import_weights(
+    weights: ImportedWeights, along: Companions, direction: str, target: str, dtype: str | None, check_finite: bool
+) -> dict[str, Any]:
+    """Write weights as the checkpoint of step 0, loadable under any plan; returns a summary for --json.
 
     Args:
+        along: accompanying files.
         target: a new directory; removed if the weights are rejected or cannot be written.
         dtype: of the stored weights; None: as in the files, bit for bit.
         check_finite: reject NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
-    spec = load_model(source, "SOURCE")
-    weights, directory = HFWeights(source, spec, "SOURCE"), CheckpointDirectory(target)
+    spec, directory = weights.spec, CheckpointDirectory(target)
     if directory.held():
         raise UserError("holds checkpoints", field="TARGET", value=target, accepted="a new directory")
     tensors = logical_tensors(spec)
     dtypes = dict.fromkeys((t.name for t in tensors), DTYPES[dtype]) if dtype else weights.dtypes()
     state = _state(spec, _NAMES[Counter(dtypes.values()).most_common(1)[0][0]])
-    along, nonfinite = from_directory(source), dict[str, None]()
+    nonfinite = dict[str, None]()
     made = [path for path in (directory.path, *directory.path.parents) if not path.exists()]
     try:
         _write(directory, weights, dtypes, state, along.native(), nonfinite)
@@ -143,7 +164,7 @@ def to_native(source: str, target: str, dtype: str | None = None, check_finite: 
         if not isinstance(error, OSError):
             raise
         raise UserError(f"cannot be written: {error.strerror}", field="TARGET", value=target) from error
-    done = {"direction": "hf to native", "step": 0, "model": spec.name, "dtype": _names(dtypes)}
+    done = {"direction": direction, "step": 0, "model": spec.name, "dtype": _names(dtypes)}
     return done | {"nonfinite": list(nonfinite), "notices": (*weights.notices, *along.notices), "target": target}
 
 
@@ -167,7 +188,7 @@ def _state(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 def _write(
     directory: CheckpointDirectory,
-    weights: HFWeights,
+    weights: ImportedWeights,
     dtypes: dict[str, torch.dtype],
     state: dict[str, Any],
     extra: dict[str, bytes],

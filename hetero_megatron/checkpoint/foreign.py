@@ -13,10 +13,7 @@ _TO_HF = "weights in Hugging Face form for --load-hf or convert"
 _STEP = re.compile(r"iter_\d+|release|weights")
 _ANY_STEP = re.compile(r"(global_?)?(step|checkpoint|iter|epoch)[-_]?\d+.*|\d+")
 _RANK = re.compile(r"mp_rank_\d+(_\d+){0,2}|tp_rank_\d+.*")
-_MEGATRON = (
-    f"{_TO_HF}: Megatron-LM's tools/checkpoint (convert.py with a Hugging Face saver), or Megatron Bridge, write them; "
-    "optimizer states do not come along"
-)
+_MEGATRON = "hetero-megatron convert makes a directory for --load of its weights (optimizer states do not come along)"
 
 
 def refuse_foreign(path: str | Path, field: str) -> None:
@@ -49,6 +46,11 @@ def _is_ours(latest: Path) -> bool:
 def _ours(root: Path) -> bool:
     """A single checkpoint of ours; its parent directory was meant."""
     return is_regular(root / "SHA256SUMS") and is_regular(root / "metadata.json")
+
+
+def is_megatron(root: Path) -> bool:
+    """Whether a directory holds checkpoints of Megatron's, or is one; False for ours."""
+    return root.is_dir() and not _is_ours(root / "latest") and _megatron(root)
 
 
 def _megatron(root: Path) -> bool:

@@ -1,34 +1,22 @@
 """Older Hugging Face checkpoints (``.bin``, pickle): read with torch's ``weights_only`` loader, or refused.
 
-Nothing in such a file is executed. Archive and pickle are scanned before torch reads them: only names that plain
-tensors need may occur, and nothing may be compressed, so that a small file cannot expand into a large object.
+Nothing in such a file is executed: it is scanned first (``pickles``), and only names that plain tensors need may occur.
 """
 
 from __future__ import annotations
 
-import pickletools
-import re
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from hetero_megatron.checkpoint.hf_files import DTYPES
+from hetero_megatron.checkpoint.pickles import TENSOR_NAMES, refers, scan_archive, scan_pickles
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_file, require_text
 
-MAX_PICKLE_BYTES = 64 << 20  # the descriptions of tensors, some 200 bytes each; their values are beside them
 _LEGACY_PICKLES = 5  # before torch 1.6: magic number, version, system, tensors, keys of the storages
-# What a dictionary of plain tensors refers to, written by any version of torch ("module name").
-_NAMES = re.compile(
-    r"collections OrderedDict"
-    r"|torch\._utils _rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
-    r"|torch\.nn\.parameter Parameter"
-    r"|torch(\.cuda)? [A-Z][A-Za-z0-9]*Storage|torch\.storage (Typed|Untyped)Storage"
-    r"|torch (b?float|complex|u?int|bool)[0-9a-z_]*"
-)
 
 
 class BinSlice:
@@ -59,9 +47,10 @@ class BinFile:
         with open_file(path) as file:
             archive = file.read(4) == b"PK\3\4"  # as torch tells them apart
             file.seek(0)
-            problem = _scan_archive(file) if archive else _scan_pickles(file, _LEGACY_PICKLES)
-        if problem:
-            raise UserError(f"not a file of tensors ({problem})")
+            problem, names = scan_archive(file) if archive else scan_pickles(file, _LEGACY_PICKLES)
+        foreign = [name for name in names if not TENSOR_NAMES.fullmatch(name)]
+        if problem or foreign:
+            raise UserError(f"not a file of tensors ({problem or refers(foreign[0])})")
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
         except Exception as error:  # whatever torch makes of a damaged file; its words are not for our users
@@ -90,34 +79,3 @@ def _plain_tensors(content: Any) -> dict[str, torch.Tensor]:
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
             raise UserError(f"{name} has no plain values (sparse, quantized, nested or meta)")
     return {name: tensor.detach() for name, tensor in content.items()}
-
-
-def _scan_archive(file: BinaryIO) -> str:
-    """What is wrong with a torch zip file; empty if nothing."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-            pickles = [e for e in entries if e.filename.endswith("/data.pkl")]
-            if len({e.filename for e in entries}) < len(entries) or len(pickles) != 1:
-                return "its archive is damaged"
-            if any(e.compress_type != zipfile.ZIP_STORED or e.flag_bits & 1 for e in entries):
-                return "its archive is compressed, which torch never writes"
-            if pickles[0].file_size > MAX_PICKLE_BYTES:
-                return "it describes too many tensors"
-            with archive.open(pickles[0]) as stream:
-                return _scan_pickles(stream, 1)
-    except Exception:  # zipfile raises what the damage leads to: BadZipFile, struct.error, EOFError, ValueError, ...
-        return "its archive is damaged"
-
-
-def _scan_pickles(stream: Any, count: int) -> str:
-    """What is wrong with ``count`` consecutive pickles; empty if nothing."""
-    try:
-        for _ in range(count):
-            for opcode, argument, _ in pickletools.genops(stream):
-                if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL") and not _NAMES.fullmatch(str(argument)):
-                    named = str(argument or "a computed name").replace(" ", ".")
-                    return f"it holds {ascii(named)[1:-1][:80]}, and only plain tensors are read"
-    except Exception:  # pickletools, likewise
-        return "it is damaged"
-    return ""

@@ -123,15 +123,18 @@ class HFWeights:
         """The values of one box in the file's dtype; only these bytes are read."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
-        if len(tensor.shape) == 3:
+        if tensor.per_expert:
             return torch.stack([self.read(stored, inside) for stored, inside in stored_boxes(tensor, box)])
         source = self._sources[tensor.name]
         slices = source.slices(box)
         values: torch.Tensor
-        if tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
+        if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
             values = self._files.whole(source.name)  # mapped, not copied
-        else:
-            values = self._files.tensor(source.name)[slices]
+        else:  # safetensors takes no steps
+            values = self._files.tensor(source.name)[tuple(slice(s.start, s.stop) for s in slices)]
+            values = values[tuple(slice(None, None, s.step) for s in slices)]
+        if source.expert is not None:
+            values = values[0]
         if not is_finite(values):
             self.nonfinite[source.name] = None
         return values.T if source.transpose else values

@@ -78,7 +78,7 @@ def _stored_pieces(owned: Iterable[Owned], logical: Mapping[str, LogicalTensor])
     """The same values by the names and boxes of the tensors in files."""
     for name, box, values in owned:
         parts = list(stored_boxes(logical[name], box))
-        for (stored, inside), value in zip(parts, values if len(box.lo) == 3 else [values], strict=True):
+        for (stored, inside), value in zip(parts, values if logical[name].per_expert else [values], strict=True):
             yield stored.name, inside, value
 
 

@@ -20,7 +20,7 @@ def stored_tensors(spec: ModelSpec) -> Iterator[tuple[LogicalTensor, LogicalTens
     """(tensor as files have it, logical tensor that it is of), in model order: those over experts are one per expert in
     files, all others are the same."""
     for tensor in logical_tensors(spec):
-        if len(tensor.shape) == 3:
+        if tensor.per_expert:
             yield from ((expert_tensor(tensor, e), tensor) for e in range(tensor.shape[0]))
         else:
             yield tensor, tensor
@@ -28,7 +28,7 @@ def stored_tensors(spec: ModelSpec) -> Iterator[tuple[LogicalTensor, LogicalTens
 
 def stored_boxes(tensor: LogicalTensor, box: Box) -> Iterator[tuple[LogicalTensor, Box]]:
     """The boxes of stored tensors that a box of a logical tensor is made of: itself, or one per expert."""
-    if len(tensor.shape) == 3:
+    if tensor.per_expert:
         inside = Box(box.lo[1:], box.hi[1:])
         yield from ((expert_tensor(tensor, e), inside) for e in range(box.lo[0], box.hi[0]))
     else:

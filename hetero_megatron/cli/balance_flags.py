@@ -8,7 +8,7 @@ from hetero_megatron.spec.balance import Balancing
 
 _FLAGS = (
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
+    "moe_router_bias_update_rate", "routing_stats",
 )  # fmt: skip
 
 

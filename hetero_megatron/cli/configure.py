@@ -104,8 +104,6 @@ def _data(args: Arguments) -> DataConfig | None:
     args.values["tokenizer_type"] = choose_type(
         args["tokenizer_type"], args["tokenizer_model"], args["vocab_file"], args["merge_file"]
     )
-    if args["test_data_path"] is not None:
-        args.idle.append(("--test-data-path", "nothing is evaluated on test data"))
     if args["dry_run"] and not args.has(*_SOURCES):
         return None
     values = {f.name: args[f.name] for f in dataclasses.fields(DataConfig) if f.name != "tokenizer_source"}

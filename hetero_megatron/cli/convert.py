@@ -1,4 +1,4 @@
-"""``hetero-megatron convert SOURCE TARGET``: Hugging Face directory <-> native checkpoint."""
+"""``hetero-megatron convert SOURCE TARGET``: Hugging Face directory <-> native checkpoint <- Megatron's checkpoint."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hetero_megatron.checkpoint.foreign import refuse_foreign
+from hetero_megatron.checkpoint.foreign import is_megatron, refuse_foreign
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec import model_folder
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, notice_line, plural
 
 USAGE = """\
 usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N]
-                                [--check-finite] [--json]
+                                [--model M] [--check-finite] [--json]
 
   SOURCE is a Hugging Face directory, or a name on the hub: TARGET becomes a directory for --load (step 0,
   for any plan).
   SOURCE is a directory that --save wrote: TARGET becomes a Hugging Face directory.
+  SOURCE is a checkpoint of Megatron-LM (formats torch and torch_dist; its weights): TARGET becomes a directory
+  for --load, and a second convert makes a Hugging Face directory of that.
 
   --dtype         of the written weights; otherwise each tensor's own, bit for bit (what it was before the training,
                   for a checkpoint; of a training from random weights, the training's)
   --ckpt-step     which checkpoint; otherwise the latest
+  --model         of a checkpoint of Megatron-LM: the directory (or config.json) of the model, whose tokenizer comes
+                  along; otherwise what the stored arguments say, without a tokenizer
   --check-finite  refuse weights with NaN or Inf, which are otherwise told and written
   --json          print one JSON object"""
-_VALUES = ("--dtype", "--ckpt-step")
+_VALUES = ("--dtype", "--ckpt-step", "--model")
 _SWITCHES = ("--json", "--check-finite")
+HF, NATIVE, MEGATRON = "Hugging Face", "native", "Megatron-LM"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,20 +46,18 @@ def main(argv: Sequence[str]) -> int:
     refuse_empty(argv)
     (source, target), options = _parse(argv)
     source = model_directory(source, "SOURCE")
-    native, foreign = _kinds(Path(source))
-    if not foreign:
-        refuse_foreign(source, "SOURCE")
-    if native == foreign:
-        what = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
-        accepted = "a directory with config.json and weights, or one that --save wrote"
-        raise UserError(what, field="SOURCE", value=source, accepted=accepted)
+    kind = _kind(source)
     if Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir())):
         raise UserError(
             "exists and is not an empty directory", field="TARGET", value=target, accepted="a new directory"
         )
-    step = options.get("--ckpt-step")
-    if step is not None and (foreign or not step.isdigit()):
-        raise UserError("no step of SOURCE", field="--ckpt-step", value=step, accepted="a step, for a native SOURCE")
+    step, model = options.get("--ckpt-step"), options.get("--model")
+    if step is not None and (kind == HF or not (step.isascii() and step.isdigit()) or len(step) > 18):
+        accepted = "a step, for a SOURCE of checkpoints"
+        raise UserError("no step of SOURCE", field="--ckpt-step", value=step, accepted=accepted)
+    if model is not None and kind != MEGATRON:
+        accepted = "leave the flag out: it is for a SOURCE of Megatron-LM"
+        raise UserError("SOURCE says what the model is", field="--model", value=model, accepted=accepted)
     # Only now: importing torch takes seconds, and a refusal should not.
     import_torch()
     from hetero_megatron.checkpoint.convert import DTYPES, from_native, to_native
@@ -62,9 +67,11 @@ def main(argv: Sequence[str]) -> int:
     dtype = None if dtype is None else dtype_name(dtype)
     if dtype is not None and dtype not in DTYPES:
         raise UserError("unknown value", field="--dtype", value=dtype, accepted=", ".join(DTYPES))
-    start, finite = time.perf_counter(), "--check-finite" in options
-    if native:
-        done = from_native(source, target, dtype, None if step is None else int(step), finite)
+    start, finite, number = time.perf_counter(), "--check-finite" in options, None if step is None else int(step)
+    if kind == NATIVE:
+        done = from_native(source, target, dtype, number, finite)
+    elif kind == MEGATRON:
+        done = _from_megatron(source, target, model, number, dtype, finite)
     else:
         done = to_native(source, target, dtype, finite)
     done["bytes"] = sum(p.stat().st_size for p in Path(target).rglob("*") if p.is_file())
@@ -100,6 +107,34 @@ def _parse(argv: Sequence[str]) -> tuple[tuple[str, str], dict[str, str]]:
     return (places[0], places[1]), options
 
 
-def _kinds(source: Path) -> tuple[bool, bool]:
-    """(is a directory of native checkpoints, is a Hugging Face directory)."""
-    return (source / "latest").exists() or any(source.glob("iter_*")), (source / "config.json").exists()
+def _kind(source: str) -> str:
+    """What SOURCE is. UserError: nothing that is read."""
+    root = Path(source)
+    native = (root / "latest").exists() or any(root.glob("iter_*"))
+    foreign = (root / "config.json").exists()
+    if is_megatron(root) and not (foreign and any(p.suffix in (".safetensors", ".bin") for p in root.iterdir())):
+        return MEGATRON
+    if not foreign:
+        refuse_foreign(source, "SOURCE")
+    if native == foreign:
+        what = "is both a Hugging Face directory and one of checkpoints" if native else "holds no model"
+        accepted = "a directory with config.json and weights, one that --save wrote, or one of Megatron-LM"
+        raise UserError(what, field="SOURCE", value=source, accepted=accepted)
+    return NATIVE if native else HF
+
+
+def _from_megatron(
+    source: str, target: str, model: str | None, step: int | None, dtype: str | None, check_finite: bool
+) -> dict[str, Any]:
+    from hetero_megatron.checkpoint.companions import Companions, from_directory
+    from hetero_megatron.checkpoint.convert import import_weights
+    from hetero_megatron.checkpoint.megatron.find import open_megatron
+    from hetero_megatron.checkpoint.megatron.weights import MegatronWeights
+    from hetero_megatron.cli.megatron_args import spec_of_arguments
+
+    tensors = open_megatron(source, step)
+    spec = spec_of_arguments(tensors.arguments, model, tensors.vocabulary_rows())
+    folder = model_folder(model)
+    along = from_directory(folder) if folder is not None else Companions()
+    direction = f"Megatron's {tensors.form} to native"
+    return import_weights(MegatronWeights(tensors, spec), along, direction, target, dtype, check_finite)

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.say import record_error, say_error
+from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object, read_text
 from hetero_megatron.launcher import LauncherEnvironment, read_launcher
-from hetero_megatron.out_of_memory import out_of_memory
-from hetero_megatron.training.exit import INTERRUPTED, at_once, import_torch
+from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.words import notice_line, plural
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from hetero_megatron.generation import Weights
     from hetero_megatron.training.config import RunConfig
 
-USER_ERROR, PEER_ERROR = 2, 3
 MAX_TOKENS = 1 << 20
 
 
@@ -39,21 +36,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         launcher = read_launcher(environment)
         with at_once(launcher.rank == 0):
             return _run(args, rest, launcher, environment)
-    except UserError as error:
-        say_error(str(error), environment)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
-    except Exception as error:
-        if (refusal := out_of_memory(error, launcher.rank)) is not None:
-            say_error(str(refusal), environment)
-            return USER_ERROR
-        if type(error).__name__ != "CommError":
-            record_error(traceback.format_exc(), environment)
-            raise
-        say_error(str(error), environment)
-        return PEER_ERROR
+    except (Exception, KeyboardInterrupt) as error:
+        return end_rank(error, launcher, environment)
 
 
 def _parser() -> ArgumentParser:

@@ -34,9 +34,10 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
+from hetero_megatron.progress import WorkLine
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
-from hetero_megatron.words import notice_line
+from hetero_megatron.words import format_seconds, notice_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,12 +57,16 @@ def main(argv: Sequence[str]) -> int:
     for text in args.add or ():
         cluster = with_more(cluster, text)
     problem = PlanningProblem(model, cluster, args.seq_length, args.global_batch_size, _options(args))
-    say, budget = None if args.json or args.quiet else _say, TimeBudget(args.time_limit)
+    budget = TimeBudget(args.time_limit)
     deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
-    if args.objective == "tokens":
-        result = search(problem, progress=say, budget=budget)
-    else:
-        result = search_objective(problem, deadline, say, budget)
+    with WorkLine("search", args.time_limit or 0.0, show=format_seconds) as line:
+        budget.watch = None if args.quiet else lambda seconds: line.add(seconds - line.done)
+        say = None if args.json or args.quiet else partial(_say, line=line)
+        if args.objective == "tokens":
+            result = search(problem, progress=say, budget=budget)
+        else:
+            result = search_objective(problem, deadline, say, budget)
+        budget.watch = None
     best = result.best
     made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks)
     _write_plan(args, result, model, made)
@@ -97,7 +102,9 @@ def stretched(model: ModelSpec, seq_length: int) -> ModelSpec:
     return replace(model, max_position_embeddings=seq_length)
 
 
-def _say(text: str, what: str = "search") -> None:
+def _say(text: str, what: str = "search", line: WorkLine | None = None) -> None:
+    if line is not None:
+        line.clear()
     print(f"{what}: {text}", file=sys.stderr, flush=True)
 
 

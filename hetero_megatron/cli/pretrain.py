@@ -5,26 +5,21 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
-from hetero_megatron.cli.say import record_error, say_error
+from hetero_megatron.cli.rank_errors import USER_ERROR, end_rank, is_lost_peer, peer_error
+from hetero_megatron.cli.say import say_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment, read_launcher
-from hetero_megatron.out_of_memory import out_of_memory
-from hetero_megatron.training.exit import INTERRUPTED, at_once, import_torch
+from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.words import notice_line
 
 if TYPE_CHECKING:
-    from hetero_megatron.comm import CommError
     from hetero_megatron.plan.memory import MemoryBytes
     from hetero_megatron.training.config import RunConfig
-
-USER_ERROR = 2  # exit code of every refusal, on every rank
-PEER_ERROR = 3  # a peer died or does not answer
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, command: str = "pretrain") -> int:
@@ -54,47 +49,19 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
             from hetero_megatron.training.loop import train
 
             return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
-    except UserError as error:
-        say_error(str(error), environment)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
-    except Exception as error:
-        if (refusal := out_of_memory(error, launcher.rank)) is not None:
-            say_error(str(refusal), environment)
-            return USER_ERROR
-        if not _is_lost_peer(error):
-            record_error(traceback.format_exc(), environment)
-            raise
-        return _peer_error(error, launcher, environment)
-
-
-def _peer_error(error: CommError, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
-    from hetero_megatron.training.diagnosis import leave_diagnosis
-
-    say_error(str(error), environment)
-    leave_diagnosis(error, launcher.diagnoses)
-    return PEER_ERROR
+    except (Exception, KeyboardInterrupt) as error:
+        return end_rank(error, launcher, environment)
 
 
 def _end(error: Exception, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> None:
     """End the process from a thread, while the main thread waits for a device that waits for a peer."""
     code = USER_ERROR
-    if _is_lost_peer(error):
-        code = _peer_error(error, launcher, environment)
+    if is_lost_peer(error):
+        code = peer_error(error, launcher, environment)
     else:
         say_error(str(error), environment)
     sys.stdout.flush()
     os._exit(code)
-
-
-def _is_lost_peer(error: Exception) -> TypeGuard[CommError]:
-    if not isinstance(error, RuntimeError):
-        return False
-    from hetero_megatron.comm.errors import CommError
-
-    return isinstance(error, CommError)
 
 
 @contextmanager

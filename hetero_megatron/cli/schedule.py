@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
@@ -11,11 +12,15 @@ from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Schedule, generate, lower, schedule_names, simulate
 from hetero_megatron.schedule.adaptive import search_adaptive
+from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
+from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.schedule.picture import Picture, svg, table
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
+from hetero_megatron.words import plural
 
+CHUNKED_ADAPTIVE = "adaptive-chunks"  # adaptive over the chunks that interleaved has
 MOST_ACTIONS = 100_000  # of one schedule: pictures of more are of no use
 
 
@@ -24,13 +29,19 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.out, "--out")
     times = _times(args)
     pictures, stored = [], None
-    for name in args.schedules or (*schedule_names(), "adaptive"):
+    chunked_too = (CHUNKED_ADAPTIVE,) if args.chunks > 1 else ()
+    for name in args.schedules or (*schedule_names(), "adaptive", *chunked_too):
+        title, costs = name, times.costs()
         if name == "adaptive":
             schedule = search_adaptive(times, args.micro_batches, args.effort).schedule
             stored = stored_orders(schedule)
+        elif name == CHUNKED_ADAPTIVE:
+            chunked = _cut(times, args.chunks)
+            schedule = search_adaptive_chunks(chunked, args.micro_batches, args.effort).schedule
+            title, costs = f"adaptive, {plural(args.chunks, 'chunk')}", chunked.costs()
         else:
             schedule = _generated(name, args, times)
-        pictures.append(Picture(name, simulate(lower(schedule), times.costs())))
+        pictures.append(Picture(title, simulate(lower(schedule), costs)))
     if args.out:
         write_text(args.out, "--out", svg(pictures))
     if args.json:
@@ -43,6 +54,18 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         print(f"wrote {args.out}")
     return 0
+
+
+def _cut(times: PipelineTimes, chunks: int) -> ChunkedTimes:
+    """Every stage cut into equal chunks; the way from the last stage to the first takes no time."""
+    if chunks < 1:
+        raise UserError("too few", field="--chunks", value=chunks, accepted="1 or more")
+    stages = []
+    for stage in times.stages:
+        seconds = (stage.forward_seconds, stage.input_gradient_seconds, stage.weight_gradient_seconds)
+        part = StageTimes(*(x / chunks for x in seconds), activation_bytes=1 / chunks, deferred_bytes=1 / chunks)
+        stages.append((replace(part, memory_bytes=stage.memory_bytes), *[part] * (chunks - 1)))
+    return ChunkedTimes(tuple(stages), (*times.links, LinkTimes()) if times.links else ())
 
 
 def _generated(name: str, args: Any, times: PipelineTimes) -> Schedule:
@@ -67,8 +90,9 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help=f"memory of adaptive and zero-bubble, in micro-batches: {per_stage} (P)",
     )
-    add("--chunks", type=int, default=2, metavar="N", help="runs of layers per stage of interleaved (2)")
-    names = ", ".join((*schedule_names(), "adaptive"))
+    chunked = f"interleaved and {CHUNKED_ADAPTIVE}"
+    add("--chunks", type=int, default=2, metavar="N", help=f"runs of layers per stage of {chunked} (2)")
+    names = ", ".join((*schedule_names(), "adaptive", CHUNKED_ADAPTIVE))
     add("--schedules", nargs="+", metavar="NAME", help=f"of {names} (all)")
     add("--effort", type=int, default=1_000_000, metavar="N", help="actions that adaptive may time (1,000,000)")
     add("--out", metavar="FILE.svg", help="write the pictures")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hetero_megatron.cli.parse import Arguments, flag_error
 from hetero_megatron.plan.kernels import OPERATORS, operator_problem
 from hetero_megatron.training.batch_size import BatchSize
@@ -166,7 +168,15 @@ def build_logging(args: Arguments) -> LoggingConfig:
         args["log_kernel_plan"],
         args["log_format"],
         _profile(args),
+        _routing_stats(args),
     )
+
+
+def _routing_stats(args: Arguments) -> str | None:
+    path: str | None = args["routing_stats"]
+    if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+        raise flag_error("routing_stats", path, "its directory is not there", "a file in a directory that exists")
+    return path
 
 
 def _profile(args: Arguments) -> ProfileSteps | None:

@@ -13,13 +13,14 @@ from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.cache import Log, cache_folder, say
 from hetero_megatron.data.chat.build import ChatData
 from hetero_megatron.data.chat.packed import PackedConversations
-from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
+from hetero_megatron.data.config import SPLITS, DataConfig
 from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
 from hetero_megatron.data.fingerprint import data_fingerprint
 from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Dataset, Stream
+from hetero_megatron.data.splits import SplitPaths, find_split
 from hetero_megatron.data.streaming import StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
@@ -27,13 +28,12 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.words import plural
 
 MOST_BYTE_ROWS = 512  # of a model that may be meant for bytes: 256, the end of a document, and padding
-_ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(0))
 
 
 @dataclass(frozen=True)
 class Datasets:
     """Attributes:
-        train, valid, test: None if no samples were requested.
+        train, valid, test: None if no samples were requested; ``test`` also if no data are left to test on.
         eod: id of the end-of-document token; None: the tokenizer has none.
         streams: the datasets that have a state to save."""
 
@@ -185,40 +185,28 @@ class _SplitBuilder:
         last = self.limit - 1
         return last if self.tokenizer.eod is None else min(self.tokenizer.eod, last)
 
-    def split(self, which: int) -> Dataset:
-        """The dataset of one split: a single corpus or a blend."""
-        config, name = self.config, SPLITS[which]
+    def split(self, which: int) -> Dataset | None:
+        """The dataset of one split: a single corpus or a blend; None: there is nothing to test on."""
+        config = self.config
         if config.mock_data:  # different seeds, so that validation samples are not training samples
-            return MockDataset(self.seq_length, self.seed + (which << 32), self._mock_eod())
-        flag, words, shares = "--data-path", config.data_path, parse_split(config.split or DEFAULT_SPLIT)
-        if words is None:
-            flag, words, shares = f"--{name}-data-path", config.paths_of(name), _ALL
-            if words is None:
-                raise UserError(
-                    f"{name} samples are needed, but no data is given for them", field=flag,
-                    accepted="a path, or " + ("--data-path" if which == 0 else "--eval-iters 0"),
-                )  # fmt: skip
-        paths, weights = parse_blend(words, flag)
+            return None if which == 2 else MockDataset(self.seq_length, self.seed + (which << 32), self._mock_eod())
+        split = find_split(config, which)
+        if split is None:
+            return None
         if config.dataloader_type == "streaming":
-            return self._stream(which, paths, weights, flag)
-        if flag != "--data-path":
-            which = 0  # all documents of these paths
-        parts = [self._packed(path, which, shares, flag) for path in paths]
+            return self._stream(split)
+        parts = []
+        for path in split.paths:
+            store = self._store(path, split.flag)
+            documents = split.documents(store.num_documents, path, "document")
+            if documents is None:
+                return None
+            parts.append(self._packed(store, documents, split.flag))
         if len(parts) == 1:
             return parts[0]
-        return BlendedDataset(parts, weights or [Fraction(p.num_tokens) for p in parts], flag)
+        return BlendedDataset(parts, split.weights or [Fraction(p.num_tokens) for p in parts], split.flag)
 
-    def _packed(self, path: str, which: int, shares: tuple[Fraction, Fraction, Fraction], flag: str) -> PackedDataset:
-        store = self._store(path, flag)
-        documents = split_documents(store.num_documents, shares)[which]
-        if documents[0] == documents[1]:
-            raise UserError(
-                f"leaves no document of {path} ({store.num_documents} in all) for {SPLITS[which]}",
-                field="--split" if flag == "--data-path" else flag,
-                value=self.config.split or f"{DEFAULT_SPLIT} (the default)",
-                accepted=f"a larger share, a --{SPLITS[which]}-data-path of its own"
-                + ("" if which == 0 else ", or --eval-iters 0"),
-            )
+    def _packed(self, store: TokenStore, documents: tuple[int, int], flag: str) -> PackedDataset:
         return PackedDataset(
             store, documents, self.seq_length, self.seed, self.tokenizer.eod, self.limit, self._cache(), self.log, flag
         )
@@ -239,21 +227,16 @@ class _SplitBuilder:
         documents."""
         return cache_folder(self.config.data_cache_path) if self.config.data_cache_path else None
 
-    def _stream(self, which: int, paths: list[str], weights: list[float] | None, flag: str) -> Dataset:
-        if len(paths) > 1 or weights:
+    def _stream(self, split: SplitPaths) -> Dataset:
+        paths = split.paths
+        if len(paths) > 1 or split.weights:
             raise UserError(
                 "cannot stream a blend", field="--dataloader-type", value="streaming", accepted="one path, or single"
             )
-        if flag == "--data-path" and (which or parse_split(self.config.split or "1") != _ALL):
-            raise UserError(
-                "a stream cannot be split: its length is not known", field="--split",
-                value=self.config.split or "not given",
-                accepted="--train-data-path and --valid-data-path, or --split 1 and --eval-iters 0",
-            )  # fmt: skip
         if paths[0] != "stdlib" and is_indexed(paths[0]):
             raise UserError(
                 ".bin/.idx is mapped, not streamed", field="--dataloader-type", value="streaming", accepted="single"
             )
-        corpus = find_corpus(paths[0], self.config.json_keys, flag)
+        corpus = find_corpus(paths[0], self.config.json_keys, split.flag)
         corpus.check_ends()
         return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit)

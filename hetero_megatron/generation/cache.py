@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hetero_megatron.model.gpt import Context, CoreAttention, GPTStage
+from hetero_megatron.model.gpt import GPTStage
+from hetero_megatron.model.layers import Context, CoreAttention
 from hetero_megatron.ops import softcap
 
 

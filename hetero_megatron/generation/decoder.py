@@ -7,7 +7,7 @@ pipelines each has a part of the prompts. Every rank of a pipeline knows all tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import default_kernels
 from hetero_megatron.parallel.collectives import gather_tokens
+from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.plan import Plan, Stage, locate
@@ -85,6 +86,7 @@ class Decoder:
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
+            apply_expert_parallel(model, replace(stage, experts=()), self.comm)  # all ranks have columns of all experts
         apply_cache(model, self.rows)
         if stage.head:
             model.lm_head.register_forward_pre_hook(self._last_tokens)

@@ -33,13 +33,14 @@ class Layout:
         known: dict[int, tuple[tuple[Box, ...], int]] = {}  # ranks that share one tuple of boxes are checked once
         for rank in sorted(self.boxes):
             given = self.boxes[rank]
-            if id(given) not in known:
+            checked = known.get(id(given))
+            if checked is None:
                 sizes = [b.size for b in given]
                 mine = tuple(sorted(b for b, size in zip(given, sizes) if size))
                 assert all(map(whole.contains, mine)), f"rank {rank}: {mine} outside {self.shape}"
                 assert _disjoint(mine), f"rank {rank}: boxes overlap: {mine}"
-                known[id(given)] = mine, sum(sizes)
-            kept[rank], counts[rank] = known[id(given)]
+                checked = known[id(given)] = mine, sum(sizes)
+            kept[rank], counts[rank] = checked
         object.__setattr__(self, "boxes", kept)
         object.__setattr__(self, "_counts", counts)
 
@@ -58,6 +59,17 @@ class Layout:
         """What some of the ranks hold; itself where these are all."""
         kept = {r: self.boxes[r] for r in ranks if r in self.boxes}
         return self if len(kept) == len(self.boxes) else Layout(self.shape, kept)
+
+    def on_ranks(self, ranks: Sequence[int]) -> Layout:
+        """The same boxes on other ranks: on the i-th of ``ranks`` (ascending) those of the i-th rank here."""
+        assert len(ranks) == len(self.boxes), f"{len(ranks)} ranks for {len(self.boxes)}"
+        made = object.__new__(Layout)  # the boxes were checked
+        for name, value in (
+            ("shape", self.shape), ("boxes", dict(zip(ranks, self.boxes.values(), strict=True))), ("_cache", {}),
+            ("_counts", dict(zip(ranks, self._counts.values(), strict=True))),
+        ):  # fmt: skip
+            object.__setattr__(made, name, value)
+        return made
 
     def arrays(self) -> tuple[IntArray, IntArray, IntArray]:
         """(ranks [n], lo [n, d], hi [n, d]) of :meth:`items`, cached."""

@@ -7,14 +7,17 @@ names of ``spec/tensors.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
+from hetero_megatron.model.attention import Attention
+from hetero_megatron.model.latent_attention import LatentAttention
+from hetero_megatron.model.layers import Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
@@ -28,185 +31,29 @@ class StageBatch(Protocol):
     loss_mask: torch.Tensor | None  # [b, s] bool, which tokens count in the loss; None: all
 
 
-@dataclass(frozen=True)
-class Context:
-    """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
-    [b, s, 1, pairs of features]; counted: of the tokens between attention and MLP (under sequence parallelism a shard),
-    which ones count in the loss, None: all."""
-
-    documents: Sequence[Sequence[int]] | None
-    ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
-    counted: torch.Tensor | None = None
-
-
-class Linear(nn.Module):
-    """x W^T + b; values are set from outside, so none are drawn here."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, kernels: KernelPlan) -> None:
-        super().__init__()
-        self.kernels = kernels
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + ``bias``; adapters replace it (``parallel/lora.py``)."""
-        return self.kernels.gemm(x, self.weight, bias)  # type: ignore[no-any-return]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.bias)
-
-
-class Norm(nn.Module):
-    def __init__(self, spec: ModelSpec, width: int, kernels: KernelPlan, kind: str | None = None) -> None:
-        super().__init__()
-        self.kernels, self.eps, self.offset = kernels, spec.norm_eps, spec.norm_offset
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if (kind or spec.norm) == "layer" else None
-
-    def gain(self) -> torch.Tensor:
-        """What the normalised x is multiplied with: 1 + w of a small w needs more than 16 bits."""
-        if not self.offset:
-            return self.weight
-        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return self.kernels.rms_norm(x, self.gain(), self.eps)  # type: ignore[no-any-return]
-        return self.kernels.layer_norm(x, self.gain(), self.bias, self.eps)  # type: ignore[no-any-return]
-
-    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual)."""
-        if self.bias is None:
-            return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)  # type: ignore[no-any-return]
-        total = x + residual
-        return self.forward(total), total
-
-
-class ProjectionNorm(nn.Module):
-    """RMS norm over all heads of a projection [b, s, heads, d] of ``width`` features in the whole model, of which this
-    copy has some heads: so the sum of squares comes from outside."""
-
-    def __init__(self, spec: ModelSpec, heads: int, width: int) -> None:
-        super().__init__()
-        self.eps, self.width = spec.norm_eps, width
-        self.weight = nn.Parameter(torch.empty(heads * spec.head_dim))
-
-    def squares(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, heads] in at least fp32."""
-        return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
-
-    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """``total``: [b, s], the squares of the whole projection."""
-        scale = torch.rsqrt(total / self.width + self.eps)[..., None, None]
-        return (x.to(total.dtype) * scale).to(x.dtype) * self.weight.view(x.shape[-2:])
-
-
-def sum_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Squares [b, s, heads] and [b, s, kv_heads] -> their sums [b, s, 2]."""
-    return torch.stack([q.sum(-1), k.sum(-1)], dim=-1)
-
-
-class CoreAttention(nn.Module):
-    """Softmax attention: a module of its own, so it can be recomputed or distributed. ``sinks``: [heads] or none."""
-
-    def __init__(self, spec: ModelSpec, kind: LayerKind, kernels: KernelPlan) -> None:
-        super().__init__()
-        self.window, self.softcap, self.kernels = kind.window, spec.attn_softcap, kernels
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
-    ) -> torch.Tensor:
-        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap)
-        return cast(torch.Tensor, out)
-
-
-class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
-        super().__init__()
-        self.kernels, self.rope = kernels, kind.rope
-        d, h = spec.head_dim, spec.hidden_size
-        (q0, q1), (kv0, kv1) = share.q_heads, share.kv_heads
-        self.heads, self.kv_heads, self.head_dim = q1 - q0, kv1 - kv0, d
-        self.q_proj = Linear(h, self.heads * d, bias=spec.qkv_bias, kernels=kernels)
-        self.k_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
-        self.v_proj = Linear(h, self.kv_heads * d, bias=spec.qkv_bias, kernels=kernels)
-        self.o_proj = Linear(self.heads * d, h, bias=spec.out_bias, kernels=kernels)
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        self.sum_heads = sum_heads  # tensor parallelism adds up over its ranks
-        if spec.qk_norm == "head":
-            self.q_norm, self.k_norm = (Norm(spec, d, kernels, "rms") for _ in "qk")
-        elif spec.qk_norm == "projection":
-            self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
-            self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)
-        self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.sinks else None
-        self.core_attention = CoreAttention(spec, kind, kernels)
-        # Scores are computed with 1 / sqrt(d); a family's other scale goes into the queries.
-        self.query_scale = 1.0 if spec.attn_scale is None else spec.attn_scale * d**0.5
-        # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
-        users = [i // spec.queries_per_kv - kv0 for i in range(q0, q1)]
-        local = max(kv1 - kv0, 1)
-        each = max(len(users) // local, 1)
-        even = len(users) % local == 0 and users == [i // each for i in range(len(users))]
-        # On the device from the start: a list would be uploaded at every use.
-        self.kv_of_query = None if even else torch.tensor(users)
-
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, self.heads, self.head_dim)
-        k = self.k_proj(x).view(b, s, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(b, s, self.kv_heads, self.head_dim)
-        if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
-            totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
-            q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            q, k = self._turn(q, k, *context.ropes[self.rope])
-        if self.query_scale != 1.0:
-            q = q * self.query_scale
-        if self.kv_of_query is not None:
-            k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
-        out = self.core_attention(q, k, v, self.sinks, context).reshape(b, s, self.heads * self.head_dim)
-        return cast(torch.Tensor, self.o_proj(out))
-
-
-    def _turn(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k [b, s, heads, d] by the rotary embedding. Interleaved pairs come out as halves: of both alike, so
-        that their products are the same."""
-        assert self.rope is not None
-        turned, both = 2 * cos.shape[-1], (q, k)
-        parts = [x[..., :turned] for x in both] if turned < self.head_dim else [*both]
-        if self.rope.interleaved:
-            parts = [x.unflatten(-1, (turned // 2, 2)).transpose(-1, -2).flatten(-2) for x in parts]
-        q, k = self.kernels.rope(*parts, cos, sin)
-        if turned == self.head_dim:
-            return q, k
-        q, k = (torch.cat([x, rest[..., turned:]], dim=-1) for x, rest in zip((q, k), both, strict=True))
-        return q, k
-
-
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec, columns: int, kernels: KernelPlan) -> None:
         super().__init__()
         self.kernels = kernels
         h, f = spec.hidden_size, columns
-        self.activation = spec.activation
+        self.activation, self.clamp = spec.activation, (spec.swiglu_alpha, spec.swiglu_limit)
         self.gate_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels) if spec.gated else None
         self.up_proj = Linear(h, f, bias=spec.mlp_bias, kernels=kernels)
+        columns_of_x = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        self.together = lay_together(*columns_of_x)
         self.down_proj = Linear(f, h, bias=spec.mlp_bias, kernels=kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up_proj(x)
-        if self.gate_proj is None:
+        *gate, y = joint_products(self.together, x)
+        if not gate:
             squared = self.activation == "squared_relu"
             y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
         elif self.activation == "swiglu":
-            y = self.kernels.swiglu(self.gate_proj(x), y)
+            y = self.kernels.swiglu(gate[0], y)
+        elif self.activation == "clamped_swiglu":
+            y = self.kernels.clamped_swiglu(gate[0], y, *self.clamp)
         else:
-            y = self.kernels.gelu(self.gate_proj(x), self.activation == "geglu_tanh") * y
+            y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
         return cast(torch.Tensor, self.down_proj(y))
 
 
@@ -218,10 +65,22 @@ def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) ->
     return MoEMLP(spec, share, kernels, shared)
 
 
+class ResidualStream(NamedTuple):
+    """The residual stream after a layer, both [b, s, h]: ``x``, and what its MLP adds. The next norm makes the sum
+    as it reads them."""
+
+    x: torch.Tensor
+    added: torch.Tensor
+
+    def sum(self) -> torch.Tensor:
+        return self.x + self.added
+
+
 class Layer(nn.Module):
     """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream.
 
-    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for.
+    The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for. Where
+    ``takes_sum``, the layer takes x and ``added`` of the layer before it, and elsewhere their sum.
     """
 
     def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
@@ -230,7 +89,7 @@ class Layer(nn.Module):
         norm = partial(Norm, spec, spec.hidden_size, kernels)
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
-        self.self_attn = Attention(spec, kind, share, kernels)
+        self.self_attn = (Attention if spec.mla is None else LatentAttention)(spec, kind, share, kernels)
         self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
@@ -246,21 +105,27 @@ class Layer(nn.Module):
             "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         }  # fmt: skip
         self._names = names[spec.norm_placement]
+        self.takes_sum = self._names[0] is not None
 
     def norms(self) -> tuple[Norm | None, ...]:
         """Before attention, after it, before the MLP, after it."""
         return tuple(None if name is None else getattr(self, name) for name in self._names)
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         before_attention, after_attention, before_mlp, after_mlp = self.norms()
-        y = x if before_attention is None else before_attention(x)
+        if before_attention is None:
+            y = x
+        elif added is None:
+            y = before_attention(x)
+        else:
+            y, x = before_attention(added, x)
         y = self._scaled(self.self_attn(y, context), after_attention)
         if before_mlp is not None:
-            y, x = before_mlp.after_sum(y, x)
+            y, x = before_mlp(y, x)
         else:
             y = x = x + y
         y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
-        return x + self._scaled(y, after_mlp)
+        return ResidualStream(x, self._scaled(y, after_mlp))
 
     def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What a block adds to the residual stream."""
@@ -373,8 +238,13 @@ class GPTStage(nn.Module):
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
         context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted)
+        stream: ResidualStream | None = None
         for layer in layers:
-            x = layer(x, context)
+            if stream is not None and layer.takes_sum:
+                stream = layer(stream.x, context, stream.added)
+            else:
+                stream = layer(x if stream is None else stream.sum(), context)
+        x = x if stream is None else stream.sum()
         if not (self.has_head and (part is None or part.head)):
             return x
         x = self.model["norm"](x)  # the logits are scaled through it, however head and loss are computed

@@ -25,9 +25,11 @@ def initial_values(tensor: LogicalTensor, box: Box, spec: ModelSpec, seed: int) 
     ``init_std / sqrt(2 * num_layers)``, as in GPT-2 and Megatron. Of an adapter, B is 0 and A uniform within
     1 / sqrt(inputs), as in PEFT.
     """
+    if tensor.is_bias or tensor.name.endswith("sinks"):
+        return torch.zeros(box.shape)
     if len(tensor.shape) == 1:
-        return torch.full(box.shape, 0.0 if tensor.name.endswith(("bias", "sinks")) else 1.0 - spec.norm_offset)
-    if len(tensor.shape) == 3:  # one matrix per expert, as if it were a tensor by itself
+        return torch.full(box.shape, 1.0 - spec.norm_offset)
+    if tensor.per_expert:  # one matrix per expert, as if it were a tensor by itself
         parts = [
             initial_values(one, Box(box.lo[1:], box.hi[1:]), spec, seed)
             for one in (expert_tensor(tensor, e) for e in range(box.lo[0], box.hi[0]))

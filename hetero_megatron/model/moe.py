@@ -18,20 +18,29 @@ from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sort = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
 Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
 class GroupedLinear(nn.Module):
-    """x W[g]^T for rows sorted by group; weight: [groups, outputs, inputs]."""
+    """x W[g]^T + b[g] for rows sorted by group; weight: [groups, outputs, inputs], bias: [groups, outputs] or None.
 
-    def __init__(self, groups: int, inputs: int, outputs: int, kernels: KernelPlan) -> None:
+    Args:
+        adds_bias: false where another rank of those that have some columns of each expert adds it.
+    """
+
+    def __init__(
+        self, groups: int, inputs: int, outputs: int, kernels: KernelPlan, bias: bool, adds_bias: bool = True
+    ) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.adds_bias = kernels, adds_bias
         self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return self.kernels.grouped_gemm(x, self.weight, None, ends)  # type: ignore[no-any-return]
+        bias = self.bias if self.adds_bias else None
+        return self.kernels.grouped_gemm(x, self.weight, bias, ends)  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -44,16 +53,23 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, share: Share, kernels: KernelPlan) -> None:
         super().__init__()
         self.kernels = kernels
+        self.sort: Sort = routed_rows
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
-        self.first, self.count = a, b - a
-        self.gate_proj = GroupedLinear(b - a, h, d - c, kernels)
-        self.up_proj = GroupedLinear(b - a, h, d - c, kernels)
-        self.down_proj = GroupedLinear(b - a, d - c, h, kernels)
+        assert spec.moe is not None
+        self.first, self.count, bias = a, b - a, spec.moe.bias
+        self.gate_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
+        self.up_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
+        # Outputs of ranks that share an expert's columns are added up, its bias once.
+        self.down_proj = GroupedLinear(b - a, d - c, h, kernels, bias, adds_bias=c == 0 and d > 0)
+        self.clamped = (spec.swiglu_alpha, spec.swiglu_limit) if spec.activation == "clamped_swiglu" else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, slots, ends = routed_rows(chosen, self.count)
+        rows, slots, ends = self.sort(chosen, self.count)
         routed = self.kernels.moe_permute(x, rows, slots)
-        y = self.kernels.swiglu(self.gate_proj(routed, ends), self.up_proj(routed, ends))
+        gate, up = self.gate_proj(routed, ends), self.up_proj(routed, ends)
+        y = self.kernels.swiglu(gate, up) if self.clamped is None else self.kernels.clamped_swiglu(
+            gate, up, *self.clamped
+        )  # fmt: skip
         y = self.down_proj(y, ends)
         return self.kernels.moe_unpermute(y, weights, rows, slots)  # type: ignore[no-any-return]
 
@@ -66,6 +82,7 @@ class Router(nn.Module):
         assert spec.moe is not None
         self.moe, self.kernels = spec.moe, kernels
         self.weight = nn.Parameter(torch.empty(spec.moe.num_experts, spec.hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.moe.num_experts)) if spec.moe.router_bias else None
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.moe.score_bias:  # it moves by small steps, which 16 bits would round away
             wide = torch.promote_types(self.weight.dtype, torch.float32)
@@ -75,7 +92,7 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, counted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """x [b, s, h], and the mask [b, s] of tokens that count in the loss (None: all) -> weights [b s, top_k] in at
         least fp32, experts [b s, top_k] int64."""
-        logits = self.kernels.gemm(x.flatten(0, 1), self.weight, None)
+        logits = self.kernels.gemm(x.flatten(0, 1), self.weight, self.bias)
         bias = self.e_score_correction_bias
         weights, experts = self.kernels.router_topk(logits, None if bias is None else bias.detach(), *self.moe.router)
         if self.observe is not None:

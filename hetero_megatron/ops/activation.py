@@ -28,8 +28,34 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Saves the two inputs only; plain autograd would also keep silu(gate)."""
-    return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+    """Saves the two inputs only; plain autograd would also keep silu(gate). The gradients are the halves of one tensor:
+    whoever multiplies both with one matrix need not join them first."""
+    if torch.compiler.is_compiling():
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+    dgate, dup = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1]).chunk(2, -1)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
+    torch.ops.aten.silu.out(gate, out=dup).mul_(grad)
+    return dgate, dup
+
+
+def clamped_swiglu_reference(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    kind = wide(gate.dtype)
+    g, u = gate.to(kind).clamp(max=limit), up.to(kind).clamp(-limit, limit)
+    return ((u + 1) * (g * torch.sigmoid(alpha * g))).to(gate.dtype)
+
+
+def clamped_swiglu_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Saves the two inputs only."""
+    kind = wide(gate.dtype)
+    raw_gate, raw_up, dy = gate.to(kind), up.to(kind), grad.to(kind)
+    g, u = raw_gate.clamp(max=limit), raw_up.clamp(-limit, limit)
+    share = torch.sigmoid(alpha * g)
+    dgate = dy * (u + 1) * share * (1 + alpha * g * (1 - share))
+    dup = dy * g * share
+    inside = dgate.masked_fill_(raw_gate > limit, 0.0), dup.masked_fill_(raw_up.abs() > limit, 0.0)
+    return inside[0].to(gate.dtype), inside[1].to(up.dtype)
 
 
 def gelu_forward(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:
@@ -50,6 +76,10 @@ def squared_relu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Te
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:
     return (swiglu_reference(gate, up),)
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> tuple[torch.Tensor]:
+    return (clamped_swiglu_reference(gate, up, alpha, limit),)
 
 
 def _gelu(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor]:
@@ -76,6 +106,12 @@ def _swiglu_cases() -> Iterable[Case]:
         yield Case(name, (gate, up))
 
 
+def _clamped_swiglu_cases() -> Iterable[Case]:
+    for case in _swiglu_cases():
+        yield Case(case.name, (*case.args, 1.702, 7.0))
+    yield Case("narrow", (*next(iter(_swiglu_cases())).args, 1.0, 0.5))
+
+
 def _gelu_cases() -> Iterable[Case]:
     for name, x in _values(0):
         yield Case(f"{name}, exact", (x, False))
@@ -92,6 +128,17 @@ SPECS = (
         fake=lambda gate, up: (torch.empty_like(gate),), flops=lambda gate, up: 5 * gate.numel(),
         cases=_swiglu_cases, bounds=BOUNDS,
         speed=lambda: Case("1024x2048", (normal(1024, 2048, seed=0), normal(1024, 2048, seed=1))),
+    ),
+    OpSpec(
+        name="clamped_swiglu", tensors=("gate", "up"), options=("alpha", "limit"), schema="float alpha, float limit",
+        results=("y",), saves=("gate", "up"), gradients=("gate", "up"), definition=_clamped_swiglu,
+        forward=reference_forward(_clamped_swiglu),
+        backward=autograd_backward(
+            _clamped_swiglu, lambda gate, up, alpha, limit: (gate, up, alpha, limit), 1, (0, 1)
+        ),
+        fake=lambda gate, up, alpha, limit: (torch.empty_like(gate),),
+        flops=lambda gate, up, alpha, limit: 9 * gate.numel(), cases=_clamped_swiglu_cases, bounds=BOUNDS,
+        speed=lambda: Case("1024x2048", (normal(1024, 2048, seed=0), normal(1024, 2048, seed=1), 1.702, 7.0)),
     ),
     OpSpec(
         name="gelu", tensors=("x",), options=("tanh",), schema="bool tanh", results=("y",), saves=("x",),
@@ -111,11 +158,12 @@ SPECS = (
 
 KERNELS = (
     Kernel("swiglu", "aten", ATEN, swiglu_forward, swiglu_backward, traceable=True),
+    Kernel("clamped_swiglu", "aten", ATEN, _clamped_swiglu, clamped_swiglu_backward, traceable=True),
     Kernel("gelu", "aten", ATEN, gelu_forward, gelu_backward, traceable=True),
     Kernel("squared_relu", "aten", ATEN, squared_relu_forward, squared_relu_backward, traceable=True),
 )
 
-_swiglu_apply, _gelu_apply, _squared_relu_apply = (bind(s, k) for s, k in zip(SPECS, KERNELS, strict=True))
+_swiglu_apply, _, _gelu_apply, _squared_relu_apply = (bind(s, k) for s, k in zip(SPECS, KERNELS, strict=True))
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,8 @@ def make_function(spec: OpSpec, kernel: Kernel, traced: bool = False) -> type[to
             made = run_forward(*args)
             ctx.save_for_backward(*(made[count:] if private else pick(args + made)))
             ctx.options = args[tensors:]
+            if live == 1:  # its gradient is there whenever backward runs: no zeros are made for the fixed ones
+                ctx.set_materialize_grads(False)
             if fixed:
                 ctx.mark_non_differentiable(*made[live:count])
             return made[0] if count == 1 else made[:count]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,37 +74,58 @@ def linear_backward(
     )
 
 
-class Product(NamedTuple):
-    """A weight gradient that is to be computed: ``kernel(dy, x)``, of ``weight``."""
+WeightKernel = Callable[..., torch.Tensor]  # (dy, x, into, beta): the part ``weight`` of a kernel
+Taker = Callable[[torch.Tensor, torch.Tensor, WeightKernel], object]  # (dy, x, kernel)
 
-    weight: torch.Tensor
+
+class Product(NamedTuple):
+    """A weight gradient that is to be computed: ``kernel(dy, x)``, of the rows of all ``weights`` one after the other.
+    """
+
+    weights: tuple[torch.Tensor, ...]
     dy: torch.Tensor
     x: torch.Tensor
-    kernel: Callable[..., torch.Tensor]
+    kernel: WeightKernel
 
 
 class WeightGradients:
     """Weight gradients that do not go through autograd.
 
+    Everywhere ``weights`` are those of one product: one, or several whose rows are multiplied at once
+    (``ops/joint_gemm.py``).
+
     Attributes:
-        takers: by ``id`` of a weight, who is given its product instead: called with (dy, x, kernel), where
-            ``kernel(dy, x, into, beta)`` computes it. No hook of the weight runs. The weights must live on.
         deferring: backward of ``gemm`` leaves its operands here, until ``take`` or ``flush``.
     """
 
     def __init__(self) -> None:
-        self.takers: dict[int, Callable[[torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]], None]] = {}
+        self._takers: dict[tuple[int, ...], Taker] = {}
         self.deferring = False
         self._waiting: deque[Product] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def defer(
-        self, weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, kernel: Callable[..., torch.Tensor]
-    ) -> None:
-        # What autograd saved knows the graph that made it, and so would keep the stage's input, too.
-        self._waiting.append(Product(weight, dy.detach(), x.detach(), kernel))
+    def assign(self, weights: Sequence[torch.Tensor], taker: Taker) -> None:
+        """Have ``taker(dy, x, kernel)`` called instead of what autograd does with the product's gradient, where
+        ``kernel(dy, x, into, beta)`` computes it. No hook of the weights runs. They must live on."""
+        self._takers[tuple(map(id, weights))] = taker
+
+    def taker(self, weights: Sequence[torch.Tensor]) -> Taker | None:
+        return self._takers.get(tuple(map(id, weights)))
+
+    def gradient(
+        self, weights: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel
+    ) -> torch.Tensor | None:
+        """What autograd gets: None where the product is put off, or given to its taker."""
+        if self.deferring and all(weight.is_leaf for weight in weights):
+            # What autograd saved knows the graph that made it, and so would keep the stage's input, too.
+            self._waiting.append(Product(weights, dy.detach(), x.detach(), kernel))
+        elif (taker := self.taker(weights)) is not None:
+            taker(dy, x, kernel)
+        else:
+            return kernel(dy, x)
+        return None
 
     def take(self) -> deque[Product]:
         """What waits, to be flushed later."""
@@ -117,12 +138,11 @@ class WeightGradients:
         hooks, as autograd does. The operands of each go when it is done."""
         products = self.take() if waiting is None else waiting
         while products:
-            weight, dy, x, kernel = products.popleft()
-            taker = self.takers.get(id(weight))
-            if taker is not None:
+            weights, dy, x, kernel = products.popleft()
+            if (taker := self.taker(weights)) is not None:
                 taker(dy, x, kernel)
             else:
-                torch.autograd.backward([weight], [kernel(dy, x)])
+                torch.autograd.backward(weights, kernel(dy, x).split([len(weight) for weight in weights]))
             del dy, x
 
 
@@ -146,12 +166,7 @@ def bind_gemm(kernel: Kernel, gradients: WeightGradients, traced: bool = False) 
             dx = for_input(dy, weight) if x_wanted else None
             dw = None
             if weight_wanted:
-                if not traced and gradients.deferring and ctx.leaf.is_leaf:
-                    gradients.defer(ctx.leaf, dy, x, for_weight)  # type: ignore[arg-type]
-                elif not traced and id(ctx.leaf) in gradients.takers:
-                    gradients.takers[id(ctx.leaf)](dy, x, for_weight)  # type: ignore[arg-type]
-                else:
-                    dw = for_weight(dy, x)
+                dw = for_weight(dy, x) if traced else gradients.gradient((ctx.leaf,), dy, x, for_weight)  # type: ignore[arg-type]
             return dx, dw, dy.flatten(0, -2).sum(0) if bias_wanted else None
 
     return Gemm.apply
@@ -203,9 +218,13 @@ def _reference_weight(
     dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
 ) -> torch.Tensor:
     w = wide(dy.dtype)
-    product = dy.flatten(0, -2).to(w).t() @ x.flatten(0, -2).to(w)
+    return add_up(dy.flatten(0, -2).to(w).t() @ x.flatten(0, -2).to(w), x.dtype, into, beta)
+
+
+def add_up(product: torch.Tensor, dtype: torch.dtype, into: torch.Tensor | None, beta: float) -> torch.Tensor:
+    """A weight gradient as the part ``weight`` returns it: in ``dtype``, or added to ``into`` times ``beta``."""
     if into is None:
-        return product.to(x.dtype)
+        return product.to(dtype)
     return into.add_(product) if beta else into.copy_(product)
 
 

@@ -126,12 +126,7 @@ def bind_grouped_gemm(
             dx = for_input(dy, weight, ends) if x_wanted else None
             dw = None
             if weight_wanted:
-                if not traced and gradients.deferring and ctx.leaf.is_leaf:
-                    gradients.defer(ctx.leaf, dy, x, product)
-                elif not traced and id(ctx.leaf) in gradients.takers:
-                    gradients.takers[id(ctx.leaf)](dy, x, product)
-                else:
-                    dw = product(dy, x)
+                dw = product(dy, x) if traced else gradients.gradient((ctx.leaf,), dy, x, product)
             return dx, dw, bias_gradient(dy, ends) if bias_wanted else None, None
 
     return GroupedGemm.apply
@@ -187,10 +182,7 @@ def _reference_weight(
     dy: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
 ) -> torch.Tensor:
     w = wide(dy.dtype)
-    product = weight_gradient(dy.to(w), x.to(w), ends)
-    if into is None:
-        return product.to(x.dtype)
-    return into.add_(product) if beta else into.copy_(product)
+    return gemm.add_up(weight_gradient(dy.to(w), x.to(w), ends), x.dtype, into, beta)
 
 
 REFERENCE_PARTS: dict[str, Callable[..., object]] = {"input": _reference_input, "weight": _reference_weight}

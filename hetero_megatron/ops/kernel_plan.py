@@ -16,6 +16,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
+from hetero_megatron.ops.joint_gemm import Products, bind_joint_gemm, separate, watched_joint_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
 from hetero_megatron.ops.library import compiled_call
 from hetero_megatron.ops.linear_cross_entropy import bind_linear_cross_entropy
@@ -47,6 +48,7 @@ class KernelPlan:
         weight_gradients: who takes those of ``gemm`` and ``grouped_gemm``, and where they wait while they
             are deferred.
         rms_norm, rope, …: one callable per operator of the plan.
+        joint_gemm: ``gemm`` of one input and several weights: (x, weights, biases) -> a result each.
     """
 
     def __init__(
@@ -58,6 +60,14 @@ class KernelPlan:
         for op, choice in self.choices.items():
             call = (calls or {}).get(op)
             setattr(self, op, self._call(choice) if call is None else call)
+        if "gemm" in self.choices:
+            self.joint_gemm = self._joint_gemm()
+
+    def _joint_gemm(self) -> Products:
+        choice = self.choices["gemm"]
+        if choice.signature.compiled:  # which knows nothing of where weights lie
+            return separate(self.gemm)
+        return bind_joint_gemm(choice.kernel, self.weight_gradients, self.gemm)
 
     def _call(self, choice: KernelChoice) -> Any:
         spec, kernel = self.registry.spec(choice.kernel.op), choice.kernel
@@ -117,6 +127,10 @@ class KernelPlan:
         """The same plan with some callables replaced (for capturing and comparing)."""
         plan = KernelPlan(self.registry, self.choices, {op: calls.get(op, getattr(self, op)) for op in self.choices})
         plan.weight_gradients = self.weight_gradients  # ``gemm`` is bound to these
+        if "gemm" in calls:
+            plan.joint_gemm = watched_joint_gemm(plan.gemm)
+        elif "gemm" in self.choices:
+            plan.joint_gemm = self.joint_gemm
         return plan
 
 

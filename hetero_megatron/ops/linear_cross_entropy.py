@@ -127,7 +127,7 @@ def bind_linear_cross_entropy(spec: OpSpec, kernel: Kernel, gradients: WeightGra
         def forward(
             ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor
         ) -> torch.Tensor:
-            taker = gradients.takers.get(id(weight)) if weight.requires_grad else None
+            taker = gradients.taker((weight,)) if weight.requires_grad else None
             made: list[torch.Tensor] = []
 
             def head(

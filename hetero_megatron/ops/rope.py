@@ -90,10 +90,24 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> t
     return out.to(x.dtype)
 
 
+def _turn_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``rope_reference`` in place."""
+    half = x.shape[-1] // 2
+    wide = x.to(cos.dtype)
+    a, b = wide[..., :half], wide[..., half:]
+    first = torch.mul(a, cos).addcmul_(b, sin, value=-1)
+    b.mul_(cos).addcmul_(a, sin)
+    a.copy_(first)
+    return x if wide is x else x.copy_(wide)
+
+
 def rope_forward(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _turn(q, cos, sin, 1), _turn(k, cos, sin, 1)
+    """Where the values lie as they came: they may be a part of a product whose rest is kept anyway."""
+    if torch.compiler.is_compiling():
+        return _turn(q, cos, sin, 1), _turn(k, cos, sin, 1)
+    return _turn_(q, cos, sin), _turn_(k, cos, sin)
 
 
 def rope_backward(
@@ -148,12 +162,16 @@ SPEC = OpSpec(
     bounds=Bounds((1e-6, 1e-6), (1e-3, 1e-3), (6e-3, 6e-3)), backward_flops=1.0,
     speed=lambda: _case("1024 tokens, 16 heads", 1, 1024, 16, 4, 64),
 )  # fmt: skip
-KERNELS = (Kernel("rope", "aten", ATEN, rope_forward, rope_backward, version=2, traceable=True),)
+KERNELS = (
+    Kernel(
+        "rope", "aten", ATEN, rope_forward, rope_backward, version=2, traceable=True, overwrites=("q", "k"),
+    ),
+)  # fmt: skip
 _apply = bind(SPEC, KERNELS[0])
 
 
 def apply_rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys turned; see :func:`rope_reference`."""
+    """Queries and keys turned, and what they were overwritten; see :func:`rope_reference`."""
     return _apply(q, k, cos, sin)  # type: ignore[no-any-return]

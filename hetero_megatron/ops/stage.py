@@ -32,7 +32,7 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
     if spec.ropes:
         turned = tuple(dict.fromkeys(rope.width(d) for rope in spec.ropes))
         yield "rope", {"head_dim": turned, "heads": (heads, kv_heads)}
-    activation = {"swiglu": "swiglu", "squared_relu": "squared_relu"}.get(spec.activation, "gelu")
+    activation = spec.activation if spec.activation in ("swiglu", "clamped_swiglu", "squared_relu") else "gelu"
     yield activation, {"width": (ffn,)}
     if spec.moe is not None:
         columns = share.expert_ffn[1] - share.expert_ffn[0]
@@ -67,7 +67,10 @@ def default_kernels(
 
 
 # What a compiled layer calls; loss and update are called outside.
-_IN_LAYERS = ("gemm", "rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "gelu", "squared_relu", "attention")
+_IN_LAYERS = (
+    "gemm", "rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "clamped_swiglu", "gelu", "squared_relu",
+    "attention",
+)
 
 
 def stage_signatures(

@@ -84,7 +84,7 @@ class LoadBalance:
     ) -> torch.Tensor | None:
         """Count what the tokens [rows x tokens here] of a micro-batch chose; the gradient of the balancing losses with
         respect to ``logits``, None where there are none."""
-        self._load[layer] += torch.bincount(experts.flatten(), minlength=self.moe.num_experts)
+        self._load[layer] += _occurrences(experts, self.moe.num_experts)
         options = self.balancing
         grads = []
         if options.sequence_loss:
@@ -184,11 +184,18 @@ def _best(logits: torch.Tensor, experts: torch.Tensor, moe: MoE) -> torch.Tensor
     return choose(scores_of(logits, moe.score), None, moe.top_k, 1, 1, 1)
 
 
+def _occurrences(values: torch.Tensor, count: int) -> torch.Tensor:
+    """[count] int64: how often each of 0, …, count - 1 occurs. ``torch.bincount`` needs to know values to tell shapes,
+    and fake tensors have none."""
+    flat = values.flatten()
+    return flat.new_zeros(count).index_add_(0, flat, torch.ones_like(flat))
+
+
 def _counts(chosen: torch.Tensor, experts: int, rows: int, counted: torch.Tensor | None) -> torch.Tensor:
     """[rows, experts + 1] int64: tokens here that have an expert among their best, and those that count in the loss."""
     tokens = chosen.shape[0] // rows if rows else 0
     at = torch.arange(rows, device=chosen.device).repeat_interleave(tokens)[:, None] * experts + chosen
-    load = torch.bincount(at.flatten(), minlength=rows * experts).view(rows, experts)
+    load = _occurrences(at, rows * experts).view(rows, experts)
     own = load.new_full((rows, 1), tokens) if counted is None else counted.sum(1, keepdim=True)
     return torch.cat([load, own], dim=1)
 

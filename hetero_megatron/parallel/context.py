@@ -16,7 +16,8 @@ from torch import nn
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout.mask import tiles, visible
-from hetero_megatron.model.gpt import Context, GPTStage
+from hetero_megatron.model.gpt import GPTStage
+from hetero_megatron.model.layers import Context
 from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel

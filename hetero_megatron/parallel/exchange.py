@@ -14,16 +14,15 @@ from hetero_megatron.plan.buckets import Bucket
 
 
 class FlatTensors:
-    """Tensors of given shapes one after the other in one piece of memory, uninitialised.
+    """Tensors of given shapes one after the other in one piece of memory.
 
     Attributes:
         memory: [elements]; views: every tensor, by name, in order.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        self.memory = torch.empty(sum(sizes), dtype=dtype, device=device)
-        parts = zip(shapes.items(), self.memory.split(sizes), strict=True)
+    def __init__(self, shapes: Mapping[str, Sequence[int]], memory: torch.Tensor) -> None:
+        self.memory = memory
+        parts = zip(shapes.items(), memory.split([math.prod(shape) for shape in shapes.values()]), strict=True)
         self.views = {name: part.view(*shape) for (name, shape), part in parts}
 
 

@@ -8,7 +8,7 @@ counts. All ranks of a group go through the same exchanges in the same order, al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +19,7 @@ from hetero_megatron.model.moe import Experts, MoEMLP
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.plan import Stage
 from hetero_megatron.plan.canonical import ExpertGroup
-from hetero_megatron.plan.experts import expert_groups
-
-
-def destinations(group: ExpertGroup, rank: int, num_experts: int) -> list[list[int]]:
-    """For each expert the ranks of ``group`` to which ``rank`` sends its tokens: those of a member that has the expert,
-    the own one if it has it, else one that is fixed for each sender so that replicas share the work."""
-    order = sorted(group.ranks).index(rank)
-    found = []
-    for expert in range(num_experts):
-        holders = [m for m in group.members if m.experts[0] <= expert < m.experts[1]]
-        own = [m for m in holders if rank in m.ranks]
-        found.append(list((own or [holders[order % len(holders)]])[0].ranks))
-    return found
+from hetero_megatron.plan.experts import destinations, expert_groups
 
 
 class Routes:
@@ -46,18 +34,25 @@ class Routes:
     def __init__(self, group: Group, table: torch.Tensor, chosen: torch.Tensor) -> None:
         """``table``: [members, experts] bool, who gets the tokens of which experts from me; ``chosen``: [tokens, k]."""
         hits = table[:, chosen]  # [members, tokens, k]
-        taken = hits.any(-1)
-        self.rows = [row.nonzero().flatten() for row in taken]
+        self.rows = self.taken(hits.any(-1))
         self.here = [hits[i, rows] for i, rows in enumerate(self.rows)]
         self.group = group
-        self.counts = self._exchange_counts(chosen.device)
+        self.counts = self.read(self._exchange_counts(chosen.device))
 
-    def _exchange_counts(self, device: torch.device) -> list[int]:
+    def taken(self, members: torch.Tensor) -> list[torch.Tensor]:
+        """[members, tokens] bool -> the tokens of each member."""
+        return [row.nonzero().flatten() for row in members]
+
+    def _exchange_counts(self, device: torch.device) -> torch.Tensor:
         mine = [torch.tensor([len(rows)], dtype=torch.int64, device=device) for rows in self.rows]
         theirs = [torch.zeros_like(x) for x in mine]
         self.group.exchange(mine, theirs).wait()
         theirs[self.group.index] = mine[self.group.index]
-        return torch.cat(theirs).tolist()  # type: ignore[no-any-return]
+        return torch.cat(theirs)
+
+    def read(self, counts: torch.Tensor) -> list[int]:
+        """Waits for the device."""
+        return counts.tolist()  # type: ignore[no-any-return]
 
     def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         """Part i [n, ...] to member i; from member i, ``counts[i]`` rows like them. My own part is what I gave."""
@@ -152,6 +147,7 @@ class ExpertExchange:
 
     def __init__(self, experts: Experts, group: Group, members: ExpertGroup, num_experts: int) -> None:
         self.experts, self.group = experts, group
+        self.find_routes: Callable[[Group, torch.Tensor, torch.Tensor], Routes] = Routes
         device = group.comm.device
         to = destinations(members, group.comm.rank, num_experts)
         self.table = torch.tensor([[r in ranks for ranks in to] for r in group.ranks], device=device)
@@ -160,7 +156,7 @@ class ExpertExchange:
         self.local = torch.stack([numbers - first[r] for r in group.ranks])  # [members, experts]
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        routes = Routes(self.group, self.table, chosen)
+        routes = self.find_routes(self.group, self.table, chosen)
         rows = _Dispatch.apply(x, weights, chosen, self.local, routes)
         return _Combine.apply(self.experts(*rows), x.shape[0], routes)  # type: ignore[no-any-return]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.ops.gemm import WeightGradients
+from hetero_megatron.ops.gemm import WeightGradients, WeightKernel
+from hetero_megatron.ops.joint_gemm import joint_rows
 from hetero_megatron.parallel.exchange import BucketExchange, FlatTensors
 from hetero_megatron.parallel.routes import HopRoutes
 from hetero_megatron.parallel.side_stream import SideStream
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, sync_actions
 from hetero_megatron.schedule import Action
-
-WeightKernel = Callable[..., torch.Tensor]  # (dy, x, into, beta), as the operator ``gemm`` has it
 
 
 class GradientSync:
@@ -38,7 +38,8 @@ class GradientSync:
 
     Args:
         params: local parameters by logical name; boxes: the box of each in its logical tensor. Those of a dense bucket
-            are moved to one piece of memory, so that new values can come and go without being packed.
+            are moved to one piece of memory, so that new values can come and go without being packed; what was
+            together stays together.
         chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
 
     Attributes:
@@ -59,7 +60,7 @@ class GradientSync:
         self.exchanges = [BucketExchange(b, comm, boxes, routes) for b in buckets if comm.rank in b.ranks]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
         self.reduces, self.spreads = sync_actions(buckets, comm.rank)
-        self.flat = {e.bucket.index: self._flatten(e.bucket) for e in self.exchanges if e.bucket.dense}
+        self.flat = self._flatten([e.bucket for e in self.exchanges if e.bucket.dense])
         self._grads: dict[int, FlatTensors] = {}  # made when the first gradient of the bucket comes; kept, if in place
         self._aside = SideStream(comm.accelerator)
         self._summed: deque[tuple[int, Any]] = deque()  # buckets whose sums the compute stream has not waited for
@@ -76,24 +77,45 @@ class GradientSync:
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(partial(self._accumulated, name))
 
-    def _flatten(self, bucket: Bucket) -> FlatTensors:
-        first = self.params[bucket.names[0]]
-        flat = FlatTensors({name: self.params[name].shape for name in bucket.names}, first.dtype, first.device)
-        with torch.no_grad():
-            for name, view in flat.views.items():
-                view.copy_(self.params[name])
-                self.params[name].data = view
+    @torch.no_grad()
+    def _flatten(self, buckets: Sequence[Bucket]) -> dict[int, FlatTensors]:
+        """Each bucket's parameters in one piece of memory: one for several buckets where a product's weights are in
+        both, so that they stay together."""
+        runs: list[list[Bucket]] = []
+        for bucket in buckets:
+            border = [self.params[runs[-1][-1].names[-1]], self.params[bucket.names[0]]] if runs else []
+            if border and joint_rows(border) is not None:
+                runs[-1].append(bucket)
+            else:
+                runs.append([bucket])
+        flat: dict[int, FlatTensors] = {}
+        for run in runs:
+            sizes = [sum(self.params[name].numel() for name in bucket.names) for bucket in run]
+            memory = self.params[run[0].names[0]].new_empty(sum(sizes))
+            for bucket, part in zip(run, memory.split(sizes), strict=True):
+                flat[bucket.index] = FlatTensors({name: self.params[name].shape for name in bucket.names}, part)
+                for name, view in flat[bucket.index].views.items():
+                    view.copy_(self.params[name])
+                    self.params[name].data = view
         return flat
 
-    def take_products(self, weights: Iterable[torch.Tensor], gradients: WeightGradients) -> None:
-        """Have the gradients of some weights, each used once in a forward and by ``gemm`` alone, added up in place."""
+    def take_products(self, products: Iterable[Sequence[torch.Tensor]], gradients: WeightGradients) -> None:
+        """Have the gradients of some weights, each used once in a forward and by ``gemm`` alone, added up in place;
+        ``products``: the weights of each, several where they are multiplied at once."""
         names = {id(param): name for name, param in self.params.items()}
-        for weight in weights:
-            gradients.takers[id(weight)] = partial(self._add_product, names[id(weight)])
+        for weights in products:
+            gradients.assign(weights, partial(self._add_product, [names[id(weight)] for weight in weights]))
 
-    def _add_product(self, name: str, dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
-        kernel(dy, x, self._view(name), float(name in self._come))
-        self._has_come(name)
+    def _add_product(self, names: Sequence[str], dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
+        views = [self._view(name) for name in names]
+        into = joint_rows(views)
+        if into is not None:
+            kernel(dy, x, into, float(names[0] in self._come))
+        else:  # they are sent in several buckets
+            for name, view, part in zip(names, views, dy.split([len(view) for view in views], -1), strict=True):
+                kernel(part, x, view, float(name in self._come))
+        for name in names:
+            self._has_come(name)
 
     def _accumulated(self, name: str, param: torch.Tensor) -> None:
         if param.grad is None:  # its product was taken; torch 2.13 runs the hook all the same
@@ -117,7 +139,8 @@ class GradientSync:
             first = self.params[name]
             shapes = {n: self.params[n].shape for n in self.by_bucket[index].bucket.names}
             wide = torch.promote_types(first.dtype, torch.float32)
-            self._grads[index] = FlatTensors(shapes, wide, first.device)
+            memory = first.new_empty(sum(map(math.prod, shapes.values())), dtype=wide)
+            self._grads[index] = FlatTensors(shapes, memory)
         return self._grads[index].views[name]
 
     def begin(self, reduces: Iterable[Action]) -> None:

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from hetero_megatron.model.gpt import GPTStage, Linear
+from hetero_megatron.model.gpt import GPTStage
+from hetero_megatron.model.layers import Linear
 from hetero_megatron.spec import Lora
 
 
@@ -30,11 +31,10 @@ def _adapt(linear: Linear, lora: Lora, dtype: torch.dtype, device: torch.device 
         adapter = Linear(0, 0, False, linear.kernels)
         adapter.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         linear.add_module(name, adapter)
-    linear.product = partial(_product, linear, lora.scale)  # type: ignore[method-assign]
+    linear.adapted = partial(_adapted, linear, lora.scale)  # type: ignore[method-assign]
 
 
-def _product(linear: Linear, scale: float, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (W + scale B A)^T + bias, as two products of low rank beside the frozen one."""
+def _adapted(linear: Linear, scale: float, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``base`` + scale (B A x): two products of low rank beside the frozen one."""
     assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
-    base: torch.Tensor = linear.kernels.gemm(x, linear.weight, bias)
     return base.add(linear.lora_B(linear.lora_A(x)), alpha=scale)

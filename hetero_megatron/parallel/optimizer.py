@@ -21,8 +21,8 @@ class ShardedOptimizer:
     """An optimizer over the owned pieces of the parameters.
 
     A piece's master weights are the parameter's own memory where that is contiguous and full precision, else a
-    copy (fp32 for 16-bit parameters). Biases and norm weights (one-dimensional tensors) are not decayed, as in
-    Megatron.
+    copy (fp32 for 16-bit parameters). Biases and one-dimensional tensors (weights of norms) are not decayed, as
+    in Megatron.
 
     Args:
         sync: whose exchanges define the pieces.
@@ -46,7 +46,8 @@ class ShardedOptimizer:
             for piece, master in zip(exchange.pieces, masters, strict=True):
                 if piece.name in self._apart:
                     continue
-                decay, copied = len(piece.box.lo) > 1, self._copied(self._view(piece))
+                decay = len(piece.box.lo) > 1 and not piece.name.endswith("bias")
+                copied = self._copied(self._view(piece))
                 group = groups.setdefault((not decay, copied), {"params": [], "decay": decay})
                 group["params"].append(master)
                 if copied:

@@ -26,6 +26,7 @@ def apply_recompute(stage: GPTStage, recompute: Recompute) -> None:
             _recompute(layer.self_attn.core_attention)
     count = {"full": len(layers), "first": recompute.layers}.get(recompute.kind, 0)
     for layer in layers[:count]:
+        layer.takes_sum = False  # two tensors would be kept for it, not one
         _recompute(layer)
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from hetero_megatron.comm import Group
-from hetero_megatron.model.gpt import Embedding, GPTStage, Linear, sum_heads
+from hetero_megatron.model.gpt import Embedding, GPTStage
+from hetero_megatron.model.layers import Linear, sum_heads
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens, sum_over_ranks
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding

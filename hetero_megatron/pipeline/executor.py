@@ -197,7 +197,7 @@ class PipelineExecutor:
     def _last_gradients(self, action: Action, live: Live, reducer: Reducer) -> None:
         products = None
         if action.kind == "W":
-            products = [product.weight for product in live.products.get(_key(action), ())]
+            products = [weight for product in live.products.get(_key(action), ()) for weight in product.weights]
         reducer.last_gradients(action.chunk, products)
 
     def _post(self, action: Action, work: StageWork, live: Live) -> None:

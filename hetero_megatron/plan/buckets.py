@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
-from hetero_megatron.plan.canonical import Plan, Stage
+from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.plan.experts import has_experts, rank_shares, routing_groups, sequence_group
 from hetero_megatron.schedule import Action
@@ -71,6 +72,7 @@ class Bucket:
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
     """For every logical tensor, which box each rank of the plan holds; layers on the same stages share layouts."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    held = _interned([rank_shares(spec, stage) for stage in stages])
     of_layer: dict[int, list[int]] = defaultdict(list)
     for at, stage in enumerate(stages):
         for layer in stage.layer_indices():
@@ -89,32 +91,49 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
         kind = "layer" if isinstance(tensor.layer, int) else tensor.layer
         key = (kind, place, tensor.shape, tensor.axes, tuple(at_stages))
         if key not in layouts:
-            layouts[key] = Layout(tensor.shape, _boxes(spec, tensor, [stages[i] for i in at_stages]))
+            layouts[key] = Layout(tensor.shape, _boxes(tensor, [held[i] for i in at_stages]))
         out[tensor.name] = layouts[key]
     return out
 
 
-def _boxes(spec: ModelSpec, tensor: LogicalTensor, stages: Sequence[Stage]) -> dict[int, tuple[Box, ...]]:
-    """What each rank of some stages holds of a tensor; ranks with equal shares have one tuple."""
-    known: dict[Share, tuple[Box, ...]] = {}
+def _interned(stages: Sequence[Mapping[int, Share]]) -> list[Mapping[int, Share]]:
+    """The same with one object for equal shares, so that they are compared once per stage and not once per tensor."""
+    known: dict[Share, Share] = {}
+    same: dict[int, Share] = {}  # by identity: most stages have the very same shares
+    for share in (share for held in stages for share in held.values()):
+        if id(share) not in same:
+            same[id(share)] = known.setdefault(share, share)
+    return [{rank: same[id(share)] for rank, share in held.items()} for held in stages]
+
+
+def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict[int, tuple[Box, ...]]:
+    """What each rank of some stages holds of a tensor; ranks with one share have one tuple."""
+    known: dict[int, tuple[Box, ...]] = {}
     found = {}
-    for stage in stages:
-        for rank, share in rank_shares(spec, stage).items():
-            if share not in known:
-                known[share] = (tensor_box(tensor, share),)
-            found[rank] = known[share]
+    for held in stages:
+        for rank, share in held.items():
+            box = known.get(id(share))
+            if box is None:
+                box = known[id(share)] = (tensor_box(tensor, share),)
+            found[rank] = box
     return found
 
 
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
     """Segments (head, last layer, …, first layer, embedding), and trained tensors in them, in the order in which their
-    gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Last what no gradient
-    moves (``by_load``), which has a dtype of its own."""
+    gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Joint ones, whose
+    gradients come at once, keep the order in which they lie. Last what no gradient moves (``by_load``), which has a
+    dtype of its own."""
     segments: dict[tuple[bool, float], list[LogicalTensor]] = defaultdict(list)
     for tensor in (t for t in tensors if t.trained):
         key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
         segments[tensor.by_load, -float(tensor.layer) if key is None else key].append(tensor)
-    return [segments[key][::-1] for key in sorted(segments)]
+    return [_backwards(segments[key]) for key in sorted(segments)]
+
+
+def _backwards(tensors: list[LogicalTensor]) -> list[LogicalTensor]:
+    runs = [list(run) for _, run in groupby(tensors, lambda tensor: tensor.joint or tensor.name)]
+    return [tensor for run in reversed(runs) for tensor in run]
 
 
 def make_buckets(
@@ -167,10 +186,7 @@ def _owners(
     if key not in known:
         known[key] = assign_owners(held, weights, whole_below=whole_below)
         return known[key]
-    return {
-        name: Layout(like.shape, dict(zip(ranks, like.boxes.values(), strict=True)))
-        for name, like in zip(held, known[key].values(), strict=True)
-    }
+    return {name: like.on_ranks(ranks) for name, like in zip(held, known[key].values(), strict=True)}
 
 
 def islands_of(plan: Plan, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

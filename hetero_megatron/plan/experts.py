@@ -88,6 +88,18 @@ def routing_groups(stage: Stage) -> list[tuple[int, ...]]:
     return [tuple(sorted(group.ranks)) for group in stage.experts if len(group.ranks) > 1]
 
 
+def destinations(group: ExpertGroup, rank: int, num_experts: int) -> list[list[int]]:
+    """For each expert the ranks of ``group`` to which ``rank`` sends its tokens: those of a member that has the expert,
+    the own one if it has it, else one that is fixed for each sender so that replicas share the work."""
+    order = sorted(group.ranks).index(rank)
+    found = []
+    for expert in range(num_experts):
+        holders = [m for m in group.members if m.experts[0] <= expert < m.experts[1]]
+        own = [m for m in holders if rank in m.ranks]
+        found.append(list((own or [holders[order % len(holders)]])[0].ranks))
+    return found
+
+
 def sequence_group(stage: Stage, rank: int) -> tuple[int, ...]:
     """The ranks of a stage that have tokens of the same sequences as ``rank``, ascending."""
     own = next(unit.sequences for unit in stage.units if rank in unit.ranks)

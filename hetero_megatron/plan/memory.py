@@ -11,7 +11,8 @@ from typing import Any
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
-from hetero_megatron.spec import ModelSpec, Share, shares, stage_tensors, tensor_box
+from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
+from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
     head_activation_bytes,
@@ -93,6 +94,7 @@ class RankWork:
         tokens: rows x sequence length on this rank's unit; item: bytes per element.
         tp: the rank has 1/tp of heads and columns; shards: and an equal part of the tokens, of so many.
         limit: of the bytes of logits, where the stage's head goes through chunks (:func:`chunk_limit`), else None.
+        load: of routed experts, in an average layer of these; None: of a plain TP group.
     """
 
     layers: int
@@ -105,6 +107,7 @@ class RankWork:
     tp: float
     shards: int
     limit: int | None = None
+    load: ExpertLoad | None = None
 
     @property
     def full(self) -> int:
@@ -141,8 +144,8 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     tables, and in the head, or the output that the next stage gets."""
     rest = "selective" if held.recompute == "selective" else "none"
     sizes = (held.item, held.tp, held.shards)
-    total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes)
-    total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, *sizes)
+    total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
+    total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
     total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
     if held.head:
         return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
@@ -158,10 +161,10 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
     their way to the stage before.
     """
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
-    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes), 0, 0
+    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load), 0, 0
     if held.full == held.layers > 0:
-        layer += layer_activation_bytes(spec, tokens, "none", *sizes)
-        layer -= layer_activation_bytes(spec, tokens, "full", *sizes)
+        layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
+        layer -= layer_activation_bytes(spec, tokens, "full", *sizes, held.load)
     if held.head:
         head = head_activation_bytes(spec, tokens, *sizes, held.limit)
         in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None)
@@ -172,7 +175,7 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
 def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from B_INPUT to W, where backward is split."""
     sizes = (held.tokens, held.item, held.tp)
-    total = held.layers * layer_operand_bytes(spec, *sizes)
+    total = held.layers * layer_operand_bytes(spec, *sizes, held.load)
     return total + (head_operand_bytes(spec, *sizes, held.limit is not None) if held.head else 0)
 
 
@@ -191,13 +194,13 @@ def most_held(kept: Sequence[int], waiting: Sequence[int], states: Iterable[Held
 
 
 def held_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: Share) -> int:
-    """Parameters that a rank holds; all decoder layers are alike."""
-    return layers * _elements(spec, "layer", share) + _elements(spec, _ends(embed, head), share)
+    """Parameters that a rank holds, in layers that are average ones where their kinds differ."""
+    return round(layers * _layer_elements(spec, share, False)) + _elements(spec, _ends(embed, head), share)
 
 
 def trained_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: Share) -> int:
     """Those of :func:`held_elements` that have gradients and optimizer states: all, or with adapters only these."""
-    return layers * _elements(spec, "layer", share, True) + _elements(spec, _ends(embed, head), share, True)
+    return round(layers * _layer_elements(spec, share, True)) + _elements(spec, _ends(embed, head), share, True)
 
 
 def _ends(embed: bool, head: bool) -> str:
@@ -205,9 +208,22 @@ def _ends(embed: bool, head: bool) -> str:
 
 
 @lru_cache(maxsize=4096)
+def _layer_elements(spec: ModelSpec, share: Share, trained: bool) -> float:
+    """Of an average layer; dense MLPs and mixtures of experts have unlike ones."""
+    kinds: dict[str, list[int]] = {}
+    for layer, kind in enumerate(spec.layers):
+        kinds.setdefault(kind.mlp, []).append(layer)
+    first = {kind: stage_tensors(spec, alike[:1], False, False) for kind, alike in kinds.items()}
+    sizes = [len(alike) * _size(first[kind], share, trained) for kind, alike in kinds.items()]
+    return sum(sizes) / spec.num_layers
+
+
+@lru_cache(maxsize=4096)
 def _elements(spec: ModelSpec, what: str, share: Share, trained: bool = False) -> int:
-    layers: Iterable[int] = (0,) if what == "layer" else ()
-    tensors = stage_tensors(spec, layers, "embed" in what, "head" in what)
+    return _size(stage_tensors(spec, (), "embed" in what, "head" in what), share, trained)
+
+
+def _size(tensors: Iterable[LogicalTensor], share: Share, trained: bool) -> int:
     return sum(tensor_box(t, share).size for t in tensors if t.trained or not trained)
 
 

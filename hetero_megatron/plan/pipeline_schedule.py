@@ -31,18 +31,18 @@ def pipeline_schedule(plan: Plan, pipeline: Pipeline, num_micro_batches: int | N
     if plan.schedule != ADAPTIVE:
         return lowered(plan.schedule, stages, count, pipeline.chunks, pipeline.in_flight)
     if not pipeline.orders:  # one stage, or where nothing beats it
-        return lowered("1f1b", stages, count)
+        return lowered("1f1b" if pipeline.chunks == 1 else "interleaved", stages, count, pipeline.chunks)
     if count != pipeline.num_micro_batches:
         raise UserError(
             f"the stored schedule is for {pipeline.num_micro_batches} micro-batches a step",
             field="--rampup-batch-size", value=count, accepted="the plan's batch in every step, or schedule: 1f1b",
         )  # fmt: skip
-    return _stored(pipeline.orders, count)
+    return _stored(pipeline.orders, count, pipeline.chunks)
 
 
 @lru_cache(maxsize=16)
-def _stored(orders: tuple[str, ...], num_micro_batches: int) -> Schedule:
-    return lower(schedule_of(ADAPTIVE, [expand(text, 3 * num_micro_batches) for text in orders]))
+def _stored(orders: tuple[str, ...], num_micro_batches: int, chunks: int) -> Schedule:
+    return lower(schedule_of(ADAPTIVE, [expand(text, 3 * num_micro_batches * chunks) for text in orders], chunks))
 
 
 def splits_backward(plan: Plan) -> bool:
@@ -71,5 +71,8 @@ def read_stored_schedule(stored: Any, pipeline: Pipeline, field: str) -> tuple[s
     Raises:
         UserError: malformed, for another pipeline, incomplete or deadlocked, with the place marked.
     """
-    schedule_from_dict(stored, len(pipeline.stages), pipeline.num_micro_batches, made_for(pipeline), field=field)
+    schedule_from_dict(
+        stored, len(pipeline.stages), pipeline.num_micro_batches, made_for(pipeline), field=field,
+        num_chunks=pipeline.chunks,
+    )  # fmt: skip
     return tuple(stored["stages"])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
 
+CHUNKED_SCHEDULES = (*CHUNKED, "adaptive")  # that run several ranges of layers per stage
 MAX_ACTIONS = 1 << 22  # of a pipeline's step; 4,096 micro-batches through 128 stages have 2 million
 
 
@@ -179,12 +180,12 @@ def chunks_follow_the_layers(pipeline: Pipeline, path: str, source: Source) -> N
 
 def schedule_runs_the_chunks(plan: Plan, source: Source) -> None:
     for path, pipeline, stage in stages(plan):
-        if pipeline.chunks > 1 and plan.schedule not in CHUNKED:
+        if pipeline.chunks > 1 and plan.schedule not in CHUNKED_SCHEDULES:
             raise source.error(
                 f"the {plan.schedule} schedule runs one range of layers per stage",
                 f"{path}.layers",
                 [list(r) for r in stage.layers],
-                f"one range or [], or schedule: {' or '.join(CHUNKED)}",
+                f"one range or [], or schedule: {' or '.join(CHUNKED_SCHEDULES)}",
             )
 
 

@@ -23,10 +23,13 @@ class TimeBudget:
     Attributes:
         interrupted: Ctrl-C was pressed once. A second one is not caught and ends the command.
         cut: the time limit or Ctrl-C made a search leave something out.
+        watch: told the seconds since the beginning whenever a search asks whether to stop.
     """
 
     def __init__(self, time_limit: float | None = None) -> None:
-        self.deadline = None if time_limit is None else time.monotonic() + time_limit
+        self.began = time.monotonic()
+        self.deadline = None if time_limit is None else self.began + time_limit
+        self.watch: Callable[[float], None] | None = None
         self.interrupted = self.cut = False
         self._catches = True
 
@@ -38,7 +41,10 @@ class TimeBudget:
 
     def over(self) -> bool:
         """Whether to stop now. The caller must stop when True: the result is then marked as cut short."""
-        if self.interrupted or (self.deadline is not None and time.monotonic() > self.deadline):
+        now = time.monotonic()
+        if self.watch is not None:
+            self.watch(now - self.began)
+        if self.interrupted or (self.deadline is not None and now > self.deadline):
             self.cut = True
             return True
         return False

@@ -1,12 +1,13 @@
-"""Schedules of one chunk as one string of letters per stage, and how to time many of them quickly.
+"""Schedules as one string of letters per stage, and how to time many of them quickly.
 
 Micro-batches are alike, so every stage takes them in order and a stage's list is said by kinds alone: ``F`` forward,
-``I`` B_INPUT, ``W`` weight gradient, ``B`` whole backward. ``FFIWB`` is F0 F1 B_INPUT0 W0 B1.
+``I`` B_INPUT, ``W`` weight gradient, ``B`` whole backward. ``FFIWB`` is F0 F1 B_INPUT0 W0 B1. With several chunks of
+layers per stage a row is a tuple of such letters, with the number of the chunk from the second one on: ``F``, ``F1``.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,37 +19,52 @@ KIND_OF_LETTER = {"F": "F", "I": "B_INPUT", "W": "W", "B": "B"}
 LETTER_OF_KIND = {kind: letter for letter, kind in KIND_OF_LETTER.items()}
 
 Orders = tuple[str, ...]
+Row = Sequence[str]  # of one stage: a str where it has one chunk, else a tuple
 
 
-def schedule_of(name: str, orders: Sequence[str]) -> Schedule:
+def split_letter(action: str) -> tuple[str, int]:
+    """("F", 2) of ``F2``."""
+    return action[0], int(action[1:] or 0)
+
+
+def schedule_of(name: str, orders: Sequence[Row], chunks: int = 1) -> Schedule:
     """The compute actions that ``orders`` stand for."""
-    return Schedule(name, tuple(_actions(row) for row in orders))
+    return Schedule(name, tuple(_actions(row) for row in orders), chunks)
 
 
-def _actions(row: str) -> tuple[Action, ...]:
-    forwards = backwards = 0
-    deferred: deque[int] = deque()
+def _actions(row: Row) -> tuple[Action, ...]:
+    forwards, backwards = Counter[int](), Counter[int]()
+    deferred = defaultdict[int, deque[int]](deque)
     actions = []
-    for letter in row:
-        if letter == "F":
-            micro_batch, forwards = forwards, forwards + 1
-        elif letter == "W":
-            micro_batch = deferred.popleft()
+    for action in row:
+        letter, chunk = split_letter(action)
+        if letter == "W":
+            micro_batch = deferred[chunk].popleft()
         else:
-            micro_batch, backwards = backwards, backwards + 1
+            done = forwards if letter == "F" else backwards
+            micro_batch = done[chunk]
+            done[chunk] += 1
             if letter == "I":
-                deferred.append(micro_batch)
-        actions.append(Action(KIND_OF_LETTER[letter], micro_batch))
+                deferred[chunk].append(micro_batch)
+        actions.append(Action(KIND_OF_LETTER[letter], micro_batch, chunk))
     return tuple(actions)
 
 
 def orders_of(schedule: Schedule) -> Orders:
-    """The letters of a schedule's compute actions; :func:`schedule_of` gives them back where micro-batches are in
-    order and there is one chunk."""
+    """The letters of the compute actions of a schedule of one chunk; :func:`schedule_of` gives them back where
+    micro-batches are in order."""
     return tuple("".join(LETTER_OF_KIND[a.kind] for a in row if a.kind in LETTER_OF_KIND) for row in schedule.stages)
 
 
-def held_bytes(memory: StageMemory, row: str) -> list[float]:
+def chunk_orders_of(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
+    """The same of a schedule of several chunks."""
+    return tuple(
+        tuple(LETTER_OF_KIND[a.kind] + (str(a.chunk) if a.chunk else "") for a in row if a.kind in LETTER_OF_KIND)
+        for row in schedule.stages
+    )
+
+
+def held_bytes(memory: StageMemory, row: Row) -> list[float]:
     """Bytes that micro-batches hold on a stage after each of its actions."""
     step = {
         "F": memory.activation_bytes,

@@ -11,91 +11,100 @@ from hetero_megatron.schedule.actions import Action, Schedule
 from hetero_megatron.schedule.lower import lower
 from hetero_megatron.schedule.pipeline_times import StageMemory
 from hetero_megatron.schedule.show import format_rows
-from hetero_megatron.schedule.stage_orders import held_bytes, orders_of, schedule_of
+from hetero_megatron.schedule.stage_orders import (
+    KIND_OF_LETTER,
+    Row,
+    chunk_orders_of,
+    held_bytes,
+    orders_of,
+    schedule_of,
+    split_letter,
+)
 from hetero_megatron.schedule.validate import ScheduleError, validate
 
 VERSION = 1
 KEYS = ("version", "name", "made_for", "num_micro_batches", "stages")
-_ITEM = re.compile(r"([FIWB]+)(?:\*([1-9][0-9]{0,8}))?")
+_ACTION = r"[FIWB](?:[1-9][0-9]{0,3})?"
+_ITEM = re.compile(rf"((?:{_ACTION})+)(?:\*([1-9][0-9]{{0,8}}))?")
 _LONGEST_REPEAT = 48  # letters; longer ones are written out
 _MARK = "<-- ERROR HERE"
 
 
-def compress(row: str) -> str:
-    """Runs of equal letters and repeated groups with their number: ``FFFFIFWIFWIW`` is ``F*4 IFW*2 IW``."""
+def compress(row: Row) -> str:
+    """Runs of equal actions and repeated groups with their number: ``FFFFIFWIFWIW`` is ``F*4 IFW*2 IW``."""
     items: list[str] = []
     single = ""
     at = 0
     while at < len(row):
-        unit, count = _best_repeat(row, at)
+        length, count = _best_repeat(row, at)
+        unit = "".join(row[at : at + length])
         if count == 1:
             single += unit
         else:
             items += [single] if single else []
             items.append(f"{unit}*{count}")
             single = ""
-        at += len(unit) * count
+        at += length * count
     return " ".join([*items, single] if single else items)
 
 
-def _best_repeat(row: str, at: int) -> tuple[str, int]:
-    """(unit, how often it follows itself at ``at``) that shortens the text most; (letter, 1) where none does."""
-    best, saved = (row[at], 1), 0
+def _best_repeat(row: Row, at: int) -> tuple[int, int]:
+    """(length of a group, how often it follows itself at ``at``) that shortens the text most; (1, 1) where none
+    does."""
+    best, saved = (1, 1), 0
     for length in range(1, min(_LONGEST_REPEAT, (len(row) - at) // 2) + 1):
         unit = row[at : at + length]
-        if not row.startswith(unit, at + length):
+        if row[at + length : at + 2 * length] != unit:
             continue
         count = 2
-        while row.startswith(unit, at + count * length):
+        while row[at + count * length : at + (count + 1) * length] == unit:
             count += 1
-        saving = (count - 1) * length - len(f"*{count} ")
+        saving = (count - 1) * sum(map(len, unit)) - len(f"*{count} ")
         if saving > saved:
-            best, saved = (unit, count), saving
+            best, saved = (length, count), saving
     return best
 
 
-def expand(text: str, most: int, field: str = "stages") -> str:
-    """The letters that :func:`compress` wrote.
+def expand(text: str, most: int, field: str = "stages") -> Row:
+    """The actions that :func:`compress` wrote: a str where all are of the first chunk, else a tuple.
 
     Args:
-        most: letters that the result may have.
+        most: actions that the result may have.
 
     Raises:
-        UserError: an item that is no letters with a count, or too many letters; with the place marked.
+        UserError: an item that is no actions with a count, or too many actions; with the place marked.
     """
     parts: list[str] = []
-    total = 0
     for item in re.finditer(r"\S+", text):
         found = _ITEM.fullmatch(item[0])
         if found is None:
             good = _ITEM.match(item[0])
             raise _text_error("cannot be read", text, item.start() + (good.end() if good else 0), field)
-        letters, count = found[1], int(found[2] or 1)
-        total += len(letters) * count
-        if total > most:
+        actions, count = re.findall(_ACTION, found[1]), int(found[2] or 1)
+        if len(parts) + len(actions) * count > most:
             raise _text_error(f"makes more than the {most} actions that the stage can have", text, item.start(), field)
-        parts.append(letters * count)
-    return "".join(parts)
+        parts += actions * count
+    return tuple(parts) if any(len(action) > 1 for action in parts) else "".join(parts)
 
 
 def _text_error(problem: str, text: str, at: int, field: str) -> UserError:
     shown = text[max(0, at - 40) : at + 40]
     mark = " " * min(at, 40) + "^"
-    form = "letters of F, I (B_INPUT), W and B, with *COUNT or without"
+    form = "letters of F, I (B_INPUT), W and B, from the second chunk on with its number, with *COUNT or without"
     return UserError(f"character {at + 1} {problem} ({form})\n{shown}\n{mark}", field=field)
 
 
 def stored_orders(schedule: Schedule) -> tuple[str, ...]:
-    """The actions of every stage of a schedule of one chunk, with micro-batches in order, as a plan keeps them.
+    """The actions of every stage of a schedule with micro-batches in order in every chunk, as a plan keeps them.
 
     Raises:
         UserError: a schedule that this form cannot say.
     """
-    orders = orders_of(schedule)
+    orders: Sequence[Row] = orders_of(schedule) if schedule.chunks == 1 else chunk_orders_of(schedule)
     compute = tuple(tuple(a for a in row if a.kind in ("F", "B", "B_INPUT", "W")) for row in schedule.stages)
     if schedule_of(schedule.name, orders).stages != compute:
         raise UserError(
-            "cannot be stored", field="schedule", value=schedule.name, accepted="one chunk, micro-batches in order"
+            "cannot be stored", field="schedule", value=schedule.name, accepted="micro-batches in order in every chunk"
         )
     return tuple(map(compress, orders))
 
@@ -118,12 +127,13 @@ def schedule_from_dict(
     made_for: str,
     memory: Sequence[StageMemory] = (),
     field: str = "schedule",
+    num_chunks: int = 1,
 ) -> Schedule:
     """The stored schedule, proven to run.
 
     Args:
         num_stages, num_micro_batches, made_for: of the plan that it is used in.
-        memory: per stage, what its micro-batches hold and may hold; () leaves memory unchecked.
+        memory: per stage of one chunk, what its micro-batches hold and may hold; () leaves memory unchecked.
         field: where it was read, for messages.
 
     Raises:
@@ -139,13 +149,15 @@ def schedule_from_dict(
         if value != here:
             raise UserError("was made for another plan", field=f"{field}.{key}", value=value, accepted=str(here))
     orders = tuple(
-        expand(text, 3 * num_micro_batches, f"{field}.stages[{s}]") for s, text in enumerate(stored["stages"])
+        expand(text, 3 * num_micro_batches * num_chunks, f"{field}.stages[{s}]")
+        for s, text in enumerate(stored["stages"])
     )
     for s, row in enumerate(orders):
-        _check_counts(row, num_micro_batches, f"{field}.stages[{s}]")
+        _check_counts(row, num_micro_batches, num_chunks, f"{field}.stages[{s}]")
         if memory:
+            assert num_chunks == 1, "memory of several chunks"
             _check_memory(row, memory[s], f"{field}.stages[{s}]")
-    schedule = schedule_of(stored["name"], orders)
+    schedule = schedule_of(stored["name"], orders, num_chunks)
     try:
         validate(lower(schedule))
     except ScheduleError as error:
@@ -176,44 +188,49 @@ def _check_keys(stored: Any, field: str) -> None:
             raise UserError("is no text", field=f"{field}.stages[{s}]", value=text, accepted="e.g. F*4 IFW*2 IW")
 
 
-def _check_counts(row: str, count: int, field: str) -> None:
-    """Every micro-batch once forward and once backward, and a W for each B_INPUT; backwards after their forwards."""
-    forwards = backwards = deferred = 0
-    for at, letter in enumerate(row):
+def _check_counts(row: Row, count: int, chunks: int, field: str) -> None:
+    """In every chunk, every micro-batch once forward and once backward, and a W for each B_INPUT; backwards after their
+    forwards."""
+    forwards, backwards, deferred = [0] * chunks, [0] * chunks, [0] * chunks
+    for at, action in enumerate(row):
+        letter, c = split_letter(action)
+        if c >= chunks:
+            raise _order_error(f"is of a chunk that the stage does not have (it has {chunks})", row, at, field)
         if letter == "F":
-            forwards += 1
+            forwards[c] += 1
         elif letter == "W":
-            deferred -= 1
+            deferred[c] -= 1
         else:
-            backwards += 1
-            deferred += letter == "I"
-        if forwards > count:
+            backwards[c] += 1
+            deferred[c] += letter == "I"
+        if forwards[c] > count:
             raise _order_error(f"is one forward more than {count} micro-batches have", row, at, field)
-        if backwards > forwards:
+        if backwards[c] > forwards[c]:
             raise _order_error("comes before its forward", row, at, field)
-        if deferred < 0:
+        if deferred[c] < 0:
             raise _order_error("comes before its B_INPUT", row, at, field)
-    for what, done, wanted in (("F", forwards, count), ("B or B_INPUT", backwards, count), ("W", -deferred, 0)):
-        if done != wanted:
-            missing = wanted - done
+    wanted = count * chunks
+    for what, missing in (
+        ("F", wanted - sum(forwards)), ("B or B_INPUT", wanted - sum(backwards)), ("W", sum(deferred))
+    ):  # fmt: skip
+        if missing:
             raise UserError(f"ends with {missing} {what} missing", field=field, value=compress(row))
 
 
-def _check_memory(row: str, memory: StageMemory, field: str) -> None:
+def _check_memory(row: Row, memory: StageMemory, field: str) -> None:
     for at, held in enumerate(held_bytes(memory, row)):
         if held > memory.memory_bytes:
             problem = f"needs {held:g} bytes for activations, and the stage has {memory.memory_bytes:g}"
             raise _order_error(problem, row, at, field)
 
 
-def _order_error(problem: str, row: str, at: int, field: str) -> UserError:
+def _order_error(problem: str, row: Row, at: int, field: str) -> UserError:
     """Marks the action in the list; of letters that cannot be numbered only what comes before it is shown."""
     actions = schedule_of("", (row[:at],)).stages[0]
-    kind = {"F": "F", "I": "B_INPUT", "W": "W", "B": "B"}[row[at]]
-    number = sum(a.kind == "F" if kind == "F" else a.kind in ("B", "B_INPUT") for a in actions)
-    if kind == "W":
-        number = sum(a.kind == "W" for a in actions)
-    action = Action(kind, number)
+    letter, chunk = split_letter(row[at])
+    alike = ("B", "B_INPUT") if letter in "IB" else (letter,)
+    number = sum(a.kind in alike for a in actions if a.chunk == chunk)
+    action = Action(KIND_OF_LETTER[letter], number, chunk)
     shown = format_rows({"order": (*actions, action)}, ("order", at))
     return UserError(f"{action}, action {at + 1}, {problem}\n{shown}", field=field)
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.expert_load import (
+    ExpertLoad,
+    expert_activation_bytes,
+    expert_backward_bytes,
+    expert_operand_bytes,
+    moe_layers,
+    plain_load,
+)
+from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
 from hetero_megatron.spec.tensors import logical_tensors
 
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
@@ -34,11 +42,6 @@ def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
     return attention_pairs(spec, length) / spec.num_layers
 
 
-def moe_layers(spec: ModelSpec) -> float:
-    """The share of layers that are mixtures of experts."""
-    return sum(kind.mlp == "moe" for kind in spec.layers) / spec.num_layers if spec.moe is not None else 0.0
-
-
 def mlp_columns(spec: ModelSpec) -> float:
     """Feed-forward columns that a token passes in an average layer: of a mixture of experts, those of the experts that
     it chooses and of what all tokens share."""
@@ -48,17 +51,34 @@ def mlp_columns(spec: ModelSpec) -> float:
     return (1 - share) * spec.ffn_hidden_size + share * used
 
 
+def common_columns(spec: ModelSpec, routed: float) -> float:
+    """Feed-forward columns that every token passes in an average layer, if ``routed`` of the layers are mixtures of
+    experts: those of a dense MLP, or of what all tokens share."""
+    shared = spec.moe.shared_ffn if spec.moe is not None else 0
+    return (1 - routed) * spec.ffn_hidden_size + routed * shared
+
+
+def projection_elements(spec: ModelSpec) -> int:
+    """Elements of the matrices before and after attention, biases and norms left out."""
+    h, heads, mla = spec.hidden_size, spec.num_heads, spec.mla
+    if mla is None:
+        return 2 * h * (heads + spec.num_kv_heads) * spec.head_dim
+    queries = heads * mla.qk_dim * (h if mla.q_rank is None else mla.q_rank)
+    return h * mla.latents + queries + heads * (mla.kv_rank * (mla.nope_dim + mla.v_dim) + mla.v_dim * h)
+
+
 def layer_matmul_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of one (average) layer's projections and MLP: 2 x the matrix elements that it passes."""
-    h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    h = spec.hidden_size
     matrices = 3 if spec.gated else 2
     router = 0.0 if spec.moe is None else moe_layers(spec) * h * spec.moe.num_experts
-    return 2 * (h * (2 * q + 2 * kv) + matrices * h * mlp_columns(spec) + router)
+    return 2 * (projection_elements(spec) + matrices * h * mlp_columns(spec) + router)
 
 
 def layer_attention_flops(spec: ModelSpec, pairs: float) -> float:
     """Forward FLOPs of one layer's softmax(q k^T) v: 4 d per head and visible (query, key) pair."""
-    return 4 * spec.num_heads * spec.head_dim * pairs
+    both = 2 * spec.head_dim if spec.mla is None else spec.mla.qk_dim + spec.mla.v_dim
+    return 2 * spec.num_heads * both * pairs
 
 
 def layer_flops(spec: ModelSpec, seq_length: int) -> float:
@@ -110,17 +130,17 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(t.size for t in logical_tensors(spec))
 
 
-def layer_parameters(spec: ModelSpec) -> int:
-    """Parameters of one decoder layer."""
-    return sum(t.size for t in logical_tensors(spec) if t.layer == 0)
+def layer_parameters(spec: ModelSpec, trained: bool = False) -> int:
+    """Parameters of one decoder layer; ``trained``: of those that are trained."""
+    return sum(t.size for t in logical_tensors(spec) if t.layer == 0 and (t.trained or not trained))
 
 
 def mlp_widths(spec: ModelSpec) -> int:
     """What an MLP keeps between its projections, in widths of its hidden layer: gate, up and their product with SwiGLU
-    (another gate keeps its activation too), otherwise up and its activation."""
+    (clamped too; another gate keeps its activation too), otherwise up and its activation."""
     if not spec.gated:
         return 2
-    return 3 if spec.activation == "swiglu" else 4
+    return 3 if spec.activation in EXPERT_ACTIVATIONS else 4
 
 
 def extra_norm_widths(spec: ModelSpec) -> int:
@@ -128,24 +148,39 @@ def extra_norm_widths(spec: ModelSpec) -> int:
     return 2 if spec.norm_placement == "pre_post" else 0
 
 
-def routed_widths(spec: ModelSpec) -> float:
-    """Inputs and outputs of the experts of a token, in hidden sizes, in an average layer."""
-    return 0.0 if spec.moe is None else 2 * spec.moe.top_k * moe_layers(spec)
+def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
+    """Inputs of MLPs after the gather, in hidden sizes: a mixture of experts has one only for what all tokens share,
+    and without a TP group that is the router's."""
+    shared = spec.moe is not None and bool(spec.moe.shared_ffn) and tp > 1
+    return 1 - routed + routed * shared
+
+
+def latent_widths(spec: ModelSpec) -> int:
+    """Latents of a token with multi-head latent attention, before and after their norms."""
+    return 0 if spec.mla is None else 2 * ((spec.mla.q_rank or 0) + spec.mla.kv_rank)
+
+
+def value_widths(spec: ModelSpec) -> int:
+    """The input of ``o_proj``, where it is not the output of the attention operator (whose heads are filled up)."""
+    return 0 if spec.mla is None or spec.mla.v_dim == spec.head_dim else spec.num_heads * spec.mla.v_dim
 
 
 def layer_activation_bytes(
-    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0, shards: int | None = None
-) -> int:
+    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0,
+    shards: int | None = None, load: ExpertLoad | None = None,
+) -> int:  # fmt: skip
     """Bytes that one layer keeps from forward to backward, as ``model/gpt.py`` saves them.
 
     Counted per token, in elements (h hidden, q and kv the widths of queries and keys, f feed-forward):
 
     - on the token shard: both norms' inputs, 2 h;
     - after the gather, on every rank whole: the inputs of QKV and of the MLP, 2 h;
-    - of a mixture of experts, for each expert of a token its input and its output, 2 h;
+    - of a mixture of experts, instead of a dense MLP's share, what
+      :func:`~hetero_megatron.spec.expert_load.expert_activation_bytes` says, and what all tokens use;
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
+    - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
     - of adapters, whole: what is between A and B, their rank each.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
@@ -156,22 +191,27 @@ def layer_activation_bytes(
         recompute: none | selective | full; a stage's ``first: n`` is n layers full and the rest none.
         tp: this rank's share is 1 / tp of heads and columns; need not be an integer.
         shards: of the tokens, one to each rank of the TP group, all equal; None: ``tp``.
+        load: of the routed experts of a mixture; None: :func:`~hetero_megatron.spec.expert_load.plain_load`.
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if recompute == "full":
         return round(tokens * h / (shards or tp)) * itemsize
+    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
+    routed = load.layers if load is not None else 0.0
     shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
-    gathered = 2 * h + adapter_widths(spec)
-    cut = 2 * q + 2 * kv + mlp_widths(spec) * mlp_columns(spec) + routed_widths(spec) * h
+    gathered = (1 + shared_inputs(spec, routed, tp)) * h + adapter_widths(spec) + latent_widths(spec)
+    cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
     if spec.qk_norm:
         cut += q + kv
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
-    return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp))
+    experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
+    return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
 
 def layer_backward_bytes(
-    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None
-) -> int:
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
+    load: ExpertLoad | None = None,
+) -> int:  # fmt: skip
     """Bytes that backward through one layer needs beside what the layer keeps, at the worst moment of autograd's.
 
     The gradient that goes around the MLP is there all the time (h on the token shard). The worst moment is one of:
@@ -182,7 +222,9 @@ def layer_backward_bytes(
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
     """
-    h, f = spec.hidden_size, mlp_columns(spec) / tp
+    load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
+    routed = load.layers if load is not None else 0.0
+    h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
     row = tokens * itemsize
     weight = h * f if spec.lora is None else 0
     inside = (2 if spec.gated else 1) * f
@@ -191,10 +233,14 @@ def layer_backward_bytes(
         worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)
+    if load is not None and routed:
+        worst = max(worst, expert_backward_bytes(spec, load, itemsize))
     return round(row * h / (shards or tp) + worst)
 
 
-def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0) -> int:
+def layer_operand_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, load: ExpertLoad | None = None
+) -> int:
     """Bytes of the operands of one layer's weight gradients, which wait from B_INPUT to W where backward is split.
 
     Per token, in elements: after the gather, whole, the inputs of QKV and of the MLP and the gradients of what
@@ -202,8 +248,12 @@ def layer_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: flo
     up (and, with SwiGLU, gate), and ``down_proj``'s input, 2 q + 2 kv + 2 f (3 f).
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * mlp_columns(spec) + routed_widths(spec) * h
-    return round(tokens * itemsize * (4 * h + 2 * adapter_widths(spec) + cut / tp))
+    load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
+    routed = load.layers if load is not None else 0.0
+    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * common_columns(spec, routed)
+    inputs = 2 * (1 + shared_inputs(spec, routed, tp)) * h + 2 * adapter_widths(spec)
+    experts = routed * expert_operand_bytes(spec, load, itemsize) if load is not None else 0.0
+    return round(tokens * itemsize * (inputs + cut / tp) + experts)
 
 
 def head_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.families import FAMILIES, Family
+from hetero_megatron.spec.families.refused import why
 from hetero_megatron.spec.hf_keys import check_keys
 from hetero_megatron.spec.hf_reader import Config, ConfigReader
 from hetero_megatron.spec.model_spec import ModelSpec
@@ -19,8 +20,9 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
+        reason = why(kind) if isinstance(kind, str) else ""
         raise UserError(
-            "this model family is not supported", field="model_type", value=kind,
+            "this model family is not supported" + (reason and f": {reason}"), field="model_type", value=kind,
             accepted=", ".join(FAMILIES), where=where,
         )  # fmt: skip
     check_keys(config, family.model_type, family.keys, where)

@@ -16,24 +16,56 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 @dataclass(frozen=True)
 class HFSource:
-    """Where a logical tensor is stored: rows ``start`` and following of tensor ``name``, which has ``rows`` of them
-    (None: those of the logical tensor); ``transpose``: what is stored is the transposed tensor (Conv1D)."""
+    """Where a logical tensor is stored: its row i is row ``start + step * i`` of tensor ``name``, which has ``rows`` of
+    them (None: those of the logical tensor); ``transpose``: what is stored is the transposed tensor (Conv1D).
+
+    ``expert``: (number, of how many), where the stored tensor has all experts along a further first axis.
+    """
 
     name: str
     start: int = 0
     rows: int | None = None
     transpose: bool = False
+    step: int = 1
+    expert: tuple[int, int] | None = None
 
     def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the stored tensor, given the logical one's."""
         whole = logical if self.rows is None else (self.rows, *logical[1:])
-        return whole[::-1] if self.transpose else whole
+        whole = whole[::-1] if self.transpose else whole
+        return whole if self.expert is None else (self.expert[1], *whole)
 
     def slices(self, box: Box) -> tuple[slice, ...]:
         """Where a box of the logical tensor is in the stored one (to be transposed where ``transpose`` says so)."""
         rows, *rest = box.slices()
-        found = (slice(rows.start + self.start, rows.stop + self.start), *rest)
-        return found[::-1] if self.transpose else found
+        first = self.start + rows.start * self.step
+        last = self.start + (rows.stop - 1) * self.step if rows.stop > rows.start else first - 1
+        found = (slice(first, last + 1, self.step), *rest)
+        found = found[::-1] if self.transpose else found
+        return found if self.expert is None else (slice(self.expert[0], self.expert[0] + 1), *found)
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """All experts of a layer in tensors [experts, inputs, outputs], biases in tensors [experts, outputs].
+
+    Args:
+        interleaved: output 2i is of the gate and 2i + 1 of up (gpt-oss); else the gate's outputs come first (Llama 4).
+    """
+
+    interleaved: bool = False
+
+    def source(self, spec: ModelSpec, prefix: str, expert: int, projection: str, kind: str) -> HFSource:
+        assert spec.moe is not None
+        fused, outputs = "down_proj", None
+        start, step = 0, 1
+        if projection != "down_proj":
+            fused, outputs = "gate_up_proj", 2 * spec.moe.ffn_hidden_size
+            second = projection == "up_proj"
+            start = int(second) * (1 if self.interleaved else spec.moe.ffn_hidden_size)
+            step = 2 if self.interleaved else 1
+        name = f"{prefix}.{fused}" + ("_bias" if kind == "bias" else "")
+        return HFSource(name, start, outputs, kind == "weight", step, (expert, spec.moe.num_experts))
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,7 @@ class NameTable:
         modules: logical module in a layer -> theirs, ``{}`` for the number of an expert; others have the same name.
         fused: their module in a layer -> the logical modules whose rows it holds, one after the other.
         transposed: their modules whose weights are stored transposed.
+        experts: how they are stored, where not one by one.
         outside: logical tensor outside of the layers -> theirs; others have the same name.
     """
 
@@ -52,6 +85,7 @@ class NameTable:
     modules: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
+    experts: FusedExperts | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, spec: ModelSpec, name: str) -> HFSource:
@@ -62,6 +96,9 @@ class NameTable:
         layer, module, kind = found.groups()
         expert = _EXPERT.fullmatch(module)
         any_expert = module if expert is None else f"{expert[1]}.{{}}.{expert[3]}"
+        if expert is not None and self.experts is not None:
+            prefix = f"{self.layer.format(layer)}.{self.modules.get(expert[1], expert[1])}"
+            return self.experts.source(spec, prefix, int(expert[2]), expert[3], kind)
         theirs, start, rows = self.modules.get(any_expert, any_expert), 0, None
         theirs = theirs if expert is None else theirs.format(expert[2])
         for fused, parts in self.fused.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.lora import Lora
+from hetero_megatron.spec.mla import LatentAttention
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.rope import Rope
 
@@ -19,7 +20,8 @@ MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 100_000
 MAX_ELEMENTS = 2**48  # of one matrix
 
-GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}  # activation -> what is applied to the gate
+GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")  # activations that multiply two projections
+EXPERT_ACTIVATIONS = ("swiglu", "clamped_swiglu")
 CHOICES = {
     "norm": ("rms", "layer"), "norm_placement": ("pre", "pre_post", "post"), "position": ("rope", "learned"),
     "activation": (*GATED, "gelu", "gelu_tanh", "squared_relu"), "qk_norm": (None, "head", "projection"),
@@ -51,7 +53,7 @@ MLP_KINDS = ("dense", "moe")
 # Fields that change numbers, but neither memory nor time.
 _CONSTANTS = (
     "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
-    "logit_scale", "attn_scale", "init_std", "notices",
+    "logit_scale", "attn_scale", "swiglu_alpha", "swiglu_limit", "init_std", "notices",
 )  # fmt: skip
 
 
@@ -68,12 +70,16 @@ class ModelSpec:
             ``pre_post``: both (Gemma 2).
         norm_offset: added to a norm's weight (Gemma's 1 + w).
         qk_norm: of queries and keys, per ``head``, or over the whole ``projection`` (OLMo 2).
+        swiglu_alpha, swiglu_limit: of ``clamped_swiglu``, (up + 1) gate sigmoid(alpha gate), where the gate is at most
+            the limit and up between it and its negative (gpt-oss).
         embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of what attention and MLP add to the
             residual stream, and of the logits.
         attn_scale: of the scores; None: 1 / sqrt(head_dim).
         attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
         moe: what the MLP of a layer of kind ``moe`` is.
         sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
+        mla: attention is multi-head latent attention; ``head_dim`` is what the attention operator sees, and there are
+            as many key-value heads as heads.
         lora: adapters; all that is not of them is frozen.
     """
 
@@ -92,6 +98,8 @@ class ModelSpec:
     norm_placement: str = "pre"
     norm_offset: float = 0.0
     activation: str = "swiglu"
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -106,6 +114,7 @@ class ModelSpec:
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
+    mla: LatentAttention | None = None
     moe: MoE | None = None
     lora: Lora | None = None
     init_std: float = 0.02
@@ -148,8 +157,16 @@ class ModelSpec:
         object.__setattr__(self, "layer_kinds", _shortest(kinds, self.num_layers))
         if self.moe is None and any(kind.mlp == "moe" for kind in self.layer_kinds):
             raise UserError("some layer is a mixture of experts", field="moe", value=None, accepted="what its MLP is")
-        if self.moe is not None and self.activation != "swiglu":
-            raise UserError("experts are gated by silu", field="activation", value=self.activation, accepted="swiglu")
+        if self.moe is not None and self.activation not in EXPERT_ACTIVATIONS:
+            raise UserError(
+                "not an activation of experts", field="activation", value=self.activation,
+                accepted=" | ".join(EXPERT_ACTIVATIONS),
+            )  # fmt: skip
+        if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.head_dim, self.num_heads):
+            raise UserError(
+                "does not fit its latent attention", field="head_dim, num_kv_heads",
+                value=[self.head_dim, self.num_kv_heads], accepted=f"{self.mla.head_dim}, {self.num_heads}",
+            )  # fmt: skip
         for rope in self.ropes:
             rope.check(self.head_dim)
 
@@ -206,7 +223,7 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = asdict(value) if isinstance(value, MoE | Lora) else value
+                found[f.name] = asdict(value) if isinstance(value, MoE | LatentAttention | Lora) else value
         kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}

@@ -23,6 +23,7 @@ class MoE:
             ``group_size`` best experts in each.
         score_bias: a bias per expert is added for the choice (not to the weights); it is no weight of the model, but
             moved after each step against the load (DeepSeek-V3).
+        router_bias: the router adds a trained bias to its logits; bias: the experts' projections have biases.
         shared_ffn: columns of an MLP that all tokens use besides; 0: none. ``shared_gate``: its output is multiplied by
             the sigmoid of a projection of the token (Qwen2-MoE).
     """
@@ -37,6 +38,8 @@ class MoE:
     top_groups: int = 1
     group_size: int = 1
     score_bias: bool = False
+    router_bias: bool = False
+    bias: bool = False
     shared_ffn: int = 0
     shared_gate: bool = False
 

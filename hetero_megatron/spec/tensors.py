@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.lora import TARGETS, Lora
+from hetero_megatron.spec.mla import LatentAttention
 from hetero_megatron.spec.model_spec import ModelSpec
 
 
@@ -18,7 +19,7 @@ from hetero_megatron.spec.model_spec import ModelSpec
 class Axis:
     """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
 
-    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position or rank (of an adapter); of a mixture of
+    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position, rank (of an adapter) or latent; of a mixture of
     experts: experts (which are divided over ranks), expert_ffn, shared_ffn, and router (one per expert, never cut).
     """
 
@@ -30,7 +31,8 @@ class Axis:
 class LogicalTensor:
     """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
     a gradient and optimizer states, and checkpoints hold it; ``by_load``: but its gradient is 0 and it has no such
-    states, for not the optimizer moves it but how many tokens chose each expert."""
+    states, for not the optimizer moves it but how many tokens chose each expert; ``joint``: what it shares with those
+    that lie beside it in a rank's memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,10 +40,20 @@ class LogicalTensor:
     layer: int | str
     trained: bool = True
     by_load: bool = False
+    joint: str | None = None
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def per_expert(self) -> bool:
+        """One matrix or bias of every expert."""
+        return self.axes[0].role == "experts"
+
+    @property
+    def is_bias(self) -> bool:
+        return self.name.endswith("bias")
 
 
 _HIDDEN = Axis("hidden")
@@ -99,20 +111,23 @@ def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     base = f"model.layers.{i}"
-    q, kv, ffn = Axis("q_heads", spec.head_dim), Axis("kv_heads", spec.head_dim), Axis("ffn")
-    nq, nkv, h, f = (
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-        spec.hidden_size,
-        spec.ffn_hidden_size,
-    )
     if spec.norm_placement != "post":
         yield from _norm(spec, f"{base}.input_layernorm", i)
-    for letter, axis, rows in (("q", q, nq), ("k", kv, nkv), ("v", kv, nkv)):
-        name = f"{base}.self_attn.{letter}_proj"
-        yield LogicalTensor(f"{name}.weight", (rows, h), (axis, _HIDDEN), i)
-        if spec.qkv_bias:
-            yield LogicalTensor(f"{name}.bias", (rows,), (axis,), i)
+    yield from _attention(spec, base, i) if spec.mla is None else _latent_attention(spec, spec.mla, base, i)
+    yield from _norm(spec, f"{base}.post_attention_layernorm", i)
+    if spec.norm_placement == "pre_post":
+        yield from _norm(spec, f"{base}.pre_feedforward_layernorm", i)
+    columns, ffn = spec.ffn_hidden_size, Axis("ffn")
+    yield from _moe(spec, i) if spec.layer(i).mlp == "moe" else _mlp(spec, f"{base}.mlp", columns, ffn, i)
+    if spec.norm_placement != "pre":
+        yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
+
+
+def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
+    q, kv = Axis("q_heads", spec.head_dim), Axis("kv_heads", spec.head_dim)
+    nq, nkv, h = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
+    projections = (("q_proj", nq, q), ("k_proj", nkv, kv), ("v_proj", nkv, kv))
+    yield from _rows_of_one(f"{base}.self_attn", projections, h, spec.qkv_bias, i)
     if spec.qk_norm:
         per_head = ((spec.head_dim,), (Axis("head_dim"),))
         for letter, axis, rows in (("q", q, nq), ("k", kv, nkv)):
@@ -123,20 +138,48 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     yield LogicalTensor(f"{base}.self_attn.o_proj.weight", (h, nq), (_HIDDEN, q), i)
     if spec.out_bias:
         yield LogicalTensor(f"{base}.self_attn.o_proj.bias", (h,), (_HIDDEN,), i)
-    yield from _norm(spec, f"{base}.post_attention_layernorm", i)
-    if spec.norm_placement == "pre_post":
-        yield from _norm(spec, f"{base}.pre_feedforward_layernorm", i)
-    yield from _moe(spec, i) if spec.layer(i).mlp == "moe" else _mlp(spec, f"{base}.mlp", f, ffn, i)
-    if spec.norm_placement != "pre":
-        yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
+
+
+def _latent_attention(spec: ModelSpec, mla: LatentAttention, base: str, i: int) -> Iterator[LogicalTensor]:
+    """Projections up are cut by heads; projections down and the latents' norms are not."""
+    base, h, heads, latent = f"{base}.self_attn", spec.hidden_size, spec.num_heads, Axis("latent")
+    qk, kv, v = (Axis("q_heads", n) for n in (mla.qk_dim, mla.nope_dim + mla.v_dim, mla.v_dim))
+    if mla.q_rank is None:
+        yield LogicalTensor(f"{base}.q_proj.weight", (heads * mla.qk_dim, h), (qk, _HIDDEN), i)
+    else:
+        yield from _down(f"{base}.q_a_proj", mla.q_rank, h, mla.bias, i)
+        yield LogicalTensor(f"{base}.q_a_layernorm.weight", (mla.q_rank,), (latent,), i)
+        yield LogicalTensor(f"{base}.q_b_proj.weight", (heads * mla.qk_dim, mla.q_rank), (qk, latent), i)
+    yield from _down(f"{base}.kv_a_proj_with_mqa", mla.kv_rank + mla.rope_dim, h, mla.bias, i)
+    yield LogicalTensor(f"{base}.kv_a_layernorm.weight", (mla.kv_rank,), (latent,), i)
+    rows = heads * (mla.nope_dim + mla.v_dim)
+    yield LogicalTensor(f"{base}.kv_b_proj.weight", (rows, mla.kv_rank), (kv, latent), i)
+    yield LogicalTensor(f"{base}.o_proj.weight", (h, heads * mla.v_dim), (_HIDDEN, v), i)
+    if spec.out_bias:
+        yield LogicalTensor(f"{base}.o_proj.bias", (h,), (_HIDDEN,), i)
+
+
+def _down(name: str, rows: int, h: int, bias: bool, i: int) -> Iterator[LogicalTensor]:
+    yield LogicalTensor(f"{name}.weight", (rows, h), (Axis("latent"), _HIDDEN), i)
+    if bias:
+        yield LogicalTensor(f"{name}.bias", (rows,), (Axis("latent"),), i)
+
+
+def _rows_of_one(
+    parent: str, projections: Iterable[tuple[str, int, Axis]], h: int, bias: bool, i: int
+) -> Iterator[LogicalTensor]:
+    """Matrices (name, rows, their axis) that multiply one input, and then their biases: a rank keeps each kind in one
+    piece of memory, in this order, and makes one product of them."""
+    for name, rows, axis in projections:
+        yield LogicalTensor(f"{parent}.{name}.weight", (rows, h), (axis, _HIDDEN), i, joint=f"{parent}.weight")
+    for name, rows, axis in projections if bias else ():
+        yield LogicalTensor(f"{parent}.{name}.bias", (rows,), (axis,), i, joint=f"{parent}.bias")
 
 
 def _mlp(spec: ModelSpec, name: str, columns: int, axis: Axis, i: int) -> Iterator[LogicalTensor]:
     h = spec.hidden_size
-    for column in ("gate_proj", "up_proj") if spec.gated else ("up_proj",):
-        yield LogicalTensor(f"{name}.{column}.weight", (columns, h), (axis, _HIDDEN), i)
-        if spec.mlp_bias:
-            yield LogicalTensor(f"{name}.{column}.bias", (columns,), (axis,), i)
+    names = ("gate_proj", "up_proj") if spec.gated else ("up_proj",)
+    yield from _rows_of_one(name, [(column, columns, axis) for column in names], h, spec.mlp_bias, i)
     yield LogicalTensor(f"{name}.down_proj.weight", (h, columns), (_HIDDEN, axis), i)
     if spec.mlp_bias:
         yield LogicalTensor(f"{name}.down_proj.bias", (h,), (_HIDDEN,), i)
@@ -147,13 +190,19 @@ def _moe(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     assert moe is not None
     router, experts, columns = Axis("router"), Axis("experts"), Axis("expert_ffn")
     yield LogicalTensor(f"{name}.gate.weight", (moe.num_experts, h), (router, _HIDDEN), i)
+    if moe.router_bias:
+        yield LogicalTensor(f"{name}.gate.bias", (moe.num_experts,), (router,), i)
     if moe.score_bias:
         yield LogicalTensor(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), (router,), i, by_load=True)
     for column in ("gate_proj", "up_proj"):
         shape = (moe.num_experts, moe.ffn_hidden_size, h)
         yield LogicalTensor(f"{name}.experts.{column}.weight", shape, (experts, columns, _HIDDEN), i)
+        if moe.bias:
+            yield LogicalTensor(f"{name}.experts.{column}.bias", shape[:2], (experts, columns), i)
     shape = (moe.num_experts, h, moe.ffn_hidden_size)
     yield LogicalTensor(f"{name}.experts.down_proj.weight", shape, (experts, _HIDDEN, columns), i)
+    if moe.bias:
+        yield LogicalTensor(f"{name}.experts.down_proj.bias", shape[:2], (experts, _HIDDEN), i)
     if moe.shared_ffn:
         yield from _mlp(spec, f"{name}.shared_expert", moe.shared_ffn, Axis("shared_ffn"), i)
     if moe.shared_gate:
@@ -161,8 +210,8 @@ def _moe(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
 
 
 def expert_tensor(tensor: LogicalTensor, expert: int) -> LogicalTensor:
-    """One expert's matrix of a tensor over experts, with Hugging Face's name of it."""
-    assert tensor.axes[0].role == "experts", tensor
+    """One expert's matrix or bias of a tensor over experts, with Hugging Face's name of it."""
+    assert tensor.per_expert, tensor
     name = tensor.name.replace(".experts.", f".experts.{expert}.")
     return replace(tensor, name=name, shape=tensor.shape[1:], axes=tensor.axes[1:])
 

@@ -71,7 +71,7 @@ class LoggingConfig:
 
     ``wandb``: arguments of ``wandb.init``; None: off. ``validation_perplexity``: of evaluations, for TensorBoard.
     ``kernel_plan``: each stage's kernels are printed with what was passed over and why. ``log_format``: of the console
-    line, ``short`` or ``megatron``. ``profile``: None: off.
+    line, ``short`` or ``megatron``. ``profile``: None: off. ``routing_stats``: file for how often experts were chosen.
     """
 
     interval: int = 100
@@ -84,6 +84,7 @@ class LoggingConfig:
     kernel_plan: bool = False
     log_format: str = "short"
     profile: ProfileSteps | None = None
+    routing_stats: str | None = None
 
 
 @dataclass(frozen=True)

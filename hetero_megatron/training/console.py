@@ -4,7 +4,8 @@ their names and order stay."""
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 COLUMNS = 120  # of a short line, at most
 
@@ -17,6 +18,8 @@ class ConsoleLine:
         seconds: per iteration, averaged since the last line.
         tflops: model TFLOP/s per chip; mfu: its share of the chip's peak (0 to 1).
         loss: mean since the last line.
+        busiest: tokens of the busiest expert over the mean, in the layer where that is most; balance: losses that
+            balance experts, by name.
     """
 
     iteration: int
@@ -36,6 +39,8 @@ class ConsoleLine:
     num_zeros: int | None = None
     params_norm: float | None = None
     eta_seconds: float | None = None
+    busiest: float | None = None
+    balance: Mapping[str, float] = field(default_factory=dict)
 
 
 def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
@@ -58,6 +63,7 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
     parts.append(f"global batch size: {p.batch_size:5d}")
     if p.loss is not None:
         parts.append(f"lm loss: {p.loss:.6E}")
+    parts += [f"{name}: {loss:.6E}" for name, loss in p.balance.items()]
     parts.append(f"loss scale: {p.loss_scale:.1f}")
     if p.grad_norm is not None:
         parts.append(f"grad norm: {p.grad_norm:.3f}")
@@ -67,6 +73,8 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
         parts.append(f"params norm: {p.params_norm:.3f}")
     parts.append(f"number of skipped iterations: {p.skipped:3d}")
     parts.append(f"number of nan iterations: {p.nan:3d}")
+    if p.busiest is not None:
+        parts.append(f"busiest expert over mean: {p.busiest:.2f}")
     return " | ".join(parts) + " |"
 
 
@@ -82,6 +90,9 @@ def format_short(p: ConsoleLine) -> str:
     parts += [f"{p.tokens_per_second:,.0f} tokens/s"] if p.tokens_per_second is not None else []
     parts += [f"MFU {100 * p.mfu:.1f}%"] if p.mfu is not None else []
     parts.append(f"ETA {format_duration(eta)}")
+    parts += [f"experts {p.busiest:.2f}x"] if p.busiest is not None else []
+    short = {"load_balancing_loss": "balance", "z_loss": "z"}
+    parts += [f"{short[name]} {loss:.3f}" for name, loss in p.balance.items()]
     parts += [f"grad norm {p.grad_norm:.3g}"] if p.grad_norm is not None else []
     parts.append(f"lr {p.learning_rate:.2e}")
     parts += [f"loss scale {p.loss_scale:g}"] if p.loss_scale != 1.0 else []

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.data.batch import Batch
-from hetero_megatron.errors import UserError
 from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.plan import locate
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.dry_experts import expect_routing
 from hetero_megatron.training.dry_repeat import RepeatingExecutor
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.loop import DTYPES, optimizer_factory
@@ -36,7 +36,7 @@ class DryRun:
         offload: the optimizer's are in the host's memory, and not part of ``peak``.
         peak: most bytes of live tensors at once, the optimizer's state included from the beginning of the step on.
         sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
-            destination rank.
+            destination rank; routed tokens, of which there are as many as expected, count with the second or third.
         seconds: that the dry run took.
     """
 
@@ -52,11 +52,6 @@ class DryRun:
 def run_rank(config: RunConfig, rank: int) -> DryRun:
     """Build the rank's part of the plan and run one nominal step, as it is once the moments are there."""
     start = time.perf_counter()
-    if config.spec.moe is not None:
-        raise UserError(
-            "a mixture of experts cannot run without values: how many tokens go where is known only then",
-            field="--dry-run", accepted="a dense model, or a run",
-        )  # fmt: skip
     check_offload(config.plan, config.optimizer.name, config.dtype)
     comm = FakeComm(rank, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
@@ -66,6 +61,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
             optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
             logits_bytes=config.logits_bytes,
         )  # fmt: skip
+        expect_routing(runtime)
         for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
             hop.fills = False  # hundreds of replicas would be as many fake operators in every bucket
         assert runtime.optimizer is not None

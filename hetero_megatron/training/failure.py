@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.parallel.optimizer import squared_norm
 from hetero_megatron.training.runtime import Fetch, Runtime, StepStats
 from hetero_megatron.words import notice_line
@@ -207,7 +208,8 @@ def _watch(runtime: Runtime, found: list[NonFinite]) -> Iterator[None]:
 
 
 def _looker(found: list[NonFinite], finding: NonFinite) -> Callable[..., None]:
-    def look(_: object, __: object, output: torch.Tensor) -> None:
+    def look(_: object, __: object, output: torch.Tensor | ResidualStream) -> None:
+        output = output.sum() if isinstance(output, ResidualStream) else output
         if not torch.isfinite(output.detach()).all():
             found.append(finding)
 

@@ -16,6 +16,7 @@ from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.dry_experts import with_expected_rows
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.words import notice_line
 
@@ -59,7 +60,8 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     share = rank_shares(config.spec, stage)[rank]
     chunked = loss_chunk(stage, place.unit, config.spec, dtype, config.logits_bytes) is not None
     tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
-    return default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled)
+    kernels = default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled)
+    return kernels if config.spec.moe is None else with_expected_rows(kernels)
 
 
 def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:

@@ -368,7 +368,7 @@ class Training:
         config = self.config
         assert config.data is not None
         valid = config.evaluation.iterations * config.plan.global_batch_size
-        wanted = (0 if config.skip_train else config.train_samples, valid, 0)
+        wanted = (0 if config.skip_train else config.train_samples, valid, valid)
         log = print if self.runtime.comm.rank == config.plan.ranks[0] else (lambda _: None)
         return build_datasets(config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size, log)
 
@@ -386,7 +386,9 @@ class Training:
                 self.say(notice_line("every step of this run was skipped: the weights are those that it began with"))
             self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
         if config.evaluation.iterations:
-            self._evaluate()
+            self._evaluate("validation")
+            if self.data.test is not None and (config.skip_train or self.step == config.steps):
+                self._evaluate("test")
         self._export()
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)
@@ -460,13 +462,14 @@ class Training:
                 self.reporter.flush()  # a run that is killed goes on from here, and its logs with it
                 self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
             if every.iterations and self.step % every.interval == 0 and self.step < config.steps and not stop:
-                self._evaluate()
+                self._evaluate("validation")
 
-    def _evaluate(self) -> None:
-        """Mean loss over the validation batches; the same batches every time."""
-        assert self.data.valid is not None
+    def _evaluate(self, split: str) -> None:
+        """Mean loss over the batches of validation or test; the same batches every time."""
+        data = self.data.valid if split == "validation" else self.data.test
+        assert data is not None
         size, total, tokens = self.config.plan.global_batch_size, 0.0, 0
-        with self._loader(self.data.valid) as loader:
+        with self._loader(data) as loader:
             for i in range(self.config.evaluation.iterations):
                 loss_sum, count = self.runtime.evaluate(loader, i * size, size)
                 loader.advance(size)
@@ -474,7 +477,7 @@ class Training:
         loss = total / max(tokens, 1)
         if self.config.check_nan and not math.isfinite(loss):
             raise UserError(
-                f"the validation loss is {loss} after step {self.step}: nothing is saved or exported after it",
+                f"the {split} loss is {loss} after step {self.step}: nothing is saved or exported after it",
                 accepted="weights without NaN or Inf (an earlier checkpoint), other data, or more range than fp16 has",
             )
-        self.reporter.validation(self.step, loss)
+        self.reporter.evaluated(self.step, loss, split)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import is_regular, open_append, read_json_object
+from hetero_megatron.training.expert_log import ExpertFigures
 from hetero_megatron.training.rewind import rewind
 
 FILE, WANDB_FILE = "metrics.jsonl", "wandb.json"
@@ -31,6 +32,7 @@ class StepMetrics:
         predicted_step_seconds: of the planner or predictor; None where there is no prediction.
         busy_seconds, bubble_seconds, communication_seconds: per rank: computing, waiting for a neighbour,
         moving data.
+        experts: of a mixture of experts.
     """
 
     step: int
@@ -48,6 +50,7 @@ class StepMetrics:
     bubble_seconds: Sequence[float] = ()
     communication_seconds: Sequence[float] = ()
     tgs_per_chip: Mapping[str, float] | None = None
+    experts: ExpertFigures | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,6 +77,8 @@ class StepMetrics:
         }
         if self.tgs_per_chip is not None:
             out["tgs_per_chip"] = dict(self.tgs_per_chip)
+        if self.experts is not None:
+            out |= self.experts.record()
         broken = [k for k, v in out.items() if isinstance(v, float) and not math.isfinite(v)]
         return out | dict.fromkeys(broken) | ({"not_finite": broken} if broken else {})
 
@@ -155,10 +160,13 @@ class MetricsWriter:
         }
         if metrics.loss_scale is not None:
             scalars["loss-scale"] = metrics.loss_scale
+        if metrics.experts is not None:
+            scalars |= metrics.experts.scalars()
         self._scalars(scalars, metrics.step)
 
     def validation(self, step: int, loss: float, name: str = "validation", perplexity: bool = False) -> None:
-        """Record an evaluation after ``step``; ``perplexity`` adds it to TensorBoard and W&B."""
+        """Record an evaluation (``name``: validation or test) after ``step``; ``perplexity`` adds it to TensorBoard and
+        W&B."""
         ppl = perplexity_of(loss)
         values = {f"{name}_loss": loss, f"{name}_perplexity": ppl}
         self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})

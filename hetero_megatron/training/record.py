@@ -18,7 +18,7 @@ from hetero_megatron.files import open_append
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.plan.memory import moments_of
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.report.page import prediction_charts
+from hetero_megatron.planner.report.page import kind_of, prediction_charts
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.step import Prediction, computing_seconds, predict
 from hetero_megatron.training.config import RunConfig
@@ -90,4 +90,4 @@ def measured_rows(actions: Sequence[Any]) -> list[tuple[str, float, float, int]]
     """(kind, start, seconds, micro-batch) of a rank's compute actions of one step, from the start of the first."""
     kept = [t for t in actions if t.action.kind in ("F", "B", "B_INPUT", "W")]
     origin = actions[0].start if actions else 0.0
-    return [(t.action.kind, t.start - origin, t.end - t.start, t.action.micro_batch) for t in kept]
+    return [(kind_of(t.action), t.start - origin, t.end - t.start, t.action.micro_batch) for t in kept]

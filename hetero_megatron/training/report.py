@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from hetero_megatron.emulation import Emulation
+from hetero_megatron.plan.routing_stats import write_routing_stats
 from hetero_megatron.planner.report.prediction import format_step_seconds
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.console import ConsoleLine, format_line, format_short, format_validation
+from hetero_megatron.training.expert_log import ExpertFigures, ExpertTotals, figures_of
 from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
 from hetero_megatron.training.record import (
     FILE,
@@ -62,6 +64,7 @@ class Reporter:
         self._since: list[tuple[float, float, int]] = []  # (loss, seconds, tokens) since the last line
         self._busy: deque[Sequence[float]] = deque(maxlen=SPREAD_STEPS)  # of full steps, by rank
         self._skipped = self._nan = 0
+        self._experts = ExpertTotals()
 
     def _writer(self) -> MetricsWriter:
         logging = self.config.logging
@@ -128,6 +131,9 @@ class Reporter:
             self._busy.append(stats.busy)
         if self.writer is None:
             return
+        if stats.routing is not None:
+            self._experts.add(stats.routing)
+        experts = figures_of(stats.routing) if stats.routing is not None else None
         tgs = tokens_per_chip_second(self.shares, self.chips, stats.tokens / seconds)
         self.writer.step(
             StepMetrics(
@@ -146,28 +152,34 @@ class Reporter:
                 bubble_seconds=stats.bubble,
                 communication_seconds=stats.communication,
                 tgs_per_chip=tgs,
+                experts=experts,
             )  # fmt: skip
         )
         if step % self.config.logging.interval == 0 or step == self.config.steps or stats.stop:
-            self._line(step, consumed, size, lr, scale, stats)
+            self._line(step, consumed, size, lr, scale, stats, experts)
 
-    def _line(self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats) -> None:
+    def _line(
+        self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats,
+        experts: ExpertFigures | None,
+    ) -> None:  # fmt: skip
         losses, seconds, tokens = map(sum, zip(*self._since, strict=True))
         count = len(self._since)
         rate = self.flops * size * count / seconds
         progress = ConsoleLine(
             step, self.config.steps, consumed, seconds / count, lr, size, losses / count, stats.grad_norm, scale,
             tokens_per_second=tokens / seconds, tflops=rate / len(self.config.plan.ranks) / 1e12, mfu=rate / self.peak,
-            skipped=self._skipped, nan=self._nan,
+            skipped=self._skipped, nan=self._nan, busiest=experts.worst if experts is not None else None,
+            balance=experts.losses if experts is not None else {},
         )  # fmt: skip
         print((format_line if self.config.logging.log_format == "megatron" else format_short)(progress), flush=True)
         self._since.clear()
         self._skipped = self._nan = 0
 
-    def validation(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, split: str) -> None:
+        """Of ``validation`` or ``test``."""
         if self.writer is not None:
-            self.writer.validation(step, loss, perplexity=self.config.logging.validation_perplexity)
-            print(format_validation(step, loss, perplexity_of(loss)), flush=True)
+            self.writer.validation(step, loss, split, self.config.logging.validation_perplexity)
+            print(format_validation(step, loss, perplexity_of(loss), f"{split} set"), flush=True)
 
     def flush(self) -> None:
         """Whatever ends the run: what was reported is on disk."""
@@ -188,6 +200,7 @@ class Reporter:
             print(clock, flush=True)
         if facts:
             self.writer.emulation(step, facts)
+        self._expert_load(step)
         self.event("end", f"stopped at step {step}: {reason}" if reason else f"done: {plural(step, 'step')}", step=step)
         print(f"peak memory per rank: {peaks.min():.0f} to {peaks.max():.0f} MiB", flush=True)
         self.writer.close()
@@ -197,6 +210,18 @@ class Reporter:
                 flush=True,
             )
         print(f"stopped at step {step}: {reason}" if reason else f"done: {plural(step, 'step')}", flush=True)
+
+    def _expert_load(self, step: int) -> None:
+        """Write down how often each expert was chosen in this run."""
+        moe, path = self.config.spec.moe, self.config.logging.routing_stats
+        if moe is None or not self._experts.load:
+            return
+        stats = self._experts.stats(moe.top_k)
+        layers = {str(layer): list(counts) for layer, counts in stats.layers.items()}
+        self.event("experts", f"{plural(stats.tokens, 'token')} routed", step=step, tokens=stats.tokens, layers=layers)
+        if path is not None:
+            write_routing_stats(path, stats, self.config.spec)
+            print(f"routing of {plural(stats.tokens, 'token')} written to {path}", flush=True)
 
     def _worst_clock(self) -> Kept | None:
         """How far emulated clocks could be kept; None on real chips. Called on all ranks."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_append, parse_json, text_lines
 
+EVALUATED = ("validation", "test")  # <split>_loss is what a record of an evaluation holds
 REPLACED = "metrics.replaced.jsonl"  # the lines that were taken out, in the order in which that happened
 
 
@@ -29,17 +30,17 @@ def rewind(path: Path, step: int | None = None, evaluated: int | None = None) ->
     """
     keys = [recorded(line, f"{path}:{number}") for number, line in text_lines(path, "--save")]
     last = {key: index for index, key in enumerate(keys)}
-    again = ("validation", evaluated)
+    again = {(f"{split}_loss", evaluated) for split in EVALUATED}
 
     def stays(index: int, key: tuple[str, int] | None) -> bool:
         if key is None or key[0] == "emulation":
             return key is not None
-        return last[key] == index and key != again and (step is None or key[1] <= step)
+        return last[key] == index and key not in again and (step is None or key[1] <= step)
 
     keep = [stays(index, key) for index, key in enumerate(keys)]
     if not all(keep):
         _rewrite(path, keep)
-    return again in last
+    return not again.isdisjoint(last)
 
 
 def recorded(line: bytes, where: str) -> tuple[str, int] | None:
@@ -52,7 +53,8 @@ def recorded(line: bytes, where: str) -> tuple[str, int] | None:
     if not line.endswith(b"\n") or not isinstance(step, int):
         return None
     # What was emulated holds for the part of the run that said so, whatever became of its last steps.
-    return ("emulation" if "emulation" in record else "validation" if "validation_loss" in record else "step"), step
+    kinds = ("emulation", *(f"{split}_loss" for split in EVALUATED))
+    return next((kind for kind in kinds if kind in record), "step"), step
 
 
 def _rewrite(path: Path, keep: list[bool]) -> None:

@@ -22,11 +22,14 @@ _LAST_TIME = 253402300799  # seconds since 1970: the end of the year 9999, beyon
 _STEP = f.record(
     {"step": f.integer(), "loss": f.maybe(f.number()), "step_seconds": _SECONDS, "tokens": f.integer()},
     {
+        "expert_load": f.record({"max_over_mean": f.numbered(f.number(0)), "rank_rows": f.array(f.integer())}),
+        "load_balancing_loss": f.maybe(f.number()), "z_loss": f.maybe(f.number()),
         "predicted_step_seconds": f.maybe(_SECONDS), "tgs_per_chip": f.maybe(f.mapping(f.number(0))),
         **dict.fromkeys(("busy_seconds", "bubble_seconds", "communication_seconds"), f.array(_SECONDS)),
     },
 )  # fmt: skip
 _VALIDATION = f.record({"step": f.integer(), "validation_loss": f.maybe(f.number())})
+_TEST = f.record({"step": f.integer(), "test_loss": f.maybe(f.number())})
 _EMULATION = f.record({"step": f.integer(), "emulation": f.record(
     {},
     {
@@ -55,6 +58,7 @@ _TIMELINE = {
 _EVENTS = {
     "start": f.record({**_EVENT, **_START}, {"nodes": f.numbered(f.text), "steps": f.integer()}),
     "timeline": f.record({**_EVENT, **_TIMELINE}),
+    "experts": f.record({**_EVENT, "step": f.integer(), "layers": f.numbered(f.some(f.array(f.integer())))}),
     **dict.fromkeys(("end", "straggler", "error", "launcher"), f.record(_EVENT, {"step": f.integer()})),
 }
 
@@ -97,6 +101,8 @@ def read_run(directory: str) -> RunFiles:
         if "validation_loss" in line:
             f.require(line, _VALIDATION, "what a line of metrics holds", where)
             validations.append(line)
+        elif "test_loss" in line:
+            f.require(line, _TEST, "what a line of metrics holds", where)
         elif "emulation" in line:
             f.require(line, _EMULATION, "what a line of metrics holds", where)
             new = line["emulation"]

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from hetero_megatron.errors import printable
-from hetero_megatron.planner.report.page import KINDS, LEGEND, charts_html, figures, page, section
+from hetero_megatron.planner.report.page import KINDS, charts_html, figures, page, section
 from hetero_megatron.planner.report.pictures import (
     COLORS,
     Bar,
@@ -23,6 +23,7 @@ from hetero_megatron.planner.report.pictures import (
 )
 from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.testbed.report import MEANING
+from hetero_megatron.training.run_experts import EXPERT_STYLE, expert_sections
 from hetero_megatron.training.run_files import RunFiles, read_run
 from hetero_megatron.training.run_pictures import plan_picture
 
@@ -92,9 +93,10 @@ def run_page(run: RunFiles) -> str:
     if any(s.get("busy_seconds") for s in run.steps):
         parts += [section("Load of ranks", "median seconds of forward and backward"), _ranks(run, start)]
         parts += [section("Load over time", "share of the step in which ranks compute, by chip"), _load(run, start)]
+    parts += expert_sections(run, start)
     parts += [section("One step on the time axis", "predicted beside measured"), _timeline(run, start)]
     parts += [section("Events", "stragglers, restarts, new plans, ends"), _events(run)]
-    return page(title, "".join(parts), _STYLE)
+    return page(title, "".join(parts), _STYLE + EXPERT_STYLE)
 
 
 def _first_figures(facts: Mapping[str, Any]) -> str:
@@ -247,7 +249,7 @@ def _timeline(run: RunFiles, start: Mapping[str, Any] | None) -> str:
         seconds = max(seconds, measured["seconds"])
     if not charts:
         return "<p>this run wrote down neither a prediction nor a timeline</p>"
-    return charts_html(charts, seconds, keys={**LEGEND, "rest of the step": "#b9b9b9"})
+    return charts_html(charts, seconds)
 
 
 def measured_chart(event: Mapping[str, Any], start: Mapping[str, Any] | None) -> dict[str, Any]:

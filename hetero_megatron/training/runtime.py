@@ -19,7 +19,9 @@ from hetero_megatron.data.upload import UploadedBatches, Uploader
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut
 from hetero_megatron.model import GPTStage, StagePart
-from hetero_megatron.model.gpt import Linear
+from hetero_megatron.model.attention import Attention
+from hetero_megatron.model.gpt import MLP
+from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.tile_kernels import tile_kernel
@@ -213,16 +215,19 @@ class Runtime:
             for c, (a, b) in enumerate(chunks)
         ]  # fmt: skip
 
-    def _products(self) -> Iterator[torch.Tensor]:
-        """Trained weights that a forward uses once, in a product; a tied head's is the embedding's, too."""
+    def _products(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Trained weights that a forward uses once, each in a product, and those of one product together; a tied head's
+        is the embedding's, too."""
         kinds = (Linear, RowParallelLinear, GroupedLinear, Router, SharedGate)
         for module in self.model.modules():
             if isinstance(module, kinds) and module.weight.requires_grad:
-                yield module.weight
+                yield (module.weight,)
+            if isinstance(module, (Attention, MLP)) and module.together[0].weight.requires_grad:
+                yield [linear.weight for linear in module.together]
         if self.spec.lora is not None:
             return
         if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
-            yield self.model.lm_head.matrix
+            yield (self.model.lm_head.matrix,)
 
     def apart(self) -> dict[str, str]:
         """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""

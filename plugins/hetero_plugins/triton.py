@@ -98,7 +98,14 @@ def _layer_norm_backward(
 
 
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _kernels().rope_fwd(q, k, cos, sin)  # type: ignore[no-any-return]
+    inplace = all(_as_tokens(x) for x in (q, k))
+    return _kernels().rope_fwd(q, k, cos, sin, inplace=inplace)  # type: ignore[no-any-return]
+
+
+def _as_tokens(x: torch.Tensor) -> bool:
+    """Whether [b, s, heads, d] can be seen as [b s, heads, d] with features that are adjacent."""
+    rows, tokens = x.shape[:2]
+    return x.stride(3) == 1 and (rows == 1 or tokens == 1 or x.stride(0) == tokens * x.stride(1))
 
 
 def _rope_backward(
@@ -112,7 +119,7 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _kernels().swiglu_bwd(dy, gate, up)  # type: ignore[no-any-return]
+    return _kernels().swiglu_bwd(dy, gate, up, packed=True)  # type: ignore[no-any-return]
 
 
 def _gelu(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, ...]:
@@ -293,6 +300,7 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 # Of the operators' contracts; others: 1.
 _VERSIONS = {"attention": 2, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
 _FEATURES = {"attention": ("softcap", "sinks")}
+_OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
     ("rms_norm", "rms_norm", _rms_norm, _rms_norm_backward),
@@ -320,12 +328,12 @@ def _kernel(
     """None where the package has no such file."""
     if source_file(f"hetero_kernels.{file}") is None:
         return None
-    own = op in ("cross_entropy", "vocab_cross_entropy")
+    overwritten = _OVERWRITTEN.get(op, ())
     return Kernel(
         op, "triton", TRITON, forward, backward,
         Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu"), features=_FEATURES.get(op, ())), _supports,
         parts=_PARTS.get(op, {}), version=_VERSIONS.get(op, 1), interpreted=INTERPRETED,
-        private=own, overwrites=("logits",) if own else (),
+        private="logits" in overwritten, overwrites=overwritten,
     )  # fmt: skip
 
 

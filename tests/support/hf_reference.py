@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.ernie4_5 import modeling_ernie4_5
 
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.layout import Box
@@ -32,6 +34,9 @@ def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float6
             scale = 0.02 if is_norm or name.endswith("bias") else 0.15
             offset = config["model_type"].startswith("gemma")  # 1 + w
             param.copy_(noise * scale + (1.0 if is_norm and name.endswith("weight") and not offset else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # large enough to change choices
+                buffer.copy_(torch.randn(buffer.shape) * 0.2)
     model.eval()
     make_exact(model, dtype)
     return model, from_hf_config(config)
@@ -69,7 +74,7 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
         elif kind.endswith("RotaryEmbedding"):
             module.forward = _exact_rotary(module, dtype)  # type: ignore[method-assign]
-        elif kind.lower().endswith("topkrouter"):
+        elif kind.lower().endswith("topkrouter") and kind != "GptOssTopKRouter":
             module.forward = _exact_router(module)  # type: ignore[method-assign]
         elif "ScaledWordEmbedding" in kind:
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=dtype)
@@ -83,7 +88,11 @@ def _exact_rms_norm(module: Any) -> Any:
 
 
 def _exact_router(module: Any) -> Any:
-    """transformers' rules for softmax routers, which it computes in fp32."""
+    """transformers' rules for routers, which it computes in fp32."""
+    if type(module).__name__ in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Dots1TopkRouter"):
+        return lambda x: _deepseek_v3_router(module, x)
+    if type(module).__name__ == "DeepseekV2TopkRouter":
+        return lambda x: _deepseek_v2_router(module, x)
     normalize = getattr(module, "norm_topk_prob", True)  # Mixtral's always does
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,10 +103,60 @@ def _exact_router(module: Any) -> Any:
     return forward
 
 
+def _only_groups(scores: torch.Tensor, module: Any, best: int, otherwise: float) -> torch.Tensor:
+    """``scores`` outside of a token's best groups, by the sum of their ``best`` best experts, become ``otherwise``."""
+    parts = scores.unflatten(-1, (module.num_group, -1))
+    groups = parts.topk(best, dim=-1).values.sum(-1).topk(module.topk_group, dim=-1).indices
+    kept = torch.zeros(parts.shape[:2], dtype=torch.bool).scatter_(1, groups, True)
+    return parts.masked_fill(~kept[..., None], otherwise).flatten(1)
+
+
+def _deepseek_v2_router(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = F.linear(x.reshape(-1, module.hidden_dim), module.weight)
+    scores = logits.softmax(-1)
+    if module.topk_method == "group_limited_greedy":
+        scores = _only_groups(scores, module, 1, 0.0)
+    weights, experts = scores.topk(module.top_k, dim=-1)
+    return logits, weights * module.routed_scaling_factor, experts
+
+
+def _deepseek_v3_router(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = F.linear(x.reshape(-1, module.hidden_dim), module.weight)
+    scores = logits.sigmoid()
+    choice = _only_groups(scores + module.e_score_correction_bias, module, 2, float("-inf"))
+    experts = choice.topk(module.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if module.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * module.routed_scaling_factor, experts
+
+
+def _exact_complex_rope(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek-V2's rotation without its casts."""
+    pairs = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous()) for x in (q, k))
+    q, k = (torch.view_as_real(x * turns.unsqueeze(1)).flatten(3) for x in pairs)
+    return q, k
+
+
+def _exact_interleaved_rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ERNIE 4.5's rotation without its casts."""
+    half = cos.shape[-1] // 2
+    cos, sin = (x[..., :half].unsqueeze(1).repeat_interleave(2, dim=-1) for x in (cos, sin))
+    q, k = (x * cos + modeling_ernie4_5.rotate_half(x) * sin for x in (q, k))
+    return q, k
+
+
+modeling_deepseek_v2.apply_rotary_emb = _exact_complex_rope
+modeling_ernie4_5.apply_rotary_pos_emb = _exact_interleaved_rope
+
+
 def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
     """Of a module with one rotary embedding, or one per kind of layer."""
+    once = type(module).__name__.startswith("GptOss")  # a number per pair of features
 
-    def tables(position_ids: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(position_ids: torch.Tensor, kind: str | None) -> Any:
         rope = module.config.rope_parameters if kind is None else module.config.rope_parameters[kind]
         prefix = "" if kind is None else f"{kind}_"
         inv_freq = exact_frequencies(module.config, rope, int(position_ids.max()) + 1)
@@ -106,12 +165,13 @@ def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
             theirs = getattr(module, f"{prefix}inv_freq").float()
             torch.testing.assert_close(inv_freq.float(), theirs, rtol=2e-6, atol=1e-10)
         angles = position_ids[..., None].double() * inv_freq
-        both, factor = torch.cat([angles, angles], dim=-1), getattr(module, f"{prefix}attention_scaling")
+        if type(module).__name__ == "DeepseekV2RotaryEmbedding":
+            return torch.polar(torch.full_like(angles, module.attention_scaling), angles)
+        both = angles if once else torch.cat([angles, angles], dim=-1)
+        factor = getattr(module, f"{prefix}attention_scaling")
         return (both.cos() * factor).to(dtype), (both.sin() * factor).to(dtype)
 
-    def forward(
-        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         return tables(position_ids, layer_type)
 
     return forward
@@ -166,16 +226,25 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
     table, found = name_table(spec), {}
     for tensor in logical_tensors(spec):
-        if len(tensor.shape) == 3:  # transformers keeps all experts, gate and up, in one tensor
-            prefix, column = tensor.name.removesuffix(".weight").rsplit(".", 1)
-            fused = values[f"{prefix}.{'down_proj' if column == 'down_proj' else 'gate_up_proj'}"]
-            halves = (fused, fused) if column == "down_proj" else fused.chunk(2, dim=1)
-            found[tensor.name] = halves[column == "up_proj"].contiguous()
+        if ".experts." in tensor.name:
+            found[tensor.name] = _of_experts(values, tensor.name, spec.hf_model_type).contiguous()
             continue
         source = table[tensor.name]
         value = values[source.name if source.name in values else tensor.name][source.slices(Box.whole(tensor.shape))]
         found[tensor.name] = (value.T if source.transpose else value).contiguous()
     return found
+
+
+def _of_experts(values: dict[str, torch.Tensor], name: str, family: str) -> torch.Tensor:
+    """transformers keeps all experts, gate and up, in one tensor; gpt-oss' are transposed and interleaved."""
+    prefix, column, kind = name.rsplit(".", 2)
+    fused = values[f"{prefix}.{'down_proj' if column == 'down_proj' else 'gate_up_proj'}{'_bias' * (kind == 'bias')}"]
+    if family == "gpt_oss" and kind == "weight":
+        fused = fused.transpose(1, 2)
+    if column == "down_proj":
+        return fused
+    second = column == "up_proj"
+    return fused[:, int(second) :: 2] if family == "gpt_oss" else fused.chunk(2, dim=1)[second]
 
 
 def hf_to_logical(model: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:

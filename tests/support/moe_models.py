@@ -10,6 +10,33 @@ _BASE: dict[str, Any] = {
     "num_experts_per_tok": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 _QWEN = _BASE | {"num_experts": 5, "moe_intermediate_size": 12}
+GPT_OSS = _BASE | {
+    "model_type": "gpt_oss", "num_local_experts": 5, "head_dim": 8, "sliding_window": 5, "pad_token_id": None,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+_DEEPSEEK = _BASE | {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2,
+    "moe_intermediate_size": 10, "first_k_dense_replace": 1, "kv_lora_rank": 12, "q_lora_rank": 10,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 16,
+    "mscale": 0.707, "mscale_all_dim": 0.9,
+}  # fmt: skip
+DEEPSEEK_V2 = _DEEPSEEK | {"model_type": "deepseek_v2", "rope_scaling": _DEEPSEEK_YARN}
+DEEPSEEK_V3 = _DEEPSEEK | {
+    "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0,
+    "rope_scaling": _DEEPSEEK_YARN, "num_experts_per_tok": 3,
+}  # fmt: skip
+_GLM_EXPERTS = {
+    "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 10,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+GLM4_MOE = _BASE | _GLM_EXPERTS | {"model_type": "glm4_moe", "num_nextn_predict_layers": 0, "head_dim": 8}
+DOTS1 = _BASE | _GLM_EXPERTS | {"model_type": "dots1", "norm_topk_prob": True}
 MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 8},
     "qwen2_moe": _QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 14, "norm_topk_prob": False},
@@ -19,5 +46,31 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _QWEN
     | {"model_type": "qwen3_moe", "head_dim": 8, "norm_topk_prob": True, "num_experts_per_tok": 3,
        "tie_word_embeddings": True},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_sharp": GPT_OSS | {
+        "num_hidden_layers": 3, "swiglu_limit": 0.3, "swiglu_alpha": 1.1, "num_experts_per_tok": 3,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"], "num_key_value_heads": 1,
+        "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+    },
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2_lite": DEEPSEEK_V2 | {"q_lora_rank": None, "mlp_bias": True, "attention_bias": True, "v_head_dim": 13},
+    "deepseek_v2_groups": DEEPSEEK_V2 | {
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "first_k_dense_replace": 0, "rope_scaling": None, "num_hidden_layers": 2,
+    },
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3_plain": DEEPSEEK_V3 | {
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False, "rope_scaling": None,
+        "q_lora_rank": None, "attention_bias": True, "hidden_size": 30,
+    },
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe_norms": GLM4_MOE | {
+        "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 1.0, "n_group": 4, "topk_group": 2,
+        "norm_topk_prob": False,
+    },
+    "dots1": DOTS1,
+    "dots1_windows": DOTS1 | {
+        "sliding_window": 5, "max_window_layers": 1, "attention_bias": True, "n_shared_experts": 2,
+    },
     "olmoe": _BASE | {"model_type": "olmoe", "num_experts": 6, "norm_topk_prob": False, "pad_token_id": None},
 }  # fmt: skip

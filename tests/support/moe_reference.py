@@ -35,6 +35,8 @@ class BalancedModel:
     def _forward(self, router: Any) -> Any:
         def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             logits = x.reshape(-1, x.shape[-1]) @ router.weight.T
+            if self.moe.router_bias:
+                logits = logits + router.bias
             weights, experts = route(logits, router.e_score_correction_bias, self.moe)
             router.logits, router.experts = logits, experts
             return logits, weights, experts
@@ -64,8 +66,8 @@ class BalancedModel:
 
 
 def route(logits: torch.Tensor, bias: torch.Tensor | None, moe: MoE) -> tuple[torch.Tensor, torch.Tensor]:
-    """DeepSeek-V3's report, section 2.1.2, and Mixtral's softmax, token by token."""
-    scores = logits.sigmoid() if moe.score == "sigmoid" else logits.softmax(-1)
+    """DeepSeek-V3's report, section 2.1.2, Mixtral's softmax and gpt-oss' over the best, token by token."""
+    scores = {"sigmoid": logits.sigmoid(), "softmax": logits.softmax(-1), "topk_softmax": logits}[moe.score]
     weights, experts = [], []
     size = moe.num_experts // moe.groups
     for token in scores:
@@ -74,7 +76,7 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, moe: MoE) -> tuple[to
         best = sorted(range(moe.groups), key=lambda g: -sum(groups[g]))[: moe.top_groups]
         allowed = [e for e in range(moe.num_experts) if e // size in best]
         chosen = sorted(allowed, key=lambda e: -choice[e])[: moe.top_k]
-        mine = token[chosen]
+        mine = token[chosen].softmax(-1) if moe.score == "topk_softmax" else token[chosen]
         weights.append(moe.scale * (mine / mine.sum() if moe.normalize else mine))
         experts.append(torch.tensor(chosen))
     return torch.stack(weights), torch.stack(experts)

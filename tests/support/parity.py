@@ -116,6 +116,10 @@ class Outcome:
     balance: list[tuple[float, float]] = field(default_factory=list)  # by step, means over layers
 
 
+def _decays(name: str, param: torch.nn.Parameter) -> bool:
+    return param.dim() > 1 and not name.endswith("bias")
+
+
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
     """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
     hf, spec = make_hf(case.model, case.seed, dtype=dtype)
@@ -123,9 +127,10 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     spec = spec if balanced is None else balanced.spec
     initial = {n: t.detach().clone() for n, t in hf_to_logical(hf, spec).items()}
     data = RandomSamples(case, spec.vocab_size)
+    decayed, plain = ([p for n, p in hf.named_parameters() if _decays(n, p) == yes] for yes in (True, False))
     groups = [
-        {"params": [p for p in hf.parameters() if p.dim() > 1], "weight_decay": case.weight_decay},
-        {"params": [p for p in hf.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": case.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
     ]
     optimizer = build_optimizer(case)(groups)
     batch_size = case.plan["global_batch_size"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 
 
@@ -44,3 +46,29 @@ def random_times(
         for _ in range(num_stages - 1)
     ]
     return PipelineTimes(tuple(stages), tuple(links))
+
+
+def random_chunked_times(draw: random.Random, num_stages: int, num_chunks: int, by_count: bool = True) -> ChunkedTimes:
+    """Stages as in :func:`random_times`, each of several unlike chunks; memory from just one micro-batch in all chunks
+    to more than interleaved 1F1B wants; a fifth without limit."""
+    stages, limited = [], draw.random() < 0.8
+    for stage in random_times(draw, num_stages, by_count).stages:
+        chunks = []
+        for _ in range(num_chunks):
+            share = draw.uniform(0.3, 1.7) / num_chunks
+            chunks.append(replace(
+                stage, forward_seconds=round(stage.forward_seconds * share),
+                input_gradient_seconds=round(stage.input_gradient_seconds * share),
+                weight_gradient_seconds=round(stage.weight_gradient_seconds * share),
+                activation_bytes=1 if by_count else draw.randint(1, 9), memory_bytes=float("inf"), tail_seconds=0,
+            ))  # fmt: skip
+        least = sum(c.activation_bytes for c in chunks)
+        memory = least * draw.uniform(1, num_stages + 2) if limited else float("inf")
+        chunks[0] = replace(chunks[0], memory_bytes=int(memory) if limited else memory, tail_seconds=stage.tail_seconds)
+        stages.append(tuple(chunks))
+    slowest = draw.choice((0, 20, 150))
+    links = [
+        LinkTimes(draw.randint(0, slowest), draw.randint(0, slowest), draw.randint(0, 5))
+        for _ in range(num_stages if num_stages > 1 else 0)
+    ]
+    return ChunkedTimes(tuple(stages), tuple(links))

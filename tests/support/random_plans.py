@@ -10,6 +10,8 @@ from hetero_megatron.cluster.document import from_data
 from hetero_megatron.plan.pipeline_schedule import stored_schedule
 from hetero_megatron.plan.schema import expand
 from hetero_megatron.schedule.adaptive import adaptive
+from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
+from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 
@@ -107,12 +109,13 @@ def random_pipeline(
 def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int, ranks: int) -> dict[str, Any]:
     """A plan over exactly ``ranks`` ranks with 1 to 3 pipelines; ranks in random order over the pipelines' stages."""
     pipelines = []
-    schedule = rng.choice(["1f1b", "gpipe", "interleaved", "interleaved", "zero-bubble", "zero-bubble", "adaptive"])
+    # Many adaptive ones of little pipelines turn out to be 1F1B, or interleaved 1F1B.
+    schedule = rng.choice(["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble", *["adaptive"] * 4])
     order = list(range(ranks))
     rng.shuffle(order)
     start = 0
     for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
-        chunks = rng.choice([1, 2, 2, 3]) if schedule == "interleaved" else 1
+        chunks = {"interleaved": rng.choice([1, 2, 2, 3]), "adaptive": rng.choice([1, 1, 2, 3])}.get(schedule, 1)
         pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length, chunks))
         if schedule == "zero-bubble" and rng.random() < 0.5:
             stages = len(pipelines[-1]["stages"])
@@ -166,24 +169,33 @@ def random_experts(rng: random.Random, ranks: list[int], count: int, columns: in
 
 
 def adapt(rng: random.Random, plan: dict[str, Any], heads: int) -> None:
-    """Store schedules that were made for stages of random speed and memory; ``1f1b`` where all of them are that."""
-    canonical, _ = expand(from_data({**plan, "schedule": "1f1b"}), heads)
+    """Store schedules that were made for stages of random speed and memory; another one by name where none gains."""
+    canonical, _ = expand(from_data({**plan, "schedule": "interleaved"}), heads)
     made = False
     for spelled, pipeline in zip(plan["pipelines"], canonical.pipelines, strict=True):
-        count = pipeline.num_micro_batches
-        stages = tuple(
-            StageTimes(
-                forward_seconds=rng.uniform(0.5, 2), input_gradient_seconds=rng.uniform(0.5, 2),
-                weight_gradient_seconds=rng.uniform(0.2, 1), memory_bytes=rng.randint(1, 2 * len(pipeline.stages)),
-            )
-            for _ in pipeline.stages
-        )  # fmt: skip
-        links = tuple(LinkTimes(rng.uniform(0, 0.5), rng.uniform(0, 0.5)) for _ in stages[1:])
-        found = adaptive(PipelineTimes(stages, links), count, effort=20_000)
+        stages = tuple(_random_chunks(rng, pipeline.chunks, len(pipeline.stages)) for _ in pipeline.stages)
+        links = tuple(LinkTimes(rng.uniform(0, 0.5), rng.uniform(0, 0.5)) for _ in stages)
+        if pipeline.chunks == 1:
+            times = PipelineTimes(tuple(chunks[0] for chunks in stages), links[1:])
+            found = adaptive(times, pipeline.num_micro_batches, effort=20_000)
+        else:
+            chunked = ChunkedTimes(stages, links if len(stages) > 1 else ())
+            found = search_adaptive_chunks(chunked, pipeline.num_micro_batches, effort=10_000).schedule
         if found.name == "adaptive":
             made = True
             spelled["schedule"] = stored_schedule(replace(pipeline, orders=stored_orders(found)))
-    plan["schedule"] = "adaptive" if made else "1f1b"
+    chunks = any(pipeline.chunks > 1 for pipeline in canonical.pipelines)
+    plan["schedule"] = "adaptive" if made else "interleaved" if chunks else "1f1b"
+
+
+def _random_chunks(rng: random.Random, chunks: int, stages: int) -> tuple[StageTimes, ...]:
+    return tuple(
+        StageTimes(
+            forward_seconds=rng.uniform(0.5, 2), input_gradient_seconds=rng.uniform(0.5, 2),
+            weight_gradient_seconds=rng.uniform(0.2, 1), memory_bytes=rng.randint(chunks, 2 * chunks * stages),
+        )
+        for _ in range(chunks)
+    )  # fmt: skip
 
 
 def random_model(rng: random.Random) -> dict[str, Any]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 from pathlib import Path
 
+import pytest
+
+from hetero_megatron import progress
+from hetero_megatron.cli.main import main
 from hetero_megatron.data.corpus import find_corpus
 from hetero_megatron.progress import AFTER, WorkLine, tracked
 
@@ -67,6 +73,27 @@ def test_an_error_clears_the_line() -> None:
     except ValueError:
         pass
     assert "x: 12%" in out.getvalue()
+
+
+@pytest.mark.parametrize("limit", [[], ["--time-limit", "60"]])
+def test_planning_says_how_long_it_takes_on_terminals_only(
+    limit: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--cluster", "examples/clusters/two_nodes.yaml", "--model", "tiny", "--seq-length", "64"]
+    words += ["--global-batch-size", "8", "--dtype", "fp32", "--no-baselines", *limit]
+    assert main(words) == 0
+    quiet = capsys.readouterr()
+    assert "\r" not in quiet.err and "\r" not in quiet.out
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    out = Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+    assert main(words) == 0
+    shown = lines(out)
+    pattern = r"search: \d+% of 60 s, ETA (60|59|5\d)(\.\d)? s" if limit else r"search: [\d.]+ m?s"
+    assert sum(re.fullmatch(pattern, line) is not None for line in shown) >= 3
+    said = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert capsys.readouterr().out and any("s per step" in line for line in said), "what is found is said, too"
 
 
 def test_bytes_of_a_corpus_that_were_read(tmp_path: Path) -> None:

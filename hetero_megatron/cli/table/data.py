@@ -18,7 +18,7 @@ FLAGS = (
     value("--split", str, None, "train,validation,test shares, e.g. 99,1,0", needs=_MOCK),
     value("--train-data-path", str, None, "corpora to train on, instead of --data-path", nargs="*"),
     value("--valid-data-path", str, None, "corpora to evaluate on", nargs="*", needs=_EVALUATED),
-    value("--test-data-path", str, None, "corpora to test on: read by nobody yet, which the run says", nargs="*"),
+    value("--test-data-path", str, None, "corpora to test on at the end", nargs="*", needs=_EVALUATED),
     refused("--data-args-path", _FILE, "--data-path", nargs=1),
     refused("--per-split-data-args-path", _FILE, "--train-data-path and --valid-data-path", nargs=1),
     value("--data-cache-path", str, None, "where indices of corpora are kept", needs=_MOCK),

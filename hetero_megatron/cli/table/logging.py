@@ -55,6 +55,8 @@ FLAGS = (
     value("--wandb-entity", str, None, "owner of the project", needs=_WANDB),
     value("--wandb-exp-name", str, None, "name of the run", needs=_WANDB),
     value("--wandb-save-dir", str, None, "where Weights & Biases keeps its files", needs=_WANDB),
+    value("--routing-stats", str, None, "at the end, write how often the tokens of this run chose each expert (JSON, "
+          "for the planner)"),
     switch("--profile", "write what every rank did, on one clock, as a trace for ui.perfetto.dev: "
            "SAVE/profile/trace.json", needs=needs("--save")),
     count("--profile-step-start", 10, "the first profiled step, counted from 0", least=0, needs=_PROFILED),

@@ -17,15 +17,14 @@ from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packed import PackedConversations, encode_store
 from hetero_megatron.data.chat.records import find_records
 from hetero_megatron.data.chat.stream import StreamedConversations
-from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
+from hetero_megatron.data.config import DataConfig
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.sample import Dataset, Sample
+from hetero_megatron.data.splits import SplitPaths, find_split
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_text
 from hetero_megatron.words import plural
-
-_ALL = (Fraction(1), Fraction(0), Fraction(0))
 
 
 @dataclass
@@ -59,42 +58,33 @@ class ChatData:
     def eod(self) -> int | None:
         return self.tokenizer.eod
 
-    def split(self, which: int) -> Dataset:
-        """The data set of one split (train, valid, test): one, or a blend."""
-        config, name = self.config, SPLITS[which]
-        flag, words, shares = "--data-path", config.data_path, parse_split(config.split or DEFAULT_SPLIT)
-        if words is None:
-            flag, words, shares = f"--{name}-data-path", config.paths_of(name), _ALL
-            which = 0
-            if words is None:
-                raise UserError(
-                    f"{name} samples are needed, but no data is given for them", field=flag,
-                    accepted="a path, or " + ("--data-path" if name == "train" else "--eval-iters 0"),
-                )  # fmt: skip
-        paths, weights = parse_blend(words, flag)
-        if config.dataloader_type == "streaming":
-            return self._streams(paths, weights, flag, which)
-        packed = [self._packed(path, which, shares, flag, name) for path in paths]
+    def split(self, which: int) -> Dataset | None:
+        """The data set of one split (train, valid, test): one, or a blend; None: there is nothing to test on."""
+        split = find_split(self.config, which)
+        if split is None:
+            return None
+        if self.config.dataloader_type == "streaming":
+            return self._streams(split)
+        packed = []
+        for path in split.paths:
+            store = self._store(path, split.flag)
+            documents = split.documents(store.num_documents, path, "conversation")
+            if documents is None:
+                return None
+            packed.append(self._packed(store, documents, path, split.name))
         if len(packed) == 1:
             return packed[0]
-        return BlendedDataset(packed, weights or [Fraction(p.num_packs) for p in packed], flag)
+        return BlendedDataset(packed, split.weights or [Fraction(p.num_packs) for p in packed], split.flag)
 
-    def _packed(
-        self, path: str, which: int, shares: tuple[Fraction, Fraction, Fraction], flag: str, name: str
-    ) -> PackedConversations:
+    def _store(self, path: str, flag: str) -> TokenStore:
         if path not in self._stores:
             records = find_records(path, flag)
             self._stores[path] = encode_store(
                 records, self.encoder, self.config.data_cache_path, self.limit, self.log
             )
-        store = self._stores[path]
-        documents = split_documents(store.num_documents, shares)[which]
-        if documents[0] == documents[1]:
-            raise UserError(
-                f"leaves no conversation of {path} ({store.num_documents} in all) for {name}",
-                field="--split", value=self.config.split or f"{DEFAULT_SPLIT} (the default)",
-                accepted=f"a larger share, a --{name}-data-path of its own, or --eval-iters 0",
-            )  # fmt: skip
+        return self._stores[path]
+
+    def _packed(self, store: TokenStore, documents: tuple[int, int], path: str, name: str) -> PackedConversations:
         overlong = Overlong(self.config.overlong_samples, self.seq_length)
         packing = not self.config.no_packing
         data = PackedConversations(store, documents, self.seq_length, self.seed, self._tokens.pad, overlong, packing)
@@ -106,13 +96,8 @@ class ChatData:
             self.log(report)
         return data
 
-    def _streams(self, paths: Sequence[str], weights: list[float] | None, flag: str, which: int) -> Dataset:
-        if flag == "--data-path" and (which or parse_split(self.config.split or "1") != _ALL):
-            raise UserError(
-                "a stream cannot be split: its length is not known", field="--split",
-                value=self.config.split or "not given",
-                accepted="--train-data-path and --valid-data-path, or --split 1 and --eval-iters 0",
-            )  # fmt: skip
+    def _streams(self, split: SplitPaths) -> Dataset:
+        paths, weights, flag = split.paths, split.weights, split.flag
         if len(paths) > 1 and weights is None:
             raise UserError(
                 "streams have no known sizes to be mixed by", field=flag, value=" ".join(paths),

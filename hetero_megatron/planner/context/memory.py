@@ -15,18 +15,20 @@ Floats = npt.NDArray[np.float64]
 
 
 def state_bytes(problem: ContextProblem) -> tuple[float, float]:
-    """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam states. fp32 masters
-    and two moments are divided evenly over the members (distributed optimizer)."""
+    """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam states (these two
+    of what is trained). fp32 masters and two moments are divided evenly over the members (distributed optimizer)."""
     model, options = problem.model, problem.options
-    elements = problem.layers * layer_parameters(model)
-    elements += (int(options.embed) + int(options.head)) * model.vocab_size * model.hidden_size  # embedding, and head
+    ends = (int(options.embed) + int(options.head)) * model.vocab_size * model.hidden_size  # embedding, and head
+    held = problem.layers * layer_parameters(model) + ends
+    trained = problem.layers * layer_parameters(model, trained=True) + (ends if model.lora is None else 0)
     wide = max(options.item, 4)
-    optimizer = elements * (2 * wide + (4 if options.item == 2 else 0)) / options.replicas
+    optimizer = trained * (2 * wide + (4 if options.item == 2 else 0)) / options.replicas
+    states = float(held * options.item + trained * wide)
     if not options.shard_states:
-        return float(elements * (options.item + wide)), float(optimizer)
+        return states, float(optimizer)
     # Two layers gathered (one ahead), one layer's gradients before they are spread.
-    local = layer_parameters(model) * (2 * options.item + wide)
-    return float(local), float(elements * (options.item + wide) + optimizer)
+    local = layer_parameters(model) * 2 * options.item + layer_parameters(model, trained=True) * wide
+    return float(local), states + optimizer
 
 
 def member_limits(problem: ContextProblem) -> Floats:

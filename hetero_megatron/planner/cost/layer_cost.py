@@ -25,12 +25,22 @@ from hetero_megatron.plan.memory import (
     trained_elements,
     working_bytes,
 )
+from hetero_megatron.plan.routing import EVEN, Routing
+from hetero_megatron.planner.cost.expert_cost import token_bytes
 from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.expert_load import ExpertLoad
 
 SWAPS = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
+
+
+def swaps(model: ModelSpec, load: ExpertLoad | None) -> float:
+    """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
+    if model.moe is None or load is None:
+        return SWAPS
+    return SWAPS - 2 * load.layers * (not model.moe.shared_ffn)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class CostOptions:
     Args:
         margin: share of a chip's memory kept free (fragmentation, kernels' workspaces).
         moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
+        routing: how tokens divide over experts; by default evenly.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
         host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
         overlap: gradients are sent during the last backward, as by our runtime; False: after it.
@@ -83,6 +94,7 @@ class CostOptions:
 
     margin: float = 0.06
     moments: int = 2
+    routing: Routing = EVEN
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9
     overlap: bool = True
@@ -98,7 +110,8 @@ class CostOptions:
 class UnitSeconds:
     """(forward, backward) seconds of one layer, of the embedding and of the head, including TP collectives; ``action``:
     seconds once per forward or backward; ``weight_action``: the same per W; ``layer_split``, ``head_split``: (W's
-    seconds, seconds that B_INPUT and W together take more than a whole backward)."""
+    seconds, seconds that B_INPUT and W together take more than a whole backward); ``experts``: what routed experts take
+    of ``layer``, without links."""
 
     layer: tuple[float, float]
     embed: tuple[float, float]
@@ -107,6 +120,7 @@ class UnitSeconds:
     layer_split: tuple[float, float] = (0.0, 0.0)
     head_split: tuple[float, float] = (0.0, 0.0)
     weight_action: float = 0.0
+    experts: tuple[float, float] = (0.0, 0.0)
 
     def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
         """(forward, backward) seconds of a stage; ``full``: number of layers recomputed in backward."""
@@ -199,30 +213,38 @@ class CostModel:
                 swap = self.tp_exchange_seconds(stage.tp, rows, link)
                 posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
                 self._units[unit] = self.unit_seconds(
-                    self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting
-                )
+                    self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting,
+                    routed=self._routed_seconds(stage.tp, rows, link, posting),
+                )  # fmt: skip
             parts = self._units[unit]
             full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
             self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
         return self._seconds[key]
 
     def unit_seconds(
-        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0
-    ) -> UnitSeconds:
+        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0,
+        load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
+    ) -> UnitSeconds:  # fmt: skip
         """Times of one rank of a TP group.
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
             swap: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
+            load: of routed experts, None: of a plain TP group; routed: (forward, backward) seconds of exchanging
+                tokens in a layer that is a mixture of experts.
         """
         length = self.seq_length
         forward, backward = operators.exchange(share, rows, length, swap)
-        layer = operators.layer(share, rows, length, (SWAPS * forward, SWAPS * backward), SWAPS * posting)
+        usual = load or operators.plain(share, rows * length)
+        count, moe = swaps(self.model, usual), usual.layers if usual is not None else 0.0
+        exchanged = count * forward + moe * routed[0], count * backward + moe * routed[1]
+        layer = operators.layer(share, rows, length, exchanged, count * posting, load)
+        experts = operators.experts(usual) if usual is not None and rows else (0.0, 0.0)
         embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
         (layer_input, layer_weight), (head_input, head_weight) = (
-            f(share, rows, length) for f in (operators.split_layer, operators.split_head)
+            operators.split_layer(share, rows, length, load), operators.split_head(share, rows, length)
         )
-        whole = operators.layer(share, rows, length)[1]
+        whole = operators.layer(share, rows, length, load=load)[1]
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
@@ -232,14 +254,25 @@ class CostModel:
             layer_split=(layer_weight, layer_input + layer_weight - whole),
             head_split=(head_weight, head_input + head_weight - head[1]),
             weight_action=operators.rates.split_seconds if rows else 0.0,
+            experts=(moe * experts[0], moe * experts[1]),
         )
 
-    def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None) -> float:
-        """Seconds of one gather or scatter-sum of [rows, seq, hidden] inside a TP group; every rank sends (tp - 1)/tp
-        of it."""
+    def _routed_seconds(self, tp: int, rows: int, link: LinkRates | None, posting: float) -> tuple[float, float]:
+        """(forward, backward) seconds of exchanging a mixture of experts' tokens in a plain TP group: all of them go
+        everywhere. Counts go first."""
+        if self.model.moe is None or tp == 1 or link is None:
+            return 0.0, 0.0
+        found = [self.tp_exchange_seconds(tp, rows, link, width) for width in token_bytes(self.model, self.item)]
+        counts = link.collective("exchange")[0] + posting
+        return counts + found[0] + found[1], found[2] + found[3]
+
+    def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None, width: int | None = None) -> float:
+        """Seconds of one gather or scatter-sum of [rows, seq, hidden] (or of ``width`` bytes per token) inside a TP
+        group; every rank sends (tp - 1)/tp of it."""
         if tp == 1 or link is None:
             return 0.0
-        size = rows * self.seq_length * self.model.hidden_size * self.item * (tp - 1) / tp
+        width = self.model.hidden_size * self.item if width is None else width
+        size = rows * self.seq_length * width * (tp - 1) / tp
         alpha, beta = link.collective("exchange")
         messages = tp - 1 - (link.exchange is not None)  # a measured exchange includes posting one message
         # Over a node's shared network cards all ranks of the group send at once.

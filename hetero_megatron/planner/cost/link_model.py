@@ -172,13 +172,20 @@ class LinkModel:
         if len(ranks) == 1:
             return 0.0, 0.0
         part = size / len(ranks)
-        found = self.exchange(((a, b, part) for a in ranks for b in ranks), collective="exchange")
-        link = self.rates.link(ranks[0], ranks[-1])
-        # Inside a node the measured latency includes posting, unless the link has message_seconds.
-        message = link.message_seconds or 0.0
-        posting = (len(ranks) - 1) * message
-        own = message if link.exchange is not None else 0.0  # a measured exchange includes one message
-        return found.seconds + found.latency + posting - own, posting
+        return self.groups_exchange(((a, b, part) for a in ranks for b in ranks), [ranks])
+
+    def groups_exchange(self, flows: Iterable[Flow], groups: Iterable[tuple[int, ...]]) -> tuple[float, float]:
+        """(seconds of an exchange in which all of ``groups`` take part at once, seconds of it on the host)."""
+        found = self.exchange(flows, collective="exchange")
+        posting = more = 0.0
+        for ranks in (ranks for ranks in groups if len(ranks) > 1):
+            link = self.rates.link(ranks[0], ranks[-1])
+            # Inside a node the measured latency includes posting, unless the link has message_seconds.
+            message = link.message_seconds or 0.0
+            posting = max(posting, (len(ranks) - 1) * message)
+            own = message if link.exchange is not None else 0.0  # a measured exchange includes one message
+            more = max(more, (len(ranks) - 1) * message - own)
+        return found.seconds + found.latency + more, posting
 
     def message_seconds(self, rank: int, peer: int) -> float:
         """Host seconds that a message to or from ``peer`` costs ``rank``."""

@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hetero_megatron.planner.cost.expert_cost import expert_seconds
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers, plain_load
 from hetero_megatron.spec.flops import (
     adapter_shapes,
+    common_columns,
     layer_attention_flops,
     mean_attention_pairs,
-    mlp_columns,
     visible_pairs,
 )
 
@@ -47,16 +49,45 @@ class Operators:
         self._rows: dict[str, list[LayerRow]] = {}
 
     def layer(
-        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
-    ) -> Seconds:
-        """One decoder layer for ``rows`` sequences of ``length`` tokens. ``exchange``: (forward, backward) seconds of
-        its TP collectives; posting: seconds of them on the host, per direction."""
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0,
+        load: ExpertLoad | None = None,
+    ) -> Seconds:  # fmt: skip
+        """One decoder layer for ``rows`` sequences of ``length`` tokens, an average one where layers differ.
+
+        Args:
+            exchange: (forward, backward) seconds of its collectives; posting: seconds of them on the host, per
+                direction.
+            load: of its routed experts; None: of a plain TP group.
+        """
+        if load is not None:
+            plain = self.layer(share, rows, length, exchange, posting)
+            more = self.beyond_plain(share, rows, length, load)
+            return plain[0] + more[0], plain[1] + more[1]
         if self._measured("layers"):
             forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
             return forward + exchange[0], backward + exchange[1]
         key = ("layer", share, rows, length, exchange, posting)
         if key not in self._cache:
             self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
+        return self._cache[key]
+
+    def beyond_plain(self, share: float, rows: float, length: int, load: ExpertLoad) -> Seconds:
+        """What a layer takes more with this load than with that of a plain TP group, in an average layer."""
+        plain = self.plain(share, rows * length)
+        assert plain is not None, "a load of a dense model"
+        others = self._dense_mlp(share, rows * length, load.layers), self._dense_mlp(share, rows * length, plain.layers)
+        here, there = self.experts(load), self.experts(plain)
+        forward, backward = (
+            (i + 1) * (others[0] - others[1]) + load.layers * here[i] - plain.layers * there[i] for i in (0, 1)
+        )
+        return forward, backward
+
+    def experts(self, load: ExpertLoad) -> Seconds:
+        """(forward, backward) of the routed experts of one mixture-of-experts layer, without links."""
+        key = ("experts", load)
+        if key not in self._cache:
+            known = self.model, self.rates, self.item, self.fingerprint
+            self._cache[key] = expert_seconds(*known, load, self.gemm)
         return self._cache[key]
 
     def split(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
@@ -101,8 +132,11 @@ class Operators:
         """Whether B_INPUT and W of this model's layers were measured."""
         return bool(self._measured("split_layers"))
 
-    def split_layer(self, share: float, rows: float, length: int) -> Seconds:
-        """(B_INPUT, W) of one layer: measured, else as :func:`_split` has it."""
+    def split_layer(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> Seconds:
+        """(B_INPUT, W) of one layer: measured, else as :func:`_split` has it; ``load``: as for :meth:`layer`."""
+        if load is not None and rows:
+            plain, more = self.split_layer(share, rows, length), self.beyond_plain(share, rows, length, load)[1]
+            return plain[0] + more / 2, plain[1] + more / 2
 
         def modelled(share: float, rows: float, length: int) -> Seconds:
             by_operators, tokens = self._layer_by_operators(share, rows, length)[1], rows * length
@@ -225,23 +259,38 @@ class Operators:
         """Seconds of the matrix products of a layer's forward."""
         model = self.model
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.gated else 1) * mlp_columns(model)
-        return (
-            self.gemm(tokens, share * (q + 2 * kv), h)
-            + self.gemm(tokens, h, share * q)
-            + self.gemm(tokens, share * columns, h)
-            + self.gemm(tokens, h, share * mlp_columns(model))
-        )
+        routed = moe_layers(model)
+        found = self.gemm(tokens, share * (q + 2 * kv), h) + self.gemm(tokens, h, share * q)
+        found += self._mlp_products(share, tokens, common_columns(model, routed))
+        plain = self.plain(share, tokens)
+        if plain is not None and model.moe is not None:
+            found += routed * (self.gemm(plain.tokens, model.moe.num_experts, h) + self.experts(plain)[0])
+        return found
+
+    def plain(self, share: float, tokens: float) -> ExpertLoad | None:
+        """The load of routed experts that a layer without another one has; None for a dense model."""
+        return plain_load(self.model, tokens, share, max(1, round(1 / share)) if share else 1)
+
+    def _mlp_products(self, share: float, tokens: float, columns: float) -> float:
+        h, wide = self.model.hidden_size, (2 if self.model.gated else 1) * columns
+        return self.gemm(tokens, share * wide, h) + self.gemm(tokens, h, share * columns)
+
+    def _dense_mlp(self, share: float, tokens: float, routed: float) -> float:
+        """Forward seconds of what all tokens pass in an average layer's MLP."""
+        columns = common_columns(self.model, routed)
+        activation = ((2 if self.model.gated else 1) + 1) * columns * share * tokens * self.item
+        return self._mlp_products(share, tokens, columns) + activation / self.rates.bytes_per_second
 
     def _layer_by_operators(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        columns = (2 if model.gated else 1) * mlp_columns(model)
+        common = common_columns(model, moe_layers(model))
+        columns = (2 if model.gated else 1) * common
         products = self._products(share, tokens)
         # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
-        local = 2 * (q + kv) * bool(model.ropes) + columns + mlp_columns(model)
+        local = 2 * (q + kv) * bool(model.ropes) + columns + common
         norms = 10 * h * (share if self.sequence_parallel else 1.0)
         small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
         core = self.attention(share, rows, length)

@@ -34,6 +34,7 @@ name; not both)::
             split_layers: / split_head:               # rows like layers, of B_INPUT and W instead of forward, backward
             waiting:                                  # rows like layers, of one exchange of a TP group: see below
             optimizer: [[elements, seconds], …]       # one update of so many owned elements
+            experts: [[fingerprint, columns, s, …], …]  # of routed experts of so many columns, see below
       links:
         - {within: <node group>, alpha: s, beta: s_per_byte}                   # inside one node of the group
         - {between: [<group>, <group>], alpha: s, beta: s_per_byte, message_seconds: s,
@@ -43,7 +44,9 @@ name; not both)::
 
 All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
 recompute. ``waiting`` is what a TP group's exchange takes in a running pipeline beyond what its links explain: its
-ranks wait for each other (none is steady, and they meet several times a layer). ``fingerprint`` is
+ranks wait for each other (none is steady, and they meet several times a layer). ``experts`` is what a layer of
+routed experts takes more for one expert, for one row (a token at one of its experts), for one rank more that exchanges
+tokens, and for one token sent or received: forward and backward of each, eight numbers. ``fingerprint`` is
 :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured takes the nearest
 rows, scaled by the operator rates.
 
@@ -84,7 +87,7 @@ LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none 
 COLLECTIVES = ("all_to_all", "exchange")
 ROWS = {
     "gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6, "split_head": 6, "optimizer": 2,
-    "visits": 5, "waiting": 6,
+    "visits": 5, "waiting": 6, "experts": 10,
 }  # fmt: skip
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
@@ -93,6 +96,7 @@ NUMBERS = (
 )  # fmt: skip
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
+NAMED = (6, 10)  # widths of rows that begin with a model's fingerprint
 Row = tuple[float, ...]
 
 
@@ -134,6 +138,7 @@ class ChipRates:
     waiting: tuple[LayerRow, ...] = ()
     split_layers: tuple[LayerRow, ...] = ()
     split_head: tuple[LayerRow, ...] = ()
+    experts: tuple[tuple[Any, ...], ...] = ()
     calibrated: bool = False
     score_seconds: float = 0.0
     layer_backward_seconds: float = 0.0
@@ -454,7 +459,7 @@ def _rows(value: Any, width: int, where: str, cluster: Cluster) -> tuple[tuple[A
         raise UserError("rows were expected", field=where, accepted=f"lists of {width} values", where=cluster.file)
     rows = []
     for row in value:
-        first = 1 if width == 6 else 0
+        first = 1 if width in NAMED else 0
         numbers = [_number(x, where, cluster, zero=False) for x in row[first:]]
         rows.append((*map(str, row[:first]), *numbers))
     return tuple(rows)

@@ -22,9 +22,20 @@ from hetero_megatron.planner.report.pictures import (
 from hetero_megatron.planner.report.prediction import format_prediction, format_seconds
 from hetero_megatron.planner.report.timeline import format_layers, group_title, groups, stage_label
 from hetero_megatron.planner.simulate.step import Prediction
+from hetero_megatron.schedule import Action
 from hetero_megatron.words import plural, rank_ranges
 
-KINDS = ("F", "B", "B_INPUT", "W", "gradients", "optimizer", "parameters", "rest")
+LATER = ", later chunk"  # of an action: its layers are not the first run of its stage
+KIND_COLORS = {  # in the order of the numbers by which run files name them
+    "F": "#4c8bf5", "B": "#34a06f", "B_INPUT": "#1d7f8c", "W": "#8a8420", "gradients": "#e0a020",
+    "optimizer": "#b05fd0", "parameters": "#d9654f", "rest": "#b9b9b9",
+    f"F{LATER}": "#a9c8fb", f"B{LATER}": "#96d3b5", f"B_INPUT{LATER}": "#84c3cc", f"W{LATER}": "#cbc679",
+}  # fmt: skip
+KINDS = tuple(KIND_COLORS)
+_MEANING = {
+    "F": "forward (F)", "B": "backward (B)", "B_INPUT": "backward for the input (B_INPUT)",
+    "W": "backward for the weights (W)", "rest": "rest of the step",
+}  # fmt: skip
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #ffffff; --fg: #1f2328; --dim: #5d6670; --line: #d5d9de; --panel: #f2f4f6 }
@@ -46,8 +57,10 @@ canvas { width: 100%; border: 1px solid var(--line); cursor: grab; touch-action:
 """
 
 _SCRIPT = """
-const colors = {F: '#4c8bf5', B: '#34a06f', B_INPUT: '#1d7f8c', W: '#8ecfae', gradients: '#e0a020',
-                optimizer: '#b05fd0', parameters: '#d9654f', rest: '#b9b9b9'};
+const ink = (color) => {  // dark on pale colors, else white
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
+  return 0.3 * r + 0.6 * g + 0.1 * b > 155 ? '#111' : '#fff';
+};
 const row = 22, left = 10, head = 18;
 for (const chart of DATA.charts) {
   const canvas = document.getElementById(chart.id), tip = document.getElementById('tip');
@@ -72,9 +85,9 @@ for (const chart of DATA.charts) {
       for (const [kind, start, length, label] of spans) {
         const a = x(start), b = x(start + length);
         if (b < 0 || a > canvas.clientWidth) continue;
-        c.fillStyle = colors[DATA.kinds[kind]];
+        c.fillStyle = DATA.colors[kind];
         c.fillRect(a, y + 2, Math.max(b - a - 0.5, 0.5), row - 4);
-        if (b - a > 22 && label >= 0) { c.fillStyle = '#fff'; c.fillText(label, a + 4, y + 15); }
+        if (b - a > 22 && label >= 0) { c.fillStyle = ink(DATA.colors[kind]); c.fillText(label, a + 4, y + 15); }
       }
     });
   }
@@ -106,13 +119,6 @@ for (const chart of DATA.charts) {
   draw();
 }
 """
-
-
-LEGEND = {
-    "forward": "#4c8bf5", "backward": "#34a06f", "its part for the input (B_INPUT)": "#1d7f8c",
-    "its part for the weights (W)": "#8ecfae", "gradients": "#e0a020", "optimizer": "#b05fd0",
-    "parameters": "#d9654f",
-}  # fmt: skip
 
 
 def html_page(found: Prediction, title: str, cluster: Cluster | None = None) -> str:
@@ -194,13 +200,25 @@ def prediction_charts(found: Prediction) -> list[dict[str, Any]]:
     return [{"title": group_title(found, group), **_chart(found, group.pipelines[0])} for group in groups(found)]
 
 
+def kind_of(action: Action) -> str:
+    """The one of ``KINDS`` that an F, B, B_INPUT or W is drawn as."""
+    return action.kind + (LATER if action.chunk else "")
+
+
 def charts_html(
-    charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str = "chart", keys: Mapping[str, str] = LEGEND
+    charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str = "chart"
 ) -> str:
     """Legend, canvases and script for charts as in :func:`prediction_charts`, on one axis; once per page."""
+    drawn = {span[0] for chart in charts for row in chart["rows"] for span in row if span[2] > 0}
+    keys = {
+        _MEANING.get(kind.removesuffix(LATER), kind) + (LATER if kind.endswith(LATER) else ""): color
+        for i, (kind, color) in enumerate(KIND_COLORS.items())
+        if i in drawn
+    }
     numbered = [{**chart, "id": f"{prefix}{i}"} for i, chart in enumerate(charts)]
     canvases = "".join(f"<h3>{html.escape(c['title'])}</h3><canvas id='{c['id']}'></canvas>" for c in numbered)
-    data = json.dumps({"step": seconds, "kinds": KINDS, "charts": numbered}, separators=(",", ":"))
+    known = {"step": seconds, "kinds": KINDS, "colors": [*KIND_COLORS.values()], "charts": numbered}
+    data = json.dumps(known, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # in names: neither an end nor a comment of HTML inside the script
     script = f"<script>const DATA = {data};{_SCRIPT}</script>"
     return f"{legend(keys)}{canvases}<div id='tip'></div>{script}"
@@ -212,7 +230,7 @@ def _chart(found: Prediction, pipeline: int) -> dict[str, Any]:
     rows = []
     for s, row in enumerate(timeline.schedule.stages):
         spans = [
-            [KINDS.index(a.kind), _round(start), _round(end - start), a.micro_batch]
+            [KINDS.index(kind_of(a)), _round(start), _round(end - start), a.micro_batch]
             for a, start, end in zip(row, timeline.starts[s], timeline.ends[s])
             if a.kind in KINDS
         ]

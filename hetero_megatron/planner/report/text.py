@@ -14,6 +14,7 @@ from hetero_megatron.planner.report.comparison import Summary, choice_text
 from hetero_megatron.planner.report.prediction import bubble_share, format_seconds, format_step_seconds, split_notice
 from hetero_megatron.planner.report.timeline import format_layers
 from hetero_megatron.planner.search.incumbent import JudgedPlan
+from hetero_megatron.planner.search.schedule_times import least_seconds
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.words import plural, rank_ranges, word
@@ -117,11 +118,26 @@ def _schedule_lines(summary: Summary) -> list[str]:
     bubbles, most = zip(*((bubble_share(x.prediction), max(x.prediction.memory[r].total for r in ranks))
                           for x in (best, other)))  # fmt: skip
     ratio = other.step_seconds / best.step_seconds
+    chunks = max(pipeline.chunks for pipeline in best.plan.pipelines)
+    over = f" over {chunks} chunks of layers per stage" if chunks > 1 else ""
+    gap = schedule_gap(summary)
+    least = [] if gap is None else [f"    in this memory, no schedule of these stages is more than {gap:.1%} faster"]
     return [
-        f"  schedule: {best.plan.schedule}, {ratio:.3f} x as fast as the same plan under {other.plan.schedule}: bubble "
-        f"{bubbles[0]:.1%} instead of {bubbles[1]:.1%}, at most {format_bytes(most[0])} on a rank instead of "
-        f"{format_bytes(most[1])}"
+        f"  schedule: {best.plan.schedule}{over}, {ratio:.3f} x as fast as the same plan under {other.plan.schedule}: "
+        f"bubble {bubbles[0]:.1%} instead of {bubbles[1]:.1%}, at most {format_bytes(most[0])} on a rank instead of "
+        f"{format_bytes(most[1])}",
+        *least,
     ]
+
+
+def schedule_gap(summary: Summary) -> float | None:
+    """By what part the pipelines of the best plan are above what no schedule of their stages can beat; None where that
+    is not known."""
+    best, costs = summary.result.best, summary.result.scorer.costs
+    if costs.cluster is not best.cluster:  # the plan is for a part of it
+        return None
+    least = least_seconds(best.prediction, costs)
+    return max(0.0, max(best.prediction.pipeline_seconds) / least - 1) if least else None
 
 
 def _cost_lines(summary: Summary) -> list[str]:
@@ -245,6 +261,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         **_costs(summary),
         "parts_searched": result.parts,
         "bound": bound,
+        "schedule_gap": schedule_gap(summary),
         "hethub_bound_tokens_per_second": summary.hethub_tokens_per_second,
         "hetero_speedup_ratio": summary.speedup_ratio,
         "context": result.context,

@@ -301,9 +301,30 @@ class LayersProgram:
                     best[mask, added] = min(best[mask, added], row)
         found = dict.fromkeys((mask, *row[1:]) for (mask, _), row in best.items() if math.isfinite(row[0]))
         for mask, tau, p, step in found:
-            budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-            late = float(self.sync_seconds(np.full(self.depth + 1, tau), mask)[p])
-            yield PipelineFamily(mask, budget, self.size, tau, p, self.replicas, step, late)
+            yield self._family(mask, tau, p, step)
+
+    def _family(self, mask: int, tau: float, stages: int, step: int) -> PipelineFamily:
+        budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
+        sync = float(self.sync_seconds(np.full(self.depth + 1, tau), mask)[stages])
+        return PipelineFamily(mask, budget, self.size, tau, stages, self.replicas, step, sync)
+
+    def families_by_stages(self, most_tau: float) -> Iterator[PipelineFamily]:
+        """Per set of groups and number of stages from 2 on, the family with the least bottleneck, up to ``most_tau``
+        (s)."""
+        least = self.least_tau()
+        if not least <= most_tau:
+            return
+        steps = [step for step in grid(least) if RATIO**step <= most_tau]
+        known: set[tuple[int, int]] = set()
+        for start in range(0, len(steps), BLOCK):
+            block = range(steps[start], steps[min(start + BLOCK, len(steps)) - 1] + 1)
+            for mask, layers in self.solve(block)[1].items():
+                enough = layers >= self.inputs.model.num_layers  # [tau, stages]
+                for p in np.flatnonzero(enough.any(axis=0)).tolist():
+                    if p > 1 and (mask, p) not in known:
+                        known.add((mask, p))
+                        step = block[int(np.argmax(enough[:, p]))]
+                        yield self._family(mask, RATIO**step, p, step)
 
     def _fastest(
         self, layers: Layers, nominal: float, taus: Floats, steps: range, sync: Floats

@@ -114,7 +114,7 @@ class Programs:
 
     def least_seconds(self) -> float:
         """Lower bound (s) on a step with equal pipelines on these chips."""
-        return min((program.least_seconds(nominal)[0] for nominal, program in self._programs()), default=math.inf)
+        return min((program.least_seconds(nominal)[0] for nominal, program in self.all()), default=math.inf)
 
     def _pipeline_counts(self) -> list[int]:
         """Numbers of pipelines to try: the divisors of every group's chips, and a few per octave."""
@@ -134,22 +134,19 @@ class Programs:
         found = batch_sizes(self.inputs.space, max(1, self.inputs.batch // pipelines), 8)
         return [b for b in found if b & (b - 1) == 0] or list(found)
 
-    def _programs(self) -> list[tuple[float, LayersProgram]]:
-        """(micro-batches of a pipeline, program) for every number of pipelines and micro-batch size."""
-        programs = []
+    def all(self) -> Iterator[tuple[float, LayersProgram]]:
+        """(micro-batches of a pipeline, program) of every number of pipelines and micro-batch size."""
         for d in self._pipeline_counts():
             budget = tuple(n // d for n in self.inputs.counts)
             for size in self._sizes(d) if any(budget) else ():
-                nominal = max(1.0, self.inputs.batch / (d * size))
-                programs.append((nominal, LayersProgram(self.inputs, budget, size, d)))
-        return programs
+                yield max(1.0, self.inputs.batch / (d * size)), LayersProgram(self.inputs, budget, size, d)
 
     def _families(self) -> list[PipelineFamily]:
         """Families of all programs that could come near the best, over all groups or over a single group: without
         gradient reduction, or with it."""
         found: list[PipelineFamily] = []
         near = {sync: _Near(self.everything) for sync in (False, True)}
-        programs = self._programs()
+        programs = list(self.all())
         rows = [([p.least_seconds(nominal, sync) for sync in near], nominal, p) for nominal, p in programs]
         for bounds, nominal, program in sorted(rows, key=lambda row: (row[0][1][0], row[0][0][0])):
             if found and self.should_stop():

@@ -1,30 +1,36 @@
 """The best plans under further schedules: zero-bubble, interleaved, and one made for the plan's own stages.
 
 Templates are searched under 1F1B and GPipe, which have fast times. What is best there is tried again, as a concrete
-plan, under schedules that split the backward or cut stages into chunks; the step simulator decides. From the fastest of
-these, hill climbing goes on with the schedule's own seconds: layers, recompute and order of stages, micro-batches.
+plan, under schedules that split the backward or cut stages into chunks; the step simulator decides. So is the best
+pipeline of every other structure (replicas, stages, micro-batch size) that could be faster under such a schedule. From
+the fastest of these, hill climbing goes on with the schedule's own seconds: layers, recompute and order of stages,
+micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, supports, validate
-from hetero_megatron.plan.context_plan import has_context
+from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
 from hetero_megatron.planner.search.local_search import shapes_near
-from hetero_megatron.planner.simulate.memory_report import micro_batch_bytes
-from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
+from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
+from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
+from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.plan_template import PipelineReplicas, PlanTemplate
+from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.schedule.adaptive import search_adaptive
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
+from hetero_megatron.schedule.chunk_times import ChunkedTimes
+from hetero_megatron.schedule.pipeline_times import PipelineTimes
 from hetero_megatron.schedule.stored import stored_orders
 
 STARTS = 2  # plans that are tried under other schedules
@@ -32,7 +38,9 @@ FEW = 64  # chips, up to which this is done without being asked for
 CHUNKS = (2, 3, 4)  # per stage, of the interleaved schedule
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CLIMBING = 300_000, 20_000  # actions that may be timed for one pipeline, at the end and while climbing
+CHUNKED_EFFORT = 60_000  # the same with several chunks, at the end
 MOVES, NEAR, LEAST_GAIN = 60, 1.05, 1e-6  # plans that climbing tries; it starts from what is so near to the best
+STRUCTURES, OTHERS, OTHER_MOVES = 12, 2, 30  # that are tried; of those, how many are climbed from, and how far
 
 
 class ScheduleSearch:
@@ -54,26 +62,62 @@ class ScheduleSearch:
                     best.append(found)
                 if found is not None and found.step_seconds < start.step_seconds:
                     incumbent.take_plan(found)
-        first = min(best, key=lambda x: x.step_seconds, default=None)
-        if first is None or not first.template.parts or first.step_seconds > NEAR * incumbent.plans[0].step_seconds:
-            return True
-        return self._climb(first, problem, incumbent)
+        first, chunked = (
+            min((x for x in best if _is_chunked(x.plan) == own), key=lambda x: x.step_seconds, default=None)
+            for own in (False, True)
+        )
+        start_here = first is not None and first.template.parts and _is_near(first, incumbent)
+        if first is not None and start_here and not self._climb(first, None, problem, incumbent, MOVES):
+            return False
+        others = self._other_structures(problem, incumbent, {structure(x.template) for x in starts[:STARTS]})
+        if chunked is not None and chunked.template.parts:
+            others.append((chunked, None))
+        for other, plain in sorted(others, key=lambda row: row[0].step_seconds)[:OTHERS]:
+            if _is_near(other, incumbent) and not self._climb(other, plain, problem, incumbent, OTHER_MOVES):
+                return False
+        return not incumbent.should_stop()
 
-    def _climb(self, best: JudgedPlan, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        """Other templates under the schedule of ``best``; zero-bubble gives way to adaptive, which begins with it."""
+    def _other_structures(
+        self, problem: PlanningProblem, incumbent: Incumbent, tried: set[Structure]
+    ) -> list[tuple[JudgedPlan, JudgedPlan | None]]:
+        """The best of each other structure, (under a schedule made for it in little time, under 1F1B)."""
+        found, scorer = list[tuple[JudgedPlan, JudgedPlan | None]](), incumbent.scorer
+        limit = incumbent.plans[0].step_seconds
+        for templates in pipelines_of_each_structure(problem, incumbent, NEAR * limit):
+            if incumbent.should_stop() or len(tried) == STRUCTURES:
+                break
+            if structure(templates[0]) in tried:
+                continue
+            tried.add(structure(templates[0]))
+            judged = [judge_template(template, problem, scorer) for template in templates]
+            start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
+            if start is None or _busiest(start) >= NEAR * limit:
+                continue
+            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING)
+            other = None if made is None else self._judged(start, made, problem, scorer.costs)
+            if other is not None:
+                found.append((other, start))
+                if other.step_seconds < incumbent.plans[0].step_seconds:
+                    incumbent.take_plan(other)
+        return found
+
+    def _climb(
+        self, best: JudgedPlan, plain: JudgedPlan | None, problem: PlanningProblem, incumbent: Incumbent, moves: int
+    ) -> bool:
+        """Other templates under the schedule of ``best``, so many at most; zero-bubble gives way to adaptive, which
+        begins with it. ``plain``: ``best`` under 1F1B, where not all schedules have been tried for it yet."""
         scorer, chunks = incumbent.scorer, best.plan.pipelines[0].chunks
-        plain: JudgedPlan | None = None  # the best under 1F1B
 
         def improves(template: PlanTemplate) -> bool:
             nonlocal best, plain
-            start = None if incumbent.should_stop() else judge_template(template, problem, scorer)
-            if start is None or start.step_seconds - max(start.prediction.pipeline_seconds) + max(
-                start.prediction.busy.values()
-            ) >= best.step_seconds:  # its busiest stage alone takes longer
+            if incumbent.should_stop() or _least_seconds(template, scorer) >= best.step_seconds:
                 return False
-            made = interleaved(start.plan, chunks) if chunks > 1 else adapted(
-                start.plan, start.prediction, scorer.costs, CLIMBING
-            )  # fmt: skip
+            start = judge_template(template, problem, scorer)
+            if start is None or _busiest(start) >= best.step_seconds:
+                return False
+            made = start.plan if chunks == 1 else interleaved(start.plan, chunks)
+            if made is not None and best.plan.schedule != "interleaved":
+                made = adapted(made, start.prediction, scorer.costs, CLIMBING)
             found = None if made is None else self._judged(start, made, problem, scorer.costs)
             if found is None or found.step_seconds >= best.step_seconds * (1 - LEAST_GAIN):
                 return False
@@ -81,15 +125,16 @@ class ScheduleSearch:
             return True
 
         seen, near = {best.template}, _near(best.template, problem.space)
-        while len(seen) <= MOVES and (template := next((t for t in near if t not in seen), None)) is not None:
+        while len(seen) <= moves and (template := next((t for t in near if t not in seen), None)) is not None:
             seen.add(template)
             if improves(template):
                 near = _near(template, problem.space)
-        if plain is None or best.step_seconds >= incumbent.plans[0].step_seconds:
+        if plain is None or best.step_seconds > incumbent.plans[0].step_seconds:
             return not incumbent.should_stop()
         if not plain.prediction.over:
             incumbent.take_plan(plain)
-        incumbent.take_plan(best)
+        if all(best is not known for known in incumbent.plans):
+            incumbent.take_plan(best)
         for plan in self._variants(plain, scorer.costs):
             found = None if incumbent.should_stop() else self._judged(plain, plan, problem, scorer.costs)
             if found is not None and found.step_seconds < best.step_seconds:
@@ -115,14 +160,38 @@ class ScheduleSearch:
             cut = interleaved(plan, chunks)
             if cut is not None:
                 yield cut
+                made = adapted(cut, start.prediction, costs, CHUNKED_EFFORT) if supports("schedule.adaptive") else None
+                if made is not None:
+                    yield made
         if supports("schedule.adaptive"):
             made = adapted(plan, start.prediction, costs)
             if made is not None:
                 yield made
 
 
+def _least_seconds(template: PlanTemplate, scorer: TemplateScorer) -> float:
+    """Seconds of compute of the busiest stage."""
+    rows = ((part.num_micro_batches, *scorer.stage_seconds(part.shape)) for part in template.parts)
+    return max(count * max(map(sum, zip(forward, backward))) for count, forward, backward in rows)
+
+
+def _busiest(start: JudgedPlan) -> float:
+    """Seconds of the step, if its busiest stage never waited."""
+    found = start.prediction
+    return start.step_seconds - max(found.pipeline_seconds) + max(found.busy.values())
+
+
+def _is_chunked(plan: Plan) -> bool:
+    """An adaptive schedule over several chunks of layers per stage."""
+    return plan.schedule == ADAPTIVE and plan.pipelines[0].chunks > 1
+
+
+def _is_near(found: JudgedPlan, incumbent: Incumbent) -> bool:
+    return found.step_seconds <= NEAR * incumbent.plans[0].step_seconds
+
+
 def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
-    """With one move in one part: those of local search, and recompute of a stage on or off."""
+    """With one move in one part: those of local search, recompute of a stage on or off, exchanges with a layer."""
     for p, part in enumerate(template.parts):
         count, size = part.num_micro_batches, part.shape.micro_batch_size
         shapes = [(shape, count) for shape in shapes_near(part.shape, space)]
@@ -134,9 +203,26 @@ def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
             other = replace(stage, recompute="none" if stage.recompute != "none" else "full", first=0)
             stages = (*part.shape.stages[:s], other, *part.shape.stages[s + 1 :])
             shapes.append((replace(part.shape, stages=stages), count))
-        for shape, m in shapes:
-            parts = (*template.parts[:p], PipelineReplicas(shape, part.copies, m), *template.parts[p + 1 :])
-            yield replace(template, parts=parts)
+        yield from (_with_part(template, p, shape, m) for shape, m in shapes)
+    for p, part in enumerate(template.parts):
+        for shape in _swapped_and_moved(part.shape):
+            yield _with_part(template, p, shape, part.num_micro_batches)
+
+
+def _with_part(template: PlanTemplate, p: int, shape: PipelineTemplate, micro_batches: int) -> PlanTemplate:
+    """Other pipelines as part ``p``. A stage that gave away a layer recomputes no more than it has left."""
+    stages = tuple(replace(x, first=min(x.first, x.layers)) for x in shape.stages)
+    part = PipelineReplicas(replace(shape, stages=stages), template.parts[p].copies, micro_batches)
+    return replace(template, parts=(*template.parts[:p], part, *template.parts[p + 1 :]))
+
+
+def _swapped_and_moved(shape: PipelineTemplate) -> Iterator[PipelineTemplate]:
+    """Neighbouring stages exchanged, and a layer moved between them: where either alone would be slower."""
+    for i, (a, b) in enumerate(itertools.pairwise(shape.stages)):
+        for n in (-1, 1):
+            if a.layers + n > 0 and b.layers - n > 0:
+                pair = replace(b, layers=b.layers - n), replace(a, layers=a.layers + n)
+                yield replace(shape, stages=(*shape.stages[:i], *pair, *shape.stages[i + 2 :]))
 
 
 def interleaved(plan: Plan, chunks: int) -> Plan | None:
@@ -161,17 +247,17 @@ def interleaved(plan: Plan, chunks: int) -> Plan | None:
 
 
 def adapted(plan: Plan, prediction: Prediction, costs: CostModel, effort: int = EFFORT) -> Plan | None:
-    """The plan with a schedule made for each of its pipelines; None where it stays 1F1B.
+    """The plan with a schedule made for each of its pipelines; None where it stays 1F1B, or interleaved 1F1B.
 
     Args:
-        prediction: of the plan under 1F1B.
-        effort: of :func:`~hetero_megatron.schedule.adaptive.search_adaptive`, for each pipeline.
+        prediction: of the plan under 1F1B; for one with several chunks, before its layers were cut.
+        effort: actions that may be timed for each pipeline.
     """
     prices = StageCosts(plan, costs)
-    if any(has_context(stage, plan.seq_length) for pipeline in plan.pipelines for stage in pipeline.stages):
+    if not without_context(plan):
         return None
-    known: dict[PipelineTimes, tuple[str, ...]] = {}
-    pipelines, tails = [], _tails(prediction, prices)
+    known: dict[PipelineTimes | ChunkedTimes, tuple[str, ...]] = {}
+    pipelines, tails = [], _tails(prediction, plan, prices)
     for pipeline in plan.pipelines:
         priced = prices.of(pipeline)
         times = pipeline_times(prediction, pipeline, priced, costs, tails[id(priced)])
@@ -180,42 +266,20 @@ def adapted(plan: Plan, prediction: Prediction, costs: CostModel, effort: int = 
         if times not in known:
             if len(known) == MOST_PIPELINES:
                 return None
-            found = search_adaptive(times, pipeline.num_micro_batches, effort).schedule
+            found = (
+                search_adaptive(times, pipeline.num_micro_batches, effort) if isinstance(times, PipelineTimes)
+                else search_adaptive_chunks(times, pipeline.num_micro_batches, effort)
+            ).schedule  # fmt: skip
             known[times] = stored_orders(found) if found.name == ADAPTIVE else ()
         pipelines.append(replace(pipeline, orders=known[times]))
     return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines)) if any(known.values()) else None
 
 
-def _tails(prediction: Prediction, prices: StageCosts) -> dict[int, tuple[float, ...]]:
+def _tails(prediction: Prediction, plan: Plan, prices: StageCosts) -> dict[int, tuple[float, ...]]:
     """By the identity of a pipeline's costs, seconds of gradient reduction after each stage: of the slowest of the
     pipelines that cost the same."""
     found = dict[int, tuple[float, ...]]()
-    for pipeline in prediction.plan.pipelines:
+    for pipeline in plan.pipelines:
         key, own = id(prices.of(pipeline)), [max(prediction.tails[r] for r in s.ranks) for s in pipeline.stages]
         found[key] = tuple(map(max, own, found.get(key, own)))
     return found
-
-
-def pipeline_times(
-    prediction: Prediction, pipeline: Pipeline, priced: PipelineCosts, costs: CostModel, tails: Sequence[float]
-) -> PipelineTimes | None:
-    """Seconds of the pipeline's stages and links (``tails``: of gradient reduction after each stage), and the bytes
-    that its activations may take beside all else that ``prediction`` counts; None where a stage has no room for one
-    micro-batch."""
-    seconds, memory, limits = priced.costs, prediction.memory, prediction.limits
-    stages = []
-    for s, stage in enumerate(pipeline.stages):
-        host, weight, more = seconds.host[s], seconds.weight[s], seconds.split[s]
-        whole = seconds.backward[s] + host.get("RECV_B", 0.0) + host.get("SEND_B", 0.0)
-        rows = micro_batch_bytes(stage, costs.model, costs.item)
-        kept, waiting = (max(row[i] for row in rows.values()) for i in (0, 1))
-        room = min(limits[rank] - memory[rank].lasting - row[2] for rank, row in rows.items())
-        if room < kept:
-            return None
-        stages.append(StageTimes(
-            forward_seconds=seconds.forward[s] + host.get("RECV_F", 0.0) + host.get("SEND_F", 0.0),
-            input_gradient_seconds=whole - weight + more, weight_gradient_seconds=weight, split_seconds=more,
-            tail_seconds=tails[s], activation_bytes=kept, deferred_bytes=waiting, memory_bytes=room,
-        ))  # fmt: skip
-    links = zip(seconds.link, seconds.link_back, seconds.latency)
-    return PipelineTimes(tuple(stages), tuple(LinkTimes(*row) for row in links))

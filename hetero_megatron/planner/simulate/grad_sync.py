@@ -77,23 +77,24 @@ class GradSync:
         return self._prices[key]
 
     def last_backwards(
-        self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds]
+        self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds], chunks: Mapping[int, int]
     ) -> Callable[[Bucket], Floats]:
         """A function that gives, per bucket, the seconds at which each of its ranks has the bucket's gradients.
-        ``begin``: by rank, start of the last backward (s); parts: by rank, durations of its parts."""
+        ``begin``: by rank, start of the last backward (s); parts: by rank, durations of its parts; chunks: by rank,
+        of which chunk it is."""
         structure = self.structure
         ranks = structure.places.ranks.tolist()
         start = np.array([begin[r] for r in ranks])
         kinds: dict[tuple[object, ...], int] = {}
         kind = np.zeros(len(ranks), np.int64)
-        rows: list[tuple[Stage, UnitSeconds]] = []
+        rows: list[tuple[Stage, UnitSeconds, int]] = []
         for pipeline in self.plan.pipelines:
             for stage in pipeline.stages:
                 for rank in stage.ranks:
-                    key = (stage.layers, stage.embed, stage.head, stage.recompute, id(parts[rank]))
+                    key = (stage.layers, stage.embed, stage.head, stage.recompute, id(parts[rank]), chunks[rank])
                     if key not in kinds:
                         kinds[key] = len(rows)
-                        rows.append((stage, parts[rank]))
+                        rows.append((stage, parts[rank], chunks[rank]))
                     kind[structure.places.index[rank]] = kinds[key]
         present: dict[int, Ints] = {}
 
@@ -104,26 +105,26 @@ class GradSync:
             layers = [self.layer_of[name] for name in bucket.names]
             into = np.zeros(len(rows))
             for k in present[id(at)].tolist():
-                stage, part = rows[k]
-                into[k] = self._into_backward(stage, part, layers)
+                stage, part, chunk = rows[k]
+                into[k] = self._into_backward(stage, part, chunk, layers)
             return np.asarray(start[at] + into[kind[at]])
 
         return ready
 
     @staticmethod
-    def _into_backward(stage: Stage, part: UnitSeconds, layers: Sequence[int | str]) -> float:
-        """Seconds from the start of a backward until the gradients of these layers are complete."""
-        head = part.head[1] if stage.head else 0.0
+    def _into_backward(stage: Stage, part: UnitSeconds, chunk: int, layers: Sequence[int | str]) -> float:
+        """Seconds from the start of a backward of this chunk until the gradients of these layers are complete."""
+        head = part.head[1] if stage.head and chunk == len(stage.chunks) - 1 else 0.0
         decoder = [i for i in layers if isinstance(i, int)]
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
         full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
         each = part.layer[1] + (full * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
-        if len(stage.chunks) > 1:  # the last backward is of the first chunk; what others have is there before it
-            a, b = stage.chunks[0]
-            if "embed" in layers and stage.embed:
-                return part.action + (b - a) * each + part.embed[1]
+        if len(stage.chunks) > 1:  # what other chunks have is there before it
+            a, b = stage.chunks[chunk]
+            if "embed" in layers and stage.embed and chunk == 0:
+                return part.action + head + (b - a) * each + part.embed[1]
             first = min((i for i in decoder if a <= i < b), default=b)
-            return part.action + (b - first) * each
+            return part.action + head + (b - first) * each
         if "embed" in layers and stage.embed:
             return part.action + head + stage.num_layers * each + part.embed[1]
         if decoder:

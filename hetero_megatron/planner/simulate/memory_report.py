@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,9 +29,11 @@ from hetero_megatron.plan.memory import (
     working_bytes,
 )
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE, pipeline_schedule
+from hetero_megatron.plan.routing import EVEN, Routing, mean_loads
 from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.schedule import Held, generate, held_states
 from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.words import plural, rank_ranges
 
@@ -40,7 +42,7 @@ Ints = NDArray[np.int64]
 
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
     """Memory of every rank in bytes, without the framework's overhead.
 
@@ -48,9 +50,10 @@ def estimate_memory(
         moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
         buckets: those of the plan, if already made.
         logits_bytes: size of a micro-batch's logits on a rank above which head and loss run in chunks of tokens.
+        routing: how tokens divide over experts, which what they keep depends on.
     """
     item = ITEM_BYTES[dtype]
-    out = plan_activations(plan, spec, item, logits_bytes)
+    out = plan_activations(plan, spec, item, logits_bytes, routing)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
@@ -106,7 +109,7 @@ def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
 
 
 def plan_activations(
-    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES
+    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN
 ) -> dict[int, MemoryBytes]:
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
@@ -119,9 +122,11 @@ def plan_activations(
             states = _held_states(plan.schedule, stages, count, pipeline.chunks, pipeline.in_flight)
         for stage, held in zip(pipeline.stages, states, strict=True):
             limit = _logits_limit(stage, spec, item, logits_bytes)
+            loads = [mean_loads(spec, stage, range(*chunk), routing) for chunk in stage.chunks]
             for unit in stage.units:
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
-                    chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit)
+                    mine = [load[rank] for load in loads]
+                    chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
                     if (chunks, held) not in known:
                         activations = activation_bytes(spec, chunks, held)
                         known[chunks, held] = MemoryBytes(activations=activations)
@@ -130,14 +135,18 @@ def plan_activations(
     return out
 
 
-def micro_batch_bytes(stage: Stage, spec: ModelSpec, item: int) -> dict[int, tuple[int, int, int]]:
-    """By rank, bytes of one micro-batch in a stage of one chunk without context groups: (from F to its backward, from
+def micro_batch_bytes(
+    stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN
+) -> dict[int, list[tuple[int, int, int]]]:
+    """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
     B_INPUT to W, what a backward works with)."""
-    limit, found = _logits_limit(stage, spec, item, LOGITS_BYTES), {}
+    limit, found = _logits_limit(stage, spec, item, LOGITS_BYTES), dict[int, list[tuple[int, int, int]]]()
+    loads = [mean_loads(spec, stage, range(*chunk), routing) for chunk in stage.chunks]
     for unit in stage.units:
         for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
-            (work,) = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit)
-            found[rank] = kept_bytes(spec, work), operand_bytes(spec, work), working_bytes(spec, work)
+            mine = [load[rank] for load in loads]
+            chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
+            found[rank] = [(kept_bytes(spec, x), operand_bytes(spec, x), working_bytes(spec, x)) for x in chunks]
     return found
 
 
@@ -148,7 +157,9 @@ def _logits_limit(stage: Stage, spec: ModelSpec, item: int, logits_bytes: int) -
     return chunk_limit(spec, sizes, item, logits_bytes)
 
 
-def _chunks(stage: Stage, unit: Unit, tp: float, item: int, limit: int | None) -> tuple[RankWork, ...]:
+def _chunks(
+    stage: Stage, unit: Unit, tp: float, item: int, limit: int | None, loads: Sequence[ExpertLoad | None]
+) -> tuple[RankWork, ...]:
     """What a rank works on in each chunk of its stage."""
     found, before = [], 0
     last = len(stage.chunks) - 1
@@ -158,7 +169,7 @@ def _chunks(stage: Stage, unit: Unit, tp: float, item: int, limit: int | None) -
         embed, head = stage.embed and c == 0, stage.head and c == last
         found.append(RankWork(
             b - a, embed, head, stage.recompute.kind, first, unit.micro_batch_tokens, item, tp, unit.tp,
-            limit if head else None,
+            limit if head else None, loads[c],
         ))  # fmt: skip
     return tuple(found)
 

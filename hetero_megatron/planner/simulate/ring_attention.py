@@ -17,6 +17,7 @@ from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSecond
 from hetero_megatron.planner.cost.link_model import ExchangePrice, LinkModel, Port
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import shares
+from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import mean_attention_pairs
 
 Pair = tuple[float, float]  # forward, backward
@@ -59,9 +60,11 @@ class ContextSeconds:
                         total[pair] += layers * each * count
         return dict(total)
 
-    def unit_seconds(self, stage: Stage, unit: Unit, t: int) -> UnitSeconds:
+    def unit_seconds(
+        self, stage: Stage, unit: Unit, t: int, load: ExpertLoad | None = None, routed: Pair = (0.0, 0.0)
+    ) -> UnitSeconds:
         """Times of one rank's parts; the layer's time is the stage's, because groups wait for each other's keys and
-        values."""
+        values. ``load``, ``routed``: of its routed experts, as for :meth:`CostModel.unit_seconds`."""
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
         operators = model.operators(self._chip(unit.ranks[t]))
         columns = _share(self.model, unit, t)[1]
@@ -70,8 +73,15 @@ class ContextSeconds:
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
             for f in (operators.embed, operators.head)
         )
+        layer, experts = self.layer(stage), (0.0, 0.0)
+        if load is not None:
+            more = operators.beyond_plain(columns, rows, unit.num_tokens, load)
+            moe, alone = load.layers, operators.experts(load)
+            layer = layer[0] + more[0] + moe * routed[0], layer[1] + more[1] + moe * routed[1]
+            experts = moe * alone[0], moe * alone[1]
         return UnitSeconds(
-            layer=self.layer(stage),
+            layer=layer,
+            experts=experts,
             embed=(embed[0] + swap[0], embed[1] + swap[1]),
             head=(head[0] + swap[0], head[1] + swap[1]),
             action=operators.rates.action_seconds,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.plan.context_plan import has_context
+from hetero_megatron.plan.experts import expert_groups
+from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
+from hetero_megatron.planner.cost.expert_cost import token_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.planner.cost.link_model import ExchangePrice, Flow, LinkModel
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
@@ -16,6 +19,7 @@ from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec import Share, shares
+from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
 
 Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
@@ -69,6 +73,8 @@ class StageCosts:
         for stage in pipeline.stages:
             sizes = tuple(b - a for a, b in stage.chunks)
             rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
+            if self.model.model.moe is not None:
+                rows.append((stage.layer_indices(), _local_groups(stage)))
             for unit in stage.units:
                 rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
                 for rank in unit.ranks:
@@ -126,7 +132,26 @@ class StageCosts:
 
     def _slowest(self, stage: Stage) -> UnitSeconds:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
-        found = [self._rank_seconds(stage, unit, t) for unit in stage.units for t in range(unit.tp)]
+        if self.model.model.moe is None or not stage.num_layers:
+            return self._slowest_of(stage)
+        kinds = layer_kinds(self.model.model, stage.layer_indices(), self.model.options.routing)
+        found = [(self._slowest_of(stage, moe, popular), count) for moe, popular, count in kinds]
+        return _mean_layer(found)
+
+    def _slowest_of(self, stage: Stage, moe: bool = False, popular: Popularity | None = None) -> UnitSeconds:
+        """The same where all layers are of one kind. Ranks that exchange routed tokens wait for each other before and
+        after their experts."""
+        loads = None if self.model.model.moe is None else layer_loads(self.model.model, stage, moe, popular)
+        routed = (0.0, 0.0) if loads is None else self._routed_seconds(stage, loads)
+        by_rank = {
+            unit.ranks[t]: self._rank_seconds(stage, unit, t, loads=loads, routed=routed)
+            for unit in stage.units
+            for t in range(unit.tp)
+        }
+        found = list(by_rank.values())
+        if moe:
+            groups = expert_groups(stage, self.model.model.moe.num_experts) if self.model.model.moe is not None else ()
+            found = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
         pairs = zip(*((u.layer, u.embed, u.head, u.layer_split, u.head_split) for u in found))
         layer, embed, head, *split = [(max(a for a, _ in pair), max(b for _, b in pair)) for pair in pairs]
         action, weight_action = max(u.action for u in found), max(u.weight_action for u in found)
@@ -142,16 +167,42 @@ class StageCosts:
         """Standard deviation of one second of compute on the rank."""
         return self.model.chip_rates(self.network.ranks[rank].chip).jitter
 
-    def _rank_seconds(self, stage: Stage, unit: Unit, t: int, exchanges: bool = True) -> UnitSeconds:
-        model = self.model
+    def _routed_seconds(self, stage: Stage, loads: LayerLoads) -> tuple[float, float]:
+        """(forward, backward) seconds of exchanging routed tokens in one layer, after their counts."""
+        spec = self.model.model
+        if not loads.copies or spec.moe is None:
+            return 0.0, 0.0
+        groups = [tuple(sorted(g.ranks)) for g in expert_groups(stage, spec.moe.num_experts)]
+        widths = token_bytes(spec, self.model.item)
+        there, back, d_there, d_back = (
+            self.network.groups_exchange(
+                ((a, b, n * width) if way else (b, a, n * width) for (a, b), n in loads.copies.items()), groups
+            )[0]
+            for way, width in zip((True, False, True, False), widths, strict=True)
+        )
+        counts = self.network.groups_exchange(((a, b, float(INDEX)) for a, b in loads.copies), groups)[0]
+        return counts + there + back, d_there + d_back
+
+    def _mean_load(self, stage: Stage, rank: int) -> ExpertLoad | None:
+        routing = self.model.options.routing
+        return mean_loads(self.model.model, stage, stage.layer_indices(), routing)[rank]
+
+    def _rank_seconds(
+        self, stage: Stage, unit: Unit, t: int, exchanges: bool = True, loads: LayerLoads | None = None,
+        routed: tuple[float, float] = (0.0, 0.0),
+    ) -> UnitSeconds:  # fmt: skip
+        """``loads``: of the kind of layer in question; None: of the stage's average one."""
+        model, rank = self.model, unit.ranks[t]
+        load = self._mean_load(stage, rank) if loads is None else loads.of[rank]
         if has_context(stage, self.plan.seq_length):
-            return self.context.unit_seconds(stage, unit, t)
+            return self.context.unit_seconds(stage, unit, t, load, routed)
         rows = unit.sequences[1] - unit.sequences[0]
         size = rows * self.plan.seq_length * model.model.hidden_size * model.item
         swap, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        return model.unit_seconds(model.operators(chip), share, rows, swap, stage.recompute.kind, posting)
+        operators = model.operators(chip)
+        return model.unit_seconds(operators, share, rows, swap, stage.recompute.kind, posting, load, routed)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
         """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""
@@ -174,6 +225,14 @@ class StageCosts:
         return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
 
 
+def _local_groups(stage: Stage) -> tuple[object, ...]:
+    """How its ranks divide the experts, with their places in the stage instead of their numbers."""
+    at = {rank: i for i, rank in enumerate(stage.ranks)}
+    return tuple(
+        tuple((tuple(at[r] for r in m.ranks), m.experts, m.split) for m in group.members) for group in stage.experts
+    )
+
+
 def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
     """Stages between which activations move; with several chunks also from the last one to the first."""
     stages = pipeline.stages
@@ -191,6 +250,35 @@ def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
         seconds = part.total(b - a, full, stage.embed and c == 0, head)
         found.append(ChunkSeconds(*seconds, *part.split(b - a, head)))
     return found
+
+
+def _group_layer(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
+    """The slowest of each part: of experts, and of what comes before and after their exchanges."""
+
+    def most(*pairs: tuple[float, float]) -> tuple[float, float]:
+        return max(a for a, _ in pairs), max(b for _, b in pairs)
+
+    experts = most(*(u.experts for u in ranks))
+    rest = most(*((u.layer[0] - u.experts[0], u.layer[1] - u.experts[1]) for u in ranks))
+    return UnitSeconds(
+        (rest[0] + experts[0], rest[1] + experts[1]), most(*(u.embed for u in ranks)), most(*(u.head for u in ranks)),
+        max(u.action for u in ranks), most(*(u.layer_split for u in ranks)), most(*(u.head_split for u in ranks)),
+        max(u.weight_action for u in ranks), experts,
+    )  # fmt: skip
+
+
+def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:
+    """Of (seconds with layers of one kind, how many of these) those with an average layer."""
+    total = sum(count for _, count in kinds)
+
+    def mean(part: Callable[[UnitSeconds], tuple[float, float]]) -> tuple[float, float]:
+        pairs = [(part(unit), count) for unit, count in kinds]
+        return sum(a * n for (a, _), n in pairs) / total, sum(b * n for (_, b), n in pairs) / total
+
+    return replace(
+        kinds[0][0], layer=mean(lambda u: u.layer), layer_split=mean(lambda u: u.layer_split),
+        experts=mean(lambda u: u.experts),
+    )  # fmt: skip
 
 
 def _full(stage: Stage) -> int:

@@ -206,9 +206,9 @@ class _Step:
         pipelines = [self.stages.of(p) for p in self.plan.pipelines]
         timelines = _timelines(self.prepared, pipelines)
         late = late_seconds(self.plan, self.stages, timelines)
-        computed, begin, parts = self._last_backwards(pipelines, timelines, late)
+        computed, begin, parts, chunks = self._last_backwards(pipelines, timelines, late)
 
-        ready = self.sync.last_backwards(begin, parts) if costs.options.overlap else self._all_at(computed)
+        ready = self.sync.last_backwards(begin, parts, chunks) if costs.options.overlap else self._all_at(computed)
         summed, reduces = self.sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
@@ -276,11 +276,11 @@ class _Step:
 
     def _last_backwards(
         self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
-    ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds]]:
-        """(end of the last action, start of the last backward, its parts), by rank; ``late``: added to all times. The
-        first backward of a step writes gradients instead of adding to them; where the pipeline waits for its busiest
-        stage, everything ends earlier by what that stage saves."""
-        ended, begin, parts = {}, {}, {}
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds], dict[int, int]]:
+        """(end of the last action, start of the last backward, its parts, its chunk), by rank; ``late``: added to all
+        times. The first backward of a step writes gradients instead of adding to them; where the pipeline waits for its
+        busiest stage, everything ends earlier by what that stage saves."""
+        ended, begin, parts, chunks = {}, {}, {}, {}
         for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
             busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
             saved = min(self._saved_seconds(r) for r in pipeline.stages[busiest].ranks)
@@ -293,8 +293,8 @@ class _Step:
                 for rank in stage.ranks:
                     ended[rank] = timeline.ends[s][-1] - saved + late
                     begin[rank] = start - saved + late
-                    parts[rank] = part
-        return ended, begin, parts
+                    parts[rank], chunks[rank] = part, row[at].chunk
+        return ended, begin, parts, chunks
 
     def _saved_seconds(self, rank: int) -> float:
         held = self.sync.held.get(rank, 0)
@@ -323,7 +323,10 @@ class _Step:
 
     def memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
         costs = self.costs
-        found = estimate_memory(self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets)
+        found = estimate_memory(
+            self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets,
+            routing=costs.options.routing,
+        )  # fmt: skip
         memory = {}
         for rank, needs in found.items():
             optimizer = needs.optimizer

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from hetero_megatron.spec.families import gemma, glm, gpt2, granite, llama, mistral, moe, olmo, phi3, qwen, smollm3
+from hetero_megatron.spec.families import (
+    deepseek,
+    exaone,
+    gemma,
+    glm,
+    glm_moe,
+    gpt2,
+    gpt_oss,
+    granite,
+    layer_norm,
+    llama,
+    mistral,
+    moe,
+    near_llama,
+    olmo,
+    phi3,
+    qwen,
+    smollm3,
+)
 from hetero_megatron.spec.families.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -10,7 +28,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         llama.FAMILY, mistral.MISTRAL, mistral.MINISTRAL, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA2, gemma.GEMMA3,
         phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, glm.GLM, glm.GLM4, granite.FAMILY, gpt2.FAMILY,
-        moe.MIXTRAL, moe.QWEN2_MOE, moe.QWEN3_MOE, moe.OLMOE,
+        moe.MIXTRAL, moe.QWEN2_MOE, moe.QWEN3_MOE, moe.OLMOE, gpt_oss.FAMILY, deepseek.DEEPSEEK_V2,
+        deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1, near_llama.ARCEE, near_llama.SEED_OSS,
+        near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY, layer_norm.STARCODER2, layer_norm.NEMOTRON,
     )  # fmt: skip
 }
 

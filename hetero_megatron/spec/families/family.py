@@ -48,6 +48,16 @@ class Family:
     examples: str = ""
 
     @property
+    def mixture(self) -> bool:
+        """A mixture of experts."""
+        return "num_experts_per_tok" in self.keys
+
+    @property
+    def latent(self) -> bool:
+        """With multi-head latent attention."""
+        return "kv_lora_rank" in self.keys
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """The first is what an export says."""
         return self.causal_lm, self.causal_lm.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
@@ -109,6 +119,15 @@ def decoder(read: ConfigReader, model_type: str, name: str, defaults: Defaults, 
         ),
         **changes,
     )
+
+
+def refuse_quantised(read: ConfigReader, what: str, how: str = "") -> None:
+    """Refuse a checkpoint whose weights are ``what``: nothing is trained in such a format."""
+    if read.value("quantization_config", None) is not None:
+        raise read.refuse(
+            f"the weights are {what}; dequantise them first", "quantization_config",
+            f"null: a directory of weights in a plain dtype{how}",
+        )  # fmt: skip
 
 
 def num_layers(read: ConfigReader) -> int:
@@ -178,5 +197,3 @@ def layer_type_config(spec: ModelSpec, unused: int | None = None) -> dict[str, A
     window = next((w for w in spec.windows if w is not None), unused)
     kinds = [FULL if kind.window is None else SLIDING for kind in spec.layers]
     return {"layer_types": kinds, "sliding_window": window}
-
-

@@ -82,7 +82,8 @@ def _write_gemma2(spec: ModelSpec) -> dict[str, Any]:
 
 def _read_gemma3(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("attn_logit_softcapping", None)  # transformers has the key and does not use it
-    read.must_be("_sliding_window_pattern", 6, None)
+    if read.value("layer_types", None) is None:  # beside which transformers does not read it
+        read.must_be("_sliding_window_pattern", 6, None)
     window, layers = read.integer("sliding_window", 4096), num_layers(read)
     pattern = read.integer("sliding_window_pattern", 6)
     kinds = layer_types(read, [SLIDING if (i + 1) % pattern else FULL for i in range(layers)], window)

@@ -116,8 +116,10 @@ def _read_qwen3(read: ConfigReader, name: str) -> ModelSpec:
     spec = decoder(
         read, "qwen3_moe", name, _QWEN3, windows=(window,), qkv_bias=bias, out_bias=bias, qk_norm="head"
     )
+    experts = "num_local_experts" if "num_local_experts" in read.config else "num_experts"  # by its new or old name
+    read.must_be("num_experts", read.config.get(experts))
     moe = read_moe(
-        read, "num_experts", ffn_hidden_size=read.integer("moe_intermediate_size", 768),
+        read, experts, ffn_hidden_size=read.integer("moe_intermediate_size", 768),
         normalize=read.flag("norm_topk_prob"),
     )  # fmt: skip
     return with_experts(spec, moe, _sparse_layers(read))
@@ -184,8 +186,8 @@ QWEN2_MOE = Family(
     _read_qwen2, _write_qwen2, examples="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
 )  # fmt: skip
 QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN_KEYS | words("attention_bias"), _read_qwen3, _write_qwen3,
-    examples="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+    "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN_KEYS | words("attention_bias num_local_experts"), _read_qwen3,
+    _write_qwen3, examples="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
 )  # fmt: skip
 OLMOE = Family(
     "olmoe", "OlmoeForCausalLM", _KEYS | words("num_experts norm_topk_prob attention_bias clip_qkv"), _read_olmoe,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.ops.conformance.compare import distance
 from hetero_megatron.words import plural, word
 
@@ -42,10 +43,12 @@ class LayerDump:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
-            if not isinstance(out, torch.Tensor) or name in self._tensors:
+            whole = out.sum() if isinstance(out, ResidualStream) else out[0] if isinstance(out, tuple) else out
+            if not isinstance(whole, torch.Tensor) or name in self._tensors:
                 return
             self._order.append(name)
-            self._tensors[name] = out.detach().float().cpu().contiguous().clone()
+            self._tensors[name] = whole.detach().float().cpu().contiguous().clone()
+            out = out[0] if isinstance(out, tuple) else out  # of a stream: its gradient is the sum's
             if out.requires_grad:
 
                 def keep_gradient(grad: torch.Tensor) -> None:

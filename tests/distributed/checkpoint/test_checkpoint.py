@@ -24,6 +24,7 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.parallel.test_context_replicas import CASES as CONTEXT
 from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.moe_reference import BalancedModel
 from tests.support.parity import DTYPES, Case, RandomSamples, build_optimizer, fixed_case, random_case
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_plan
@@ -47,7 +48,8 @@ def build(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case))
+    options = {"balancing": case.balancing} if case.balancing is not None else {}
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
     comm.background_group(plan.ranks)
     return runtime
 
@@ -117,6 +119,8 @@ def other_plan(case: Case, seed: int) -> Case:
 def start(case: Case) -> tuple[ModelSpec, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(spec, initial weights, other weights that a load must overwrite)."""
     hf, spec = make_hf(case.model, case.seed, dtype=DTYPES[case.dtype])
+    if case.balancing is not None:
+        spec = BalancedModel(hf, spec, case.router, case.balancing).spec
     initial = {n: t.detach().float().numpy().astype(np.float64) for n, t in hf_to_logical(hf, spec).items()}
     return spec, initial, {n: a + 1.0 for n, a in initial.items()}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.model.gpt import Context
+from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
 from hetero_megatron.plan import (
     FlagScaleParallel,

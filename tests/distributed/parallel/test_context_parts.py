@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.layout.mask import BAND, CAUSAL, FULL, tiles
-from hetero_megatron.model.gpt import Context
+from hetero_megatron.model.layers import Context
 from hetero_megatron.ops.attention_op import attn_merge
 from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators, key_heads

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hetero_megatron.cli.main import main
 from tests.support.chat import TEMPLATES, chat_tokenizer
 from tests.support.selection import quick
 
@@ -21,6 +22,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **SMALL, "sliding_window": 9},
     "qwen2": {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 12},
+    "gemma2": {"model_type": "gemma2", **SMALL, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8},
+    "qwen3_moe": {"model_type": "qwen3_moe", **SMALL, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "gpt_oss": {"model_type": "gpt_oss", **SMALL, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2,
+                "sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LENGTH},
 }
 UNEVEN = """
@@ -83,14 +89,16 @@ def generate(words: list[str], ranks: int) -> tuple[str, str]:
     return said[0]
 
 
-def expected(path: Path, prompts: list[str]) -> list[list[int]]:
+def expected(path: Path, prompts: list[str], model: Any = None) -> list[list[int]]:
+    """By transformers' generate, with the model in ``path`` or another one with its tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path) if model is None else model
     out = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        made = model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
+        made = model.generate(input_ids=ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
         out.append(made[0, ids.shape[1] :].tolist())
     return out
 
@@ -98,15 +106,55 @@ def expected(path: Path, prompts: list[str]) -> list[list[int]]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", quick(FAMILIES, ["llama", "mistral"]))
 def test_greedy_is_transformers(name: str, plan: str, models: Path, tmp_path: Path) -> None:
+    assert answers(["--load-hf", str(models / name)], PROMPTS, plan, tmp_path) == expected(models / name, PROMPTS)
+
+
+@pytest.mark.parametrize("plan", quick(PLANS, ["one"]))
+def test_a_native_checkpoint_gives_the_same(plan: str, models: Path, tmp_path: Path) -> None:
+    """With the tokenizer that is in it."""
+    assert main(["convert", str(models / "llama"), str(tmp_path / "native")]) == 0
+    assert answers(["--load", str(tmp_path / "native")], PROMPTS, plan, tmp_path) == expected(models / "llama", PROMPTS)
+
+
+@pytest.mark.parametrize("plan", quick(PLANS, ["one"]))
+def test_adapters_are_those_of_peft(plan: str, models: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    base = AutoModelForCausalLM.from_pretrained(models / "llama")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, 0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = expected(models / "llama", PROMPTS, model)
+    assert wanted != expected(models / "llama", PROMPTS)
+    words = ["--load-hf", str(models / "llama"), "--load-adapter", str(tmp_path / "adapter")]
+    assert answers(words, PROMPTS, plan, tmp_path) == wanted
+
+
+def test_chat_prompts_are_rendered_by_the_template(models: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, path = AutoTokenizer.from_pretrained(models / "llama"), models / "llama"
+    system = {"role": "system", "content": "say hello"}
+    chats = [[system, {"role": "user", "content": text}] for text in PROMPTS[:2]]
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    words = ["--load-hf", str(path), "--chat", "--system", system["content"]]
+    assert answers(words, PROMPTS[:2], "one", tmp_path) == expected(path, texts)
+
+
+def answers(words: list[str], prompts: list[str], plan: str, tmp_path: Path) -> list[list[int]]:
+    """Greedy, under one of ``PLANS``."""
     ranks, text = PLANS[plan]
-    words = ["--load-hf", str(models / name), "--json", "--max-new-tokens", str(NEW), "--ignore-eos"]
-    words += ["--batch-size", "3"]
-    words += [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    words = [*words, "--json", "--max-new-tokens", str(NEW), "--ignore-eos", "--batch-size", "3"]
+    words += [word for prompt in prompts for word in ("--prompt", prompt)]
     if text is not None:
         (tmp_path / "plan.yaml").write_text(text)
         words += ["--plan", str(tmp_path / "plan.yaml")]
     found = json.loads(generate(words, ranks)[0].splitlines()[-1])
-    assert [a["tokens"] for a in found["answers"]] == expected(models / name, PROMPTS)
+    return [answer["tokens"] for answer in found["answers"]]
 
 
 def test_draws_are_those_of_transformers_warpers() -> None:

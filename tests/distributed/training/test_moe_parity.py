@@ -17,7 +17,14 @@ from tests.support.small_plans import pipe, plan, stage
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "30"))
 QUICK = range(COUNT if "N" in os.environ else 6)  # in `make test`
-QWEN = MOE_FAMILIES["qwen2_moe"] | {"num_hidden_layers": 3}
+MODELS = {
+    "qwen2_moe": MOE_FAMILIES["qwen2_moe"] | {"num_hidden_layers": 3},
+    # Sinks and query heads are cut, biases of experts are added once by ranks that share columns.
+    "gpt_oss": MOE_FAMILIES["gpt_oss"] | {"num_hidden_layers": 3},
+    # Latents are the same on all ranks, and heads of unlike sizes are cut.
+    "deepseek_v2": MOE_FAMILIES["deepseek_v2"] | {"n_routed_experts": 5},
+    "deepseek_v3": MOE_FAMILIES["deepseek_v3"] | {"n_routed_experts": 5, "n_group": 1, "topk_group": 1},
+}
 
 
 def moe_case(seed: int, family: str | None = None) -> Case:
@@ -25,7 +32,7 @@ def moe_case(seed: int, family: str | None = None) -> Case:
     model = dict(MOE_FAMILIES[family or rng.choice(sorted(MOE_FAMILIES))])
     ranks = rng.choice([1, 2, 3, 4, 4, 5, 6])
     spelled = random_plan(rng, model["num_hidden_layers"], model["num_attention_heads"], rng.randint(8, 14), ranks)
-    count = model.get("num_experts") or model["num_local_experts"]
+    count = next(model[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in model)
     for pipeline in spelled["pipelines"]:
         for one in pipeline["stages"]:
             if rng.random() < 0.8:
@@ -56,9 +63,19 @@ HAND_WRITTEN = {
              stage([2, 3], [1, 3], tp=1, experts=[{"ranks": [2, 3], "experts": [[0, 2], [2, 5]]}])),
         pipe(1, 1, stage([4], [0, 3])),
     ], schedule="zero-bubble"),
+    "context_groups_and_experts": plan([pipe(1, 2, stage([0, 1, 2, 3], [0, 3], kv={"block": 2}, context=[
+        {"ranks": [3, 0], "tokens": [4, 3], "heads": [1, 3]}, {"ranks": [1, 2], "tokens": [2, 1], "heads": [4, 0]},
+    ], experts=[{"ranks": [0, [1, 2], 3], "experts": [[0, 1], [1, 4], [4, 5]], "split": [[1], [1, 2], [1]]}]))]),
 }  # fmt: skip
+CASES = [(model, name) for model in MODELS for name in HAND_WRITTEN]
+IN_MAKE_TEST = [
+    *(case for case in CASES if case[0] == "qwen2_moe"), ("gpt_oss", "router_under_tensor_parallelism"),
+    ("gpt_oss", "context_groups_and_experts"), ("deepseek_v3", "context_groups_and_experts"),
+    ("deepseek_v2", "router_under_tensor_parallelism"), ("gpt_oss", "a_rank_without_experts_and_one_that_shares"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HAND_WRITTEN)
-def test_hand_written(name: str) -> None:
-    check_case(fixed_case(QWEN, HAND_WRITTEN[name], packed=True, masked=True), shared_pool())
+@pytest.mark.parametrize("case", quick(CASES, IN_MAKE_TEST), ids=lambda case: "-".join(case))
+def test_hand_written(case: tuple[str, str]) -> None:
+    model, name = case
+    check_case(fixed_case(MODELS[model], HAND_WRITTEN[name], packed=True, masked=True), shared_pool())

@@ -52,7 +52,7 @@ def made(pipeline: Pipeline, caps: tuple[int, ...]) -> Pipeline:
     """With an adaptive schedule in the memory of so many micro-batches per stage, of which one is slower."""
     stages = []
     for s, cap in zip(pipeline.stages, caps, strict=True):
-        ((kept, waiting, _),) = micro_batch_bytes(s, SPEC, 4).values()
+        (((kept, waiting, _),),) = micro_batch_bytes(s, SPEC, 4).values()
         seconds = 0.5 + s.num_layers % 2
         stages.append(StageTimes(
             seconds, seconds, seconds, activation_bytes=kept, deferred_bytes=waiting, memory_bytes=cap * kept
@@ -90,5 +90,5 @@ def test_in_flight_memory_is_what_was_estimated_and_below_the_cap(case: str) -> 
         activations, (rank,) = estimates[s].activations, at.ranks
         assert 0.9 * activations <= peaks[rank] <= activations + messages
         if caps:
-            ((kept, _, working),) = micro_batch_bytes(at, SPEC, 4).values()
+            (((kept, _, working),),) = micro_batch_bytes(at, SPEC, 4).values()
             assert activations <= caps[s] * kept + working

@@ -11,7 +11,7 @@ import torch
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.layout import Box
 from hetero_megatron.model import GPTStage, initial_values
-from hetero_megatron.model.gpt import Context
+from hetero_megatron.model.layers import Context
 from hetero_megatron.ops import cross_entropy, rope_frequencies, rope_tables
 from hetero_megatron.spec import ModelSpec, logical_tensors, shares, stage_tensors, tensor_box, whole_share
 from tests.support.families import DENSE

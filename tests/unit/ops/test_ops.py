@@ -126,8 +126,8 @@ def test_rope(heads: int, dtype: torch.dtype) -> None:
     def want(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return both((rope_reference(q, *exact), rope_reference(k, *exact)))
 
-    compare(lambda q, k: both(apply_rope(q, k, cos, sin)), want, [q, k], dtype)
-    turned = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+    compare(lambda q, k: both(apply_rope(q.clone(), k.clone(), cos, sin)), want, [q, k], dtype)
+    turned = lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)  # noqa: E731
     compare(lambda q, k: both(apply_rope(turned(q), turned(k), cos, sin)), want, [q, k], dtype)
 
 

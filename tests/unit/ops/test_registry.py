@@ -214,7 +214,7 @@ def test_deferred_weight_gradients_equal_immediate_ones_and_run_the_hooks() -> N
     torch.testing.assert_close(x.grad, want_x)
     assert count == 1 and len(seen) > count
     buffer = torch.ones(5, 4, dtype=torch.float64)
-    plan.weight_gradients.takers[id(weight)] = lambda dy, x, kernel: kernel(dy, x, buffer)
+    plan.weight_gradients.assign([weight], lambda dy, x, kernel: kernel(dy, x, buffer))
     weight.grad = None
     plan.gemm(x, weight, None).square().sum().backward()
     plan.weight_gradients.flush()

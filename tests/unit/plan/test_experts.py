@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.parallel.experts import destinations
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.plan.experts import rank_shares, require_rows
+from hetero_megatron.plan.experts import destinations, rank_shares, require_rows
 from hetero_megatron.spec import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import LLAMA, pipe, plan, stage

@@ -59,30 +59,43 @@ def test_trace_holds_every_action_once_and_in_time() -> None:
         assert all(a[1] <= b[0] + 1e-3 for a, b in zip(spans, spans[1:]))
 
 
+def drawn_colors(page: str) -> dict[str, str]:
+    """Of the kinds of actions that the page's charts hold, by name."""
+    data = page_data(page)
+    spans = (span for chart in data["charts"] for row in chart["rows"] for span in row if span[2])
+    return {data["kinds"][kind]: data["colors"][kind] for kind, *_ in spans}
+
+
+def page_data(page: str) -> Any:
+    return json.JSONDecoder().raw_decode(page.split("const DATA = ")[1])[0]
+
+
 def test_kinds_and_chunks_have_their_own_colors() -> None:
-    """Parts of a backward and chunks in the trace; parts in the page, whose legend names them."""
+    """Parts of a backward and chunks, in the trace and in the page, whose legend has what is drawn and no more."""
     where = [[[0, 2], [5, 8]], [[2, 5], [8, 11]]]
     chunked = [{"ranks": [r], "layers": layers} for r, layers in enumerate(where)]
     colors: dict[str, set[str]] = {}
+    in_pages: dict[str, str] = {}
     for schedule, spelled in (("zero-bubble", stages(6, 5)), ("interleaved", chunked), ("1f1b", stages(6, 5))):
         prediction = found((3, spelled), schedule=schedule)
         for event in perfetto_trace(prediction)["traceEvents"]:
             if event["ph"] == "X" and event["cat"] in ("F", "B", "B_INPUT", "W"):
                 colors.setdefault(f"{event['cat']}{'.' in event['name']}", set()).add(event["cname"])
         page = html_page(prediction, "x")
-        written = dict(re.findall(r"(\w+): '(#\w+)'", page.split("const colors = {")[1].split("}")[0]))
-        assert len(set(written.values())) == len(written)
-        assert all(written[kind] in page.split("<script>")[0] for kind in ("F", "B", "B_INPUT", "W"))
+        own = drawn_colors(page)
+        legend = page.split("One step on the time axis")[1].split("<canvas")[0]
+        assert set(re.findall(r"#\w{6}", legend)) == set(own.values())
+        in_pages |= own
     assert all(len(names) == 1 for names in colors.values()) and len(colors) == 6
     assert len(set.union(*colors.values())) == 6
+    assert len(set(in_pages.values())) == len(in_pages) >= 6 + 1  # and the optimizer
 
 
 def test_page_is_self_contained_and_its_script_parses(tmp_path: Path) -> None:
     page = html_page(found((3, stages(6, 5))), "a <b> model")
     assert "a &lt;b&gt; model" in page and "http" not in page and "src=" not in page
     script = page.split("<script>")[1].split("</script>")[0]
-    data = json.loads(script.split("const DATA = ")[1].split(";\nconst colors")[0])
-    assert len(data["charts"][0]["rows"]) == 2
+    assert len(page_data(page)["charts"][0]["rows"]) == 2
     if node := shutil.which("node"):
         file = tmp_path / "page.js"
         file.write_text(script)

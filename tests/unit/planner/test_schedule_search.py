@@ -13,10 +13,15 @@ from hetero_megatron.plan import Plan, plan_from_dict, validate
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.schedule_search import adapted, interleaved, pipeline_times
+from hetero_megatron.planner.search.schedule_search import adapted, interleaved
+from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.schedule import generate
+from hetero_megatron.schedule.chunk_times import ChunkedTimes, time_chunk_orders
+from hetero_megatron.schedule.pipeline_times import PipelineTimes
+from hetero_megatron.schedule.stage_orders import chunk_orders_of
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 SMALL = replace(MODEL, num_layers=6)
@@ -34,10 +39,21 @@ def every_schedule(plain: Plan, costs: CostModel) -> Iterator[Plan | None]:
     yield adapted(plain, predict(plain, SMALL, costs.cluster, costs=costs), costs)
 
 
+def replicas(costs: CostModel, batch: int) -> float:
+    """Seconds of the fastest plan of one or two replicas of one stage, over all divisions of the batch."""
+    best = float("inf")
+    for mine in range(batch + 1):
+        parts = [(n, stages(SMALL.num_layers, first_rank=r)) for r, n in enumerate((mine, batch - mine)) if n]
+        if parts[0][1][0]["ranks"] == [0]:  # the second chip alone is slower than the first alone
+            found = predict(plan_from_dict(plan(*parts), SMALL), SMALL, costs.cluster, costs=costs)
+            best = min(best, found.step_seconds)
+    return best
+
+
 def brute_force(costs: CostModel, batch: int) -> float:
     """Seconds of the fastest plan of one pipeline over two chips: all orders, cuts, micro-batches and schedules."""
     best = float("inf")
-    for size in (1, 2, 4):
+    for size in (n for n in (1, 2, 3, 4) if batch % n == 0):
         for order in ([0, 1], [1, 0]):
             for cut in range(1, SMALL.num_layers):
                 spelled = plan((batch // size, placed(order, cut)), mbs=size)
@@ -65,6 +81,19 @@ def test_small_pipelines_are_as_fast_as_the_fastest_of_all(speeds: tuple[float, 
     assert found.best.step_seconds <= brute_force(costs, batch) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("speeds", [(1.0, 1.3), (1.0, 1.7), (1.0, 2.4)])
+@pytest.mark.parametrize("batch", [3, 4])
+def test_pipelines_are_tried_where_replicas_are_faster_under_1f1b(speeds: tuple[float, ...], batch: int) -> None:
+    where = cluster(speeds=speeds, model=SMALL)
+    options = SearchOptions(dtype="fp32", space=SearchSpace(more_schedules="always"))
+    found = search(PlanningProblem(SMALL, where, SEQ, batch, options)).best
+    costs = CostModel(SMALL, where, SEQ, "fp32")
+    pipelines, alone = brute_force(costs, batch), replicas(costs, batch)
+    assert found.step_seconds <= min(pipelines, alone) * (1 + 1e-6)
+    if (speeds, batch) == ((1.0, 1.7), 4):
+        assert pipelines < 0.9 * alone and len(found.plan.pipelines) == 1  # the case that needs this
+
+
 def test_adaptive_schedules_know_the_reduction_of_gradients() -> None:
     """Two replicas over a slow link: what is left of the reduction after a stage's last action is its tail."""
     where = cluster(nodes=4, beta=2e-7, model=SMALL)
@@ -76,4 +105,27 @@ def test_adaptive_schedules_know_the_reduction_of_gradients() -> None:
     pipeline = plain.pipelines[0]
     tails = [max(found.tails[r] for r in s.ranks) for s in pipeline.stages]
     times = pipeline_times(found, pipeline, prices.of(pipeline), costs, tails)
-    assert times is not None and [s.tail_seconds for s in times.stages] == tails
+    assert isinstance(times, PipelineTimes) and [s.tail_seconds for s in times.stages] == tails
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_chunked_schedules_are_made_for_what_is_predicted(chunks: int) -> None:
+    """With the seconds that chunks are told to take, messages of the host included, a schedule takes what the step
+    simulator says; what is made is faster, and not below the bound."""
+    where = cluster(speeds=(1.0, 1.7), beta=3e-7, alpha=0.2, message_seconds=0.05)
+    costs = CostModel(MODEL, where, SEQ, "fp32")
+    plain = plan_from_dict(plan((5, stages(6, 5))), MODEL)
+    cut = interleaved(plain, chunks)
+    assert cut is not None
+    found = predict(cut, MODEL, where, costs=costs)
+    priced, pipeline = StageCosts(cut, costs).of(cut.pipelines[0]), cut.pipelines[0]
+    times = pipeline_times(found, pipeline, priced, costs, [0.0, 0.0])
+    assert isinstance(times, ChunkedTimes)
+    orders = chunk_orders_of(generate("interleaved", 2, 5, chunks))
+    assert time_chunk_orders(times, orders) == pytest.approx(found.pipeline_seconds[0], rel=0.02)
+    made = adapted(cut, predict(plain, MODEL, where, costs=costs), costs)
+    assert made is not None and made.pipelines[0].chunks == chunks
+    validate(made, MODEL, where, dtype="fp32")
+    after = predict(made, MODEL, where, costs=costs)
+    assert 0 < least_seconds(after, costs) <= after.pipeline_seconds[0] * (1 + 1e-9)
+    assert after.pipeline_seconds[0] < found.pipeline_seconds[0]

@@ -43,7 +43,8 @@ def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
     if family in MOE_FAMILIES:
-        return MOE_FAMILIES[family] | BASE
+        of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
+        return MOE_FAMILIES[family] | BASE | of_every_head
     plain = ("llama", "mistral", "qwen2", "qwen3")
     small = next((c for c in DENSE.values() if c["model_type"] == family and family not in plain), {})
     head_dim = {"head_dim": 16} if family == "qwen3" else {}
@@ -154,7 +155,8 @@ MOE: list[dict[str, Any]] = [
     {"mlp_only_layers": [1, 7]}, {"mlp_only_layers": None}, {"mlp_only_layers": ["0"]}, {"moe_intermediate_size": 9},
     {"shared_expert_intermediate_size": 9}, {"shared_expert_intermediate_size": 0}, {"router_jitter_noise": 0.1},
     {"router_aux_loss_coef": 0.5}, {"output_router_logits": True}, {"clip_qkv": 2.0}, {"qkv_bias": False},
-    {"num_experts_per_tok": 4, "norm_topk_prob": False},
+    {"num_experts_per_tok": 4, "norm_topk_prob": False}, {"swiglu_limit": 1.0}, {"swiglu_alpha": 1.0},
+    {"swiglu_limit": None}, {"experts_per_token": 3}, {"experts_per_token": 2, "initial_context_length": 4096},
 ]  # fmt: skip
 
 
@@ -266,6 +268,12 @@ def test_a_fixed_key_with_another_value_is_refused_by_name(key: str) -> None:
             with pytest.raises(UserError) as caught:
                 from_hf_config(base(family) | {key: value}, where="m/config.json")
             assert caught.value.field == key and "m/config.json" in str(caught.value)
+
+
+def test_quantised_gpt_oss_says_what_to_do() -> None:
+    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    with pytest.raises(UserError, match="MXFP4.*dequantise them first.*dequantize=True"):
+        from_hf_config(base("gpt_oss") | quantised)
 
 
 def test_unknown_keys_are_listed_at_once() -> None:

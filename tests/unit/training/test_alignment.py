@@ -16,7 +16,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.model import GPTStage, initial_values
 from hetero_megatron.ops import SPECS, Kernel, KernelPlan, Signature, resolve, torch_registry
 from hetero_megatron.ops.kernel import VENDOR
-from hetero_megatron.ops.norm import rms_norm_backward, rms_norm_forward
+from hetero_megatron.ops.norm import add_rms_norm_backward, add_rms_norm_forward
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.spec import ModelSpec, load_model, logical_tensors, shares
 from hetero_megatron.training.alignment.capture import Call, CallRecorder, CaptureFiles, LiveCompare, load_call
@@ -51,16 +51,18 @@ def step(model: GPTStage, spec: ModelSpec) -> None:
 
 
 def spoiled(layer_call: int) -> KernelPlan:
-    """A plan whose rms_norm goes wrong in its n-th call, by 2 %."""
+    """A plan whose add_rms_norm goes wrong in its n-th call, by 2 %."""
     calls = [0]
 
-    def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+    def forward(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, ...]:
         calls[0] += 1
-        y, rstd = rms_norm_forward(x, weight, eps)
-        return (y * 1.02 if calls[0] == layer_call else y), rstd
+        y, *more = add_rms_norm_forward(x, residual, weight, eps)
+        return (y * 1.02 if calls[0] == layer_call else y), *more
 
     registry = torch_registry()
-    registry.register(Kernel("rms_norm", "acme", VENDOR, forward, rms_norm_backward))
+    registry.register(Kernel("add_rms_norm", "acme", VENDOR, forward, add_rms_norm_backward))
     spec = load_model("tiny")
     base = Signature("", "cpu", torch.float32)
     return resolve(registry, stage_signatures(base, spec, shares(spec, (1,))[0], True, 1))
@@ -77,16 +79,16 @@ def test_live_comparison_of_a_real_step_is_within_the_bounds_and_finds_a_fault()
     expected = ("gemm", "rms_norm", "add_rms_norm", "rope", "swiglu", "attention", "cross_entropy")
     assert seen == {(op, "aten") for op in expected}
     assert any(d.backward > 0 for d in compare.deviations)
-    assert {d.layer for d in compare.deviations if d.op == "swiglu"} >= {"layers.0.mlp.gate_proj"}
+    assert {d.layer for d in compare.deviations if d.op == "swiglu"} >= {"layers.0.mlp"}
     assert "0 over the bounds" in compare.text(torch.float32)
 
     compare = LiveCompare(SPECS)
-    watch = CallRecorder(compare, ["rms_norm"])
-    model, spec = build(watch.wrap, spoiled(3))
+    watch = CallRecorder(compare, ["add_rms_norm"])
+    model, spec = build(watch.wrap, spoiled(4))  # of the MLP, and before the attention of all layers but the first
     watch.follow(model)
     step(model, spec)
     (bad,) = compare.over_bounds(torch.float32)
-    assert (bad.op, bad.provider, bad.layer) == ("rms_norm", "acme", "layers.2.input_layernorm")
+    assert (bad.op, bad.provider, bad.layer) == ("add_rms_norm", "acme", "layers.2.input_layernorm")
     assert abs(bad.forward - 0.02) < 1e-3
 
 

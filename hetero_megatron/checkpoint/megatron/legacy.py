@@ -1,0 +1,160 @@
+"""Megatron's format ``torch``: one file of torch.save per tensor and pipeline rank.
+
+``mp_rank_TT/model_optim_rng.pt`` or ``mp_rank_TT_PPP/…`` is a dictionary: ``args``, ``checkpoint_version``, and the
+weights under ``model``, or ``model0``, ``model1`` … where a rank has several chunks of layers (interleaved: chunk 0 of
+all pipeline ranks comes first). Layers are numbered from 0 in each. Models from before Megatron Core have their own
+names, in nested dictionaries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron.checkpoint.megatron.tensors import (
+    STAND_INS,
+    MegatronTensors,
+    Part,
+    arguments,
+    damaged,
+    is_weight,
+)
+from hetero_megatron.checkpoint.pickles import load_tensors
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_file
+
+FILES = ("model_optim_rng.pt", "model_rng.pt")
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MODELS = re.compile(r"model(\d*)")
+# Names of models from before Megatron Core -> Core's.
+_OLD = (
+    (r"(module\.)*language_model\.", ""),
+    (r"embedding\.(word|position)_embeddings\.", r"embedding.\1_embeddings."),
+    (r"(encoder|transformer)\.", "decoder."),
+    (r"(decoder\.layers\.\d+)\.(input_norm|input_layernorm)\.", r"\1.input_layernorm."),
+    (r"(decoder\.layers\.\d+)\.(post_attention_norm|post_attention_layernorm)\.", r"\1.pre_mlp_layernorm."),
+    (r"(decoder\.layers\.\d+)\.(self_attention|attention)\.query_key_value\.", r"\1.self_attention.linear_qkv."),
+    (r"(decoder\.layers\.\d+)\.(self_attention|attention)\.dense\.", r"\1.self_attention.linear_proj."),
+    (r"(decoder\.layers\.\d+)\.mlp\.dense_h_to_4h\.", r"\1.mlp.linear_fc1."),
+    (r"(decoder\.layers\.\d+)\.mlp\.dense_4h_to_h\.", r"\1.mlp.linear_fc2."),
+    (r"decoder\.final_norm\.", "decoder.final_layernorm."),
+    (r"word_embeddings_for_head\.", "output_layer."),
+)
+
+
+def read_legacy(step: Path) -> MegatronTensors:
+    """The weights of the checkpoint in a directory with ``mp_rank_*``; its files are mapped, not read.
+
+    Raises:
+        UserError: a damaged or missing file, ranks that do not fit together, divided experts, or an order of queries,
+            keys and values from before version 2.
+    """
+    files = _files(step)
+    ranks = {place: _load(path) for place, path in files.items()}
+    first = ranks[0, 0]
+    version = first.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version < 2:
+        raise damaged(f"has checkpoint_version {version!s:.20}; from 2.0 on they are read", step)
+    tensor_ranks = 1 + max(t for t, _ in ranks)
+    found: dict[str, list[Part]] = {}
+    layers = 0
+    for chunk, pipeline in _chunks(ranks, step):
+        models = [_weights(ranks[t, pipeline][chunk], step) for t in range(tensor_ranks)]
+        if any(model.keys() != models[0].keys() for model in models):
+            raise damaged(f"the ranks of mp_rank_*_{pipeline:03d} hold different tensors", step)
+        here = 0
+        for name in models[0]:
+            inside = _LAYER.fullmatch(name)
+            if inside is not None:
+                here = max(here, int(inside[1]) + 1)
+            full = name if inside is None else f"decoder.layers.{layers + int(inside[1])}.{inside[2]}"
+            parts = [_part(model[name]) for model in models]
+            _add(found, full, parts, step)
+        layers += here
+    return MegatronTensors(found, arguments(first.get("args")), str(step), "torch")
+
+
+def _files(step: Path) -> dict[tuple[int, int], Path]:
+    """(tensor rank, pipeline rank) -> file."""
+    found: dict[tuple[int, int], Path] = {}
+    for folder in sorted(step.iterdir()):
+        rank = _RANK.fullmatch(folder.name)
+        if rank is None:
+            continue
+        if rank[3] is not None:
+            raise damaged("its experts are divided over ranks, which is not read in this format", step)
+        file = next((folder / name for name in FILES if (folder / name).exists()), None)
+        if file is None:
+            raise damaged(f"{folder.name} holds none of {', '.join(FILES)}", step)
+        found[int(rank[1]), int(rank[2] or 0)] = file
+    tensor, pipeline = (1 + max(ranks) for ranks in zip(*found, strict=True))
+    missing = [(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in found]
+    if missing:
+        raise damaged("mp_rank_{:02d}_{:03d} is missing".format(*missing[0]), step)
+    return found
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with open_file(path) as file:
+            content = load_tensors(file, STAND_INS, str(path))
+    except UserError as error:
+        raise damaged(f"{path.parent.name}/{path.name}: {error.problem}", path.parent.parent) from error
+    if not isinstance(content, dict):
+        raise damaged(f"{path.parent.name}/{path.name} holds no dictionary", path.parent.parent)
+    return content
+
+
+def _chunks(ranks: dict[tuple[int, int], dict[str, Any]], step: Path) -> list[tuple[str, int]]:
+    """(key of the weights, pipeline rank), in the order of the layers."""
+    keys = [sorted(key for key in content if isinstance(key, str) and _MODELS.fullmatch(key))
+            for content in ranks.values()]  # fmt: skip
+    if not keys[0] or any(other != keys[0] for other in keys):
+        raise damaged("its files hold no weights under 'model', or not all the same chunks", step)
+    pipeline = 1 + max(p for _, p in ranks)
+    ordered = sorted(keys[0], key=lambda key: int(key.removeprefix("model") or 0))
+    return [(key, p) for key in ordered for p in range(pipeline)]
+
+
+def _weights(model: Any, step: Path) -> dict[str, torch.Tensor]:
+    """Tensors by Megatron Core's names."""
+    found = {}
+    for name, tensor in _flat(model, step):
+        for pattern, new in _OLD:
+            name = re.sub(rf"^{pattern}", new, name)
+        if is_weight(name):
+            found[name] = tensor
+    return found
+
+
+def _flat(model: Any, step: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    if not isinstance(model, dict) or depth > 8:
+        raise damaged("its weights are not dictionaries of tensors by name", step)
+    for key, value in model.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _flat(value, step, f"{name}.", depth + 1)
+        elif value is not None and is_weight(name):  # objects that are None are those of modules without state
+            raise damaged(f"{name[:80]} is no tensor", step)
+
+
+def _part(tensor: torch.Tensor) -> Part:
+    return Part(tuple(tensor.shape), tensor.dtype, partial(torch.Tensor.detach, tensor))
+
+
+def _add(found: dict[str, list[Part]], name: str, parts: list[Part], step: Path) -> None:
+    """A tied head is in the last stage as well; copies have to be equal."""
+    if name not in found:
+        found[name] = parts
+        return
+    same = [a.shape == b.shape and torch.equal(a.read(), b.read()) for a, b in zip(found[name], parts, strict=True)]
+    if not all(same):
+        raise damaged(f"holds two different tensors {name}", step)

@@ -1,0 +1,120 @@
+"""Logical tensors <- Megatron Core's: which of its tensors holds each, and which rows.
+
+Queries, keys and values are one tensor, by key-value group: the group's queries, its key, its value. Gate and up
+projection are one tensor, all of the gate first; of several tensor-parallel ranks each has its part of both. Norms may
+be part of the linear layer that follows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec
+
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+# Logical module -> Core's modules, of which one is there; "{}" is weight or bias.
+_MODULES = {
+    "input_layernorm": ("self_attention.linear_qkv.layer_norm_{}", "input_layernorm.{}"),
+    "post_attention_layernorm": ("mlp.linear_fc1.layer_norm_{}", "pre_mlp_layernorm.{}"),
+    "self_attn.q_proj": ("self_attention.linear_qkv.{}",),
+    "self_attn.k_proj": ("self_attention.linear_qkv.{}",),
+    "self_attn.v_proj": ("self_attention.linear_qkv.{}",),
+    "self_attn.q_norm": ("self_attention.q_layernorm.{}",),
+    "self_attn.k_norm": ("self_attention.k_layernorm.{}",),
+    "self_attn.o_proj": ("self_attention.linear_proj.{}",),
+    "mlp.gate_proj": ("mlp.linear_fc1.{}", "mlp.linear_fc1.{}_w"),
+    "mlp.up_proj": ("mlp.linear_fc1.{}", "mlp.linear_fc1.{}_v"),
+    "mlp.down_proj": ("mlp.linear_fc2.{}",),
+}
+_OUTSIDE = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.embed_positions.weight": "embedding.position_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "model.norm.bias": "decoder.final_layernorm.bias",
+    "lm_head.weight": "output_layer.weight",
+}
+_ROWS = re.compile(r"embedding\.word_embeddings\..*|output_layer\..*|.*\.linear_(qkv|fc1)\.(weight|bias)(_[wv])?")
+_COLUMNS = re.compile(r".*\.linear_(proj|fc2)\.weight")
+_GATED = re.compile(r".*\.linear_fc1\.(weight|bias)")
+
+Cut = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MegatronSource:
+    """Where a logical tensor is: in the first of ``names`` that is there, whose first axis has ``rows``; ``cut`` takes
+    the tensor's own rows."""
+
+    names: tuple[str, ...]
+    rows: int
+    cut: Cut
+
+
+def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource:
+    """Of one logical tensor. UserError: Megatron's models do not have it, or not in a form that is read."""
+    found = _IN_LAYER.fullmatch(name)
+    if found is None and name in _OUTSIDE:
+        return MegatronSource((_OUTSIDE[name],), shape[0], lambda whole: whole[: shape[0]])
+    if found is None or found[2] not in _MODULES:
+        raise UserError(
+            "is not read from Megatron's checkpoints", field="SOURCE", value=name,
+            accepted="dense models with norms before attention and MLP",
+        )  # fmt: skip
+    layer, module, kind = found.groups()
+    names = tuple(f"decoder.layers.{layer}.{theirs.format(kind)}" for theirs in _MODULES[module])
+    projection = module.rpartition(".")[2]
+    if projection in ("q_proj", "k_proj", "v_proj"):
+        rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        return MegatronSource(names, rows, _of_groups(spec, projection))
+    if projection in ("gate_proj", "up_proj") and spec.gated:
+        return MegatronSource(names, 2 * shape[0], _half(shape[0], projection == "up_proj"))
+    return MegatronSource(names, shape[0], lambda whole: whole)
+
+
+def _of_groups(spec: ModelSpec, projection: str) -> Cut:
+    queries, d = spec.queries_per_kv, spec.head_dim
+
+    def cut(whole: torch.Tensor) -> torch.Tensor:
+        groups = whole.unflatten(0, (spec.num_kv_heads, queries + 2, d))  # [groups, heads of a group, head_dim, …]
+        picked = {"q_proj": groups[:, :queries], "k_proj": groups[:, queries], "v_proj": groups[:, queries + 1]}
+        return picked[projection].reshape(-1, *whole.shape[1:])
+
+    return cut
+
+
+def _half(rows: int, second: bool) -> Cut:
+    """Of a tensor that holds both, or one alone."""
+    return lambda whole: whole if whole.shape[0] == rows else whole[rows:] if second else whole[:rows]
+
+
+def joined_shape(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of a tensor whose tensor-parallel parts have these shapes."""
+    first = shapes[0]
+    axis = _axis(name)
+    if axis is None or len(shapes) == 1 or len(first) <= axis:
+        return first
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+
+
+def join(name: str, parts: Sequence[torch.Tensor], gated: bool) -> torch.Tensor:
+    """The whole tensor; ``gated``: the MLP's first tensor is two, of which each part has a part."""
+    axis = _axis(name)
+    if axis is None or len(parts) == 1:
+        return parts[0]
+    if gated and _GATED.fullmatch(name):
+        return torch.cat([half for i in (0, 1) for half in (part.chunk(2)[i] for part in parts)])
+    return torch.cat(list(parts), axis)
+
+
+def is_copied(name: str) -> bool:
+    """Whether all tensor-parallel ranks have the same."""
+    return _axis(name) is None
+
+
+def _axis(name: str) -> int | None:
+    return 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None

@@ -1,0 +1,105 @@
+"""The weights of a Megatron checkpoint as those of one of our models, checked before anything is read."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_megatron.checkpoint.finite import listed
+from hetero_megatron.checkpoint.hf_files import DTYPES
+from hetero_megatron.checkpoint.megatron.names import MegatronSource, is_copied, join, joined_shape, source
+from hetero_megatron.checkpoint.megatron.tensors import EMBEDDING, HEAD, MegatronTensors
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+
+
+class MegatronWeights:
+    """One tensor at a time, as ``HFWeights`` reads a Hugging Face directory.
+
+    Attributes:
+        notices: what the user should know.
+
+    Raises:
+        UserError: tensors that are missing, unexpected, of another shape or not floating point (all are listed), copies
+            that differ, or a model that Megatron's formats do not hold.
+    """
+
+    def __init__(self, tensors: MegatronTensors, spec: ModelSpec) -> None:
+        self.spec, self._tensors = spec, tensors
+        self.notices: list[str] = []
+        if spec.moe is not None:
+            raise self._refuse("mixtures of experts are not read from Megatron's checkpoints")
+        known = logical_tensors(spec)
+        self._sources = {t.name: source(spec, t.name, t.shape) for t in known}
+        self._check(known)
+        self._check_copies()
+
+    def _check(self, known: tuple[LogicalTensor, ...]) -> None:
+        problems, used = [], set()
+        for tensor in known:
+            wanted = self._sources[tensor.name]
+            name = self._name(wanted)
+            if name is None:
+                problems.append(f"missing {wanted.names[0]}")
+                continue
+            used.add(name)
+            got, expected = self._shape(name), (wanted.rows, *tensor.shape[1:])
+            alone = name.endswith(("_w", "_v"))
+            if got != (tensor.shape if alone else expected) and not self._is_padded(name, got, expected):
+                problems.append(f"{name} is {list(got)}, not {list(expected)}")
+            if (dtype := self._tensors.parts[name][0].dtype) not in DTYPES:
+                problems.append(f"{name} has dtype {str(dtype).removeprefix('torch.')}")
+        tied = {HEAD} if self.spec.tied else set()
+        problems += [f"unexpected {name}" for name in sorted(self._tensors.parts.keys() - used - tied)]
+        if problems:
+            found = list(dict.fromkeys(problems))
+            more = f"; and {len(found) - 12} more" if len(found) > 12 else ""
+            raise self._refuse(f"does not fit the model {self.spec.name}: {'; '.join(found[:12])}{more}")
+
+    def _is_padded(self, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Megatron pads the vocabulary to a multiple of tensor-parallel ranks."""
+        if name not in (EMBEDDING, HEAD) or got[0] <= expected[0] or got[1:] != expected[1:]:
+            return False
+        told = f"{name} has {got[0]} rows, the model {expected[0]} ids: the rest is padding, and left out"
+        self.notices.append(told)
+        return True
+
+    def _check_copies(self) -> None:
+        differ = [
+            name for name, parts in self._tensors.parts.items()
+            if is_copied(name) and any(not torch.equal(parts[0].read(), part.read()) for part in parts[1:])
+        ]  # fmt: skip
+        if differ:
+            raise self._refuse(f"the tensor-parallel ranks have different values of {listed(differ)}")
+        twice = self.spec.tied and HEAD in self._tensors.parts
+        if twice and not torch.equal(self._whole(EMBEDDING), self._whole(HEAD)):
+            raise self._refuse(f"holds {HEAD} with other values than {EMBEDDING}, and the model's head is tied to it")
+
+    def _name(self, wanted: MegatronSource) -> str | None:
+        return next((name for name in wanted.names if name in self._tensors.parts), None)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return joined_shape(name, [part.shape for part in self._tensors.parts[name]])
+
+    def _whole(self, name: str) -> torch.Tensor:
+        parts = [part.read() for part in self._tensors.parts[name]]
+        return join(name, parts[:1] if is_copied(name) else parts, self.spec.gated)
+
+    def _refuse(self, problem: str) -> UserError:
+        accepted = "a checkpoint of that model (--model names another one)"
+        return UserError(problem, field="SOURCE", value=self._tensors.origin, accepted=accepted)
+
+    def name(self, tensor: LogicalTensor) -> str:
+        """Megatron's tensor that holds it."""
+        name = self._name(self._sources[tensor.name])
+        assert name is not None
+        return name
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of all tensors, by logical name."""
+        return {t.name: self._tensors.parts[self.name(t)][0].dtype for t in logical_tensors(self.spec)}
+
+    def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        """The values of one box in the file's dtype."""
+        whole = self._sources[tensor.name].cut(self._whole(self.name(tensor)))
+        return whole[box.slices()].contiguous()

@@ -1,0 +1,68 @@
+"""docs/models.md from the tables of families: ``python -m hetero_megatron.cli.models --markdown``."""
+
+from __future__ import annotations
+
+import sys
+
+from hetero_megatron.spec.families import FAMILIES, Family
+from hetero_megatron.spec.families.refused import REFUSED
+
+_INTRO = """\
+# Models
+
+Written by `python -m hetero_megatron.cli.models --markdown` from `hetero_megatron/spec/families/`; do not edit.
+
+`--model` and `--load-hf` take a Hugging Face directory of one of these families, by the `model_type` of its
+`config.json`; tokenizer and chat template travel with it. A configuration that asks for something that is not supported
+is refused by the name of its key. Each family is compared with transformers' implementation on random small checkpoints
+of several shapes: logits, loss and gradients in fp64, under uneven plans, and its files in both directions.
+
+- *TP*: tensor parallelism with sequence parallelism, even or uneven (`tp_split`), also with more ranks than key-value
+  heads; and pipelines, virtual chunks and replicas, in any combination.
+- *CP*: context groups, equal or not in tokens and heads.
+- *EP*: experts divided over ranks, equally or not ([Mixtures of experts](moe.md)).
+- *LoRA*: which projections may have adapters; *merged*: the family's files keep several projections in one matrix, or
+  call them otherwise, so that adapters are exported with their base (`--merge-lora`), not by themselves.
+- *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
+
+## Supported
+
+| `model_type` | released models | TP | uneven TP | CP | EP | LoRA | export | generation |
+|---|---|---|---|---|---|---|---|---|
+"""
+_REFUSED = """
+## Refused
+
+Any other `model_type` is refused too, without a reason of its own.
+
+| `model_type` | it needs | nearest supported |
+|---|---|---|
+"""
+
+
+def adapters(family: Family) -> str:
+    """Which projections of the family may have adapters."""
+    if family.latent:
+        return "`o_proj`"
+    if family.mixture:
+        return "attention"
+    names = family.names
+    merged = names.fused or names.transposed or any(module.startswith("mlp.") for module in names.modules)
+    return "all, merged" if merged else "all"
+
+
+def markdown() -> str:
+    """docs/models.md."""
+    rows = []
+    for name, family in FAMILIES.items():
+        experts = "yes" if family.mixture else "-"
+        rows.append(f"| `{name}` | {family.examples} | yes | yes | yes | {experts} | {adapters(family)} | yes | yes |")
+    refused = [f"| `{name}` | {lacks} | `{near}` |" for name, (lacks, near) in sorted(REFUSED.items())]
+    return _INTRO + "\n".join(rows) + "\n" + _REFUSED + "\n".join(refused) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--markdown"]:
+        sys.stdout.write(markdown())
+    else:
+        raise SystemExit("usage: python -m hetero_megatron.cli.models --markdown")

@@ -1,0 +1,55 @@
+"""What ends a rank: an error becomes one line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeGuard
+
+from hetero_megatron.cli.say import record_error, say_error
+from hetero_megatron.errors import UserError
+from hetero_megatron.launcher import LauncherEnvironment
+from hetero_megatron.out_of_memory import out_of_memory
+from hetero_megatron.training.exit import INTERRUPTED
+
+if TYPE_CHECKING:
+    from hetero_megatron.comm import CommError
+
+USER_ERROR = 2  # exit code of every refusal, on every rank
+PEER_ERROR = 3  # a peer died or does not answer
+
+
+def end_rank(error: BaseException, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
+    """Say what ended this rank; returns its exit code. An error that is nobody's but ours is raised again."""
+    if isinstance(error, UserError):
+        say_error(str(error), environment)
+        return USER_ERROR
+    if isinstance(error, KeyboardInterrupt):
+        print("error: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    if (refusal := out_of_memory(error, launcher.rank)) is not None:
+        say_error(str(refusal), environment)
+        return USER_ERROR
+    if not is_lost_peer(error):
+        record_error(traceback.format_exc(), environment)
+        raise error
+    return peer_error(error, launcher, environment)
+
+
+def peer_error(error: CommError, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
+    """The same of a peer that died or does not answer, with a diagnosis for the launcher."""
+    from hetero_megatron.training.diagnosis import leave_diagnosis
+
+    say_error(str(error), environment)
+    leave_diagnosis(error, launcher.diagnoses)
+    return PEER_ERROR
+
+
+def is_lost_peer(error: BaseException) -> TypeGuard[CommError]:
+    """Without importing what knows the class where it cannot be one."""
+    if not isinstance(error, RuntimeError):
+        return False
+    from hetero_megatron.comm.errors import CommError
+
+    return isinstance(error, CommError)

@@ -1,0 +1,84 @@
+"""Which documents of which paths a split (train, valid, test) is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
+from hetero_megatron.errors import UserError
+
+_ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(0))
+_TEST = 2
+
+
+@dataclass(frozen=True)
+class SplitPaths:
+    """The paths of one split.
+
+    Attributes:
+        name: train, valid or test.
+        flag: the flag that named the paths.
+        weights: of the paths in a blend; None: by size.
+        shares: of each path's documents for train, valid and test; ``which`` of them is meant.
+        given: --split, None: the default.
+    """
+
+    name: str
+    flag: str
+    paths: list[str]
+    weights: list[float] | None
+    shares: tuple[Fraction, Fraction, Fraction]
+    which: int
+    given: str | None
+
+    def documents(self, count: int, path: str, what: str) -> tuple[int, int] | None:
+        """The half-open range of a path's ``count`` documents; None: the default split leaves none to test on.
+
+        Args:
+            what: a document is called in the refusal.
+
+        Raises:
+            UserError: there is none.
+        """
+        found = split_documents(count, self.shares)[self.which]
+        if found[0] < found[1]:
+            return found
+        if self.which == _TEST and self.given is None:
+            return None
+        raise UserError(
+            f"leaves no {what} of {path} ({count} in all) for {self.name}",
+            field="--split" if self.flag == "--data-path" else self.flag,
+            value=self.given or f"{DEFAULT_SPLIT} (the default)",
+            accepted=f"a larger share, a --{self.name}-data-path of its own"
+            + {"train": "", "valid": ", or --eval-iters 0"}.get(self.name, ", or no share (0)"),
+        )
+
+
+def find_split(config: DataConfig, which: int) -> SplitPaths | None:
+    """Split ``which`` of data that are not made up; None: nothing is said to test on.
+
+    Raises:
+        UserError: no data for it, a blend that is none, or a stream that would have to be cut.
+    """
+    name, flag, words = SPLITS[which], "--data-path", config.data_path
+    shares = parse_split(config.split or DEFAULT_SPLIT)
+    streaming = config.dataloader_type == "streaming"
+    if words is None:
+        flag, words, shares, which = f"--{name}-data-path", config.paths_of(name), _ALL, 0
+        if words is None and name == "test":
+            return None
+        if words is None:
+            raise UserError(
+                f"{name} samples are needed, but no data is given for them", field=flag,
+                accepted="a path, or " + ("--data-path" if name == "train" else "--eval-iters 0"),
+            )  # fmt: skip
+    elif which == _TEST and (streaming or not shares[which]):
+        return None
+    elif streaming and (which or parse_split(config.split or "1") != _ALL):
+        raise UserError(
+            "a stream cannot be split: its length is not known", field="--split", value=config.split or "not given",
+            accepted="--train-data-path and --valid-data-path, or --split 1 and --eval-iters 0",
+        )  # fmt: skip
+    paths, weights = parse_blend(words, flag)
+    return SplitPaths(name, flag, paths, weights, shares, which, config.split)

@@ -1,0 +1,145 @@
+"""What attention and MLPs of all families are made of. Parameters carry the logical names of ``spec/tensors.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hetero_megatron.ops import KernelPlan
+from hetero_megatron.spec import LayerKind, ModelSpec, Rope
+
+
+@dataclass(frozen=True)
+class Context:
+    """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
+    [b, s, 1, pairs of features]; counted: of the tokens between attention and MLP (under sequence parallelism a shard),
+    which ones count in the loss, None: all."""
+
+    documents: Sequence[Sequence[int]] | None
+    ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
+    counted: torch.Tensor | None = None
+
+
+class Linear(nn.Module):
+    """x W^T + b; values are set from outside, so none are drawn here."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, kernels: KernelPlan) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What becomes of the product ``y`` of x and the weight; adapters replace it (``parallel/lora.py``)."""
+        return y
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.adapted(self.kernels.gemm(x, self.weight, bias), x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.bias)
+
+
+def lay_together(*linears: Linear) -> tuple[Linear, ...]:
+    """Put their weights, and their biases, one after the other in one piece of memory each: then ``joint_products`` is
+    one product. They stay parameters of their own."""
+    for name in ("weight", "bias"):
+        old = [getattr(linear, name) for linear in linears]
+        if old[0] is None:
+            continue
+        whole = old[0].new_empty(sum(map(len, old)), *old[0].shape[1:])
+        for linear, rows in zip(linears, whole.split([len(part) for part in old]), strict=True):
+            setattr(linear, name, nn.Parameter(rows))
+    return linears
+
+
+def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What each of them makes of ``x``."""
+    weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
+    found = linears[0].kernels.joint_gemm(x, weights, biases)
+    return tuple(linear.adapted(y, x) for linear, y in zip(linears, found, strict=True))
+
+
+class Norm(nn.Module):
+    def __init__(
+        self, spec: ModelSpec, width: int, kernels: KernelPlan, kind: str | None = None, eps: float | None = None
+    ) -> None:
+        super().__init__()
+        self.kernels, self.eps, self.offset = kernels, spec.norm_eps if eps is None else eps, spec.norm_offset
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if (kind or spec.norm) == "layer" else None
+
+    def gain(self) -> torch.Tensor:
+        """What the normalised x is multiplied with: 1 + w of a small w needs more than 16 bits."""
+        if not self.offset:
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """The norm of x; with a ``residual``: (norm of x + residual, x + residual)."""
+        if self.bias is not None:
+            total = x if residual is None else x + residual
+            y = self.kernels.layer_norm(total, self.gain(), self.bias, self.eps)
+            return y if residual is None else (y, total)
+        if residual is None:
+            return self.kernels.rms_norm(x, self.gain(), self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)
+
+
+class ProjectionNorm(nn.Module):
+    """RMS norm over all heads of a projection [b, s, heads, d] of ``width`` features in the whole model, of which this
+    copy has some heads: so the sum of squares comes from outside."""
+
+    def __init__(self, spec: ModelSpec, heads: int, width: int) -> None:
+        super().__init__()
+        self.eps, self.width = spec.norm_eps, width
+        self.weight = nn.Parameter(torch.empty(heads * spec.head_dim))
+
+    def squares(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, heads] in at least fp32."""
+        return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """``total``: [b, s], the squares of the whole projection."""
+        scale = torch.rsqrt(total / self.width + self.eps)[..., None, None]
+        return (x.to(total.dtype) * scale).to(x.dtype) * self.weight.view(x.shape[-2:])
+
+
+def sum_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Squares [b, s, heads] and [b, s, kv_heads] -> their sums [b, s, 2]."""
+    return torch.stack([q.sum(-1), k.sum(-1)], dim=-1)
+
+
+class CoreAttention(nn.Module):
+    """Softmax attention: a module of its own, so it can be recomputed or distributed. ``sinks``: [heads] or none."""
+
+    def __init__(self, spec: ModelSpec, kind: LayerKind, kernels: KernelPlan) -> None:
+        super().__init__()
+        self.window, self.softcap, self.kernels = kind.window, spec.attn_softcap, kernels
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap)
+        return cast(torch.Tensor, out)
+
+
+def turn(
+    kernels: KernelPlan, rope: Rope, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k [b, s, heads, d] by the rotary embedding. Interleaved pairs come out as halves: of both alike, so that
+    their products are the same."""
+    turned, both = 2 * cos.shape[-1], (q, k)
+    whole = turned == q.shape[-1]
+    parts = [*both] if whole else [x[..., :turned] for x in both]
+    if rope.interleaved:
+        parts = [x.unflatten(-1, (turned // 2, 2)).transpose(-1, -2).flatten(-2) for x in parts]
+    q, k = kernels.rope(*parts, cos, sin)
+    if whole:
+        return q, k
+    q, k = (torch.cat([x, rest[..., turned:]], dim=-1) for x, rest in zip((q, k), both, strict=True))
+    return q, k

@@ -1,0 +1,88 @@
+"""How often the tokens of a run chose each expert: a file that a run writes (--routing-stats) for the planner.
+
+    {"version": 1, "model_hash": "0123456789ab", "tokens": 8192, "layers": {"0": [1024, 2048, …], …}}
+
+``tokens``: that passed each layer; a layer's counts, one per expert, sum to as many times the experts of a token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object
+from hetero_megatron.plan.made_for import model_hash
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+
+VERSION = 1
+FLAG = "--routing-stats"
+
+
+@dataclass(frozen=True)
+class RoutingStats:
+    """Attributes:
+    tokens: that were routed in each layer; layers: by layer, how many of them chose each expert.
+    """
+
+    tokens: int
+    layers: Mapping[int, tuple[int, ...]]
+
+
+def write_routing_stats(path: str, stats: RoutingStats, spec: ModelSpec) -> None:
+    """Replace the file as a whole; UserError if it cannot be written."""
+    layers = {str(layer): list(counts) for layer, counts in sorted(stats.layers.items())}
+    known = {"version": VERSION, "model_hash": model_hash(spec.base), "tokens": stats.tokens, "layers": layers}
+    part = f"{path}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(json.dumps(known) + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", field=FLAG, value=path) from error
+
+
+def read_routing_stats(path: str, spec: ModelSpec) -> RoutingStats:
+    """Read and check the file.
+
+    Raises:
+        UserError: it is malformed, or of another model than ``spec``.
+    """
+    found = read_json_object(path, FLAG)
+    if found.get("version") != VERSION:
+        said = found.get("version")
+        raise UserError("unknown version", field="version", value=said, accepted=str(VERSION), where=path)
+    if found.get("model_hash") != model_hash(spec.base):
+        raise UserError(
+            f"is of another model than {spec.name} ({model_hash(spec.base)})", field="model_hash",
+            value=found.get("model_hash"), accepted="what a run with this model wrote", where=path,
+        )  # fmt: skip
+    assert spec.moe is not None, "the hash is of a model with experts"
+    tokens: Any = found.get("tokens")
+    layers = found.get("layers")
+    wanted = {str(i) for i, kind in enumerate(spec.layers) if kind.mlp == "moe"}
+    if not _is_count(tokens):
+        raise UserError("must be a count", field="tokens", value=tokens, accepted="an integer >= 0", where=path)
+    if not isinstance(layers, dict) or set(layers) != wanted:
+        raise UserError("must name the layers with experts", field="layers", accepted=", ".join(wanted), where=path)
+    for layer, counts in layers.items():
+        good = isinstance(counts, list) and len(counts) == spec.moe.num_experts and all(map(_is_count, counts))
+        if not good or sum(counts) != tokens * spec.moe.top_k:
+            raise UserError(
+                f"must be a count for each of {spec.moe.num_experts} experts, {spec.moe.top_k} per token",
+                field=f"layers.{layer}", accepted=f"counts that sum to {tokens * spec.moe.top_k}", where=path,
+            )  # fmt: skip
+    return RoutingStats(tokens, {int(layer): tuple(counts) for layer, counts in sorted(layers.items(), key=_number)})
+
+
+def _number(item: tuple[str, object]) -> int:
+    return int(item[0])
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60

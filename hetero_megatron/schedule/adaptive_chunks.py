@@ -1,0 +1,216 @@
+"""A schedule made for one pipeline with several chunks of layers per stage: interleaved 1F1B, list scheduling under
+many rules, then moves of single actions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, replace
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.schedule.actions import Schedule
+from hetero_megatron.schedule.chunk_scheduling import ChunkRule, list_schedule_chunks
+from hetero_megatron.schedule.chunk_times import (
+    ChunkedTimes,
+    ChunkOrders,
+    chunked_lower_bound_seconds,
+    keeps_chunk_memory,
+    time_chunk_orders,
+)
+from hetero_megatron.schedule.generators import generate
+from hetero_megatron.schedule.pipeline_times import ROUNDING
+from hetero_megatron.schedule.stage_orders import chunk_orders_of, schedule_of, split_letter
+
+EFFORT = 300_000
+RULES_TRIED, EXCHANGES_TRIED = 60, 400  # in succession, none of them faster
+
+
+@dataclass(frozen=True)
+class ChunkedResult:
+    """What :func:`search_adaptive_chunks` found.
+
+    Attributes:
+        schedule: compute actions; named ``interleaved`` where it is that, else ``adaptive``.
+        seconds: of the step, tails included.
+        interleaved_seconds: of interleaved 1F1B; inf where it does not keep the memory.
+        bound_seconds: no schedule takes less.
+        timed_actions: the effort taken.
+    """
+
+    schedule: Schedule
+    seconds: float
+    interleaved_seconds: float
+    bound_seconds: float
+    timed_actions: int
+
+
+def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: int = EFFORT) -> ChunkedResult:
+    """The fastest schedule found of those that keep every stage's memory; never slower than interleaved 1F1B, where
+    that keeps it. Equal arguments give equal schedules.
+
+    Args:
+        effort: about how many actions may be timed; at least one schedule is.
+
+    Raises:
+        UserError: a negative number of micro-batches or effort.
+    """
+    for name, value in (("num_micro_batches", num_micro_batches), ("effort", effort)):
+        if value < 0:
+            raise UserError("is negative", field=name, value=value, accepted="0 or more")
+    search = _Search(times, num_micro_batches, effort)
+    plain = search.seconds
+    search.try_rules()
+    search.change_rules()
+    search.join_backwards()
+    search.exchange()
+    schedule = schedule_of("adaptive", search.orders, times.chunks)
+    name = "interleaved" if search.orders == search.interleaved else "adaptive"
+    return ChunkedResult(replace(schedule, name=name), search.seconds, plain, search.bound, search.timed)
+
+
+class _Search:
+    """The best orders so far, and how many actions have been timed."""
+
+    def __init__(self, times: ChunkedTimes, num_micro_batches: int, effort: int) -> None:
+        self.times, self.count, self.effort = times, num_micro_batches, effort
+        self.bound = chunked_lower_bound_seconds(times, num_micro_batches)
+        self.size = 3 * len(times.stages) * times.chunks * num_micro_batches  # actions of a schedule, at most
+        self.timed, self.draw = self.size, random.Random(0)
+        made = generate("interleaved", len(times.stages), num_micro_batches, times.chunks)
+        self.interleaved = self.orders = chunk_orders_of(made)
+        self.seconds, self.rule_seconds = math.inf, math.inf
+        self.rule = ChunkRule(len(times.stages))
+        if all(map(keeps_chunk_memory, times.stages, self.orders)):
+            self.seconds = time_chunk_orders(times, self.orders) or 0.0
+
+    def ended(self) -> bool:
+        if math.isinf(self.seconds):
+            return False
+        return self.seconds <= self.bound * (1 + ROUNDING) or self.timed + self.size > self.effort
+
+    def _offer(self, seconds: float | None, orders: ChunkOrders) -> bool:
+        if seconds is None or not seconds < self.seconds * (1 - ROUNDING):
+            return False
+        self.seconds, self.orders = seconds, orders
+        return True
+
+    def _try_rule(self, rule: ChunkRule) -> None:
+        if self.ended():
+            return
+        seconds, orders = list_schedule_chunks(self.times, self.count, rule)
+        self.timed += self.size
+        if seconds < self.rule_seconds:
+            self.rule, self.rule_seconds = rule, seconds
+        self._offer(seconds, orders)
+
+    def try_rules(self) -> None:
+        """Groups as interleaved 1F1B has them, twice as large, and single micro-batches; W at once or put off."""
+        stages = len(self.times.stages)
+        for group, deferred in itertools.product((stages, 1, 2 * stages), (math.inf, 0)):
+            self._try_rule(ChunkRule(group, 2 * stages, deferred))
+            self._try_rule(ChunkRule(group, most_deferred=deferred))
+
+    def change_rules(self) -> None:
+        """Change the best rule; half of what is left of the effort."""
+        effort, self.effort = self.effort, (self.effort + self.timed) // 2
+        seen, since = set[ChunkRule](), 0
+        while since < RULES_TRIED and not self.ended():
+            rule, before = self._changed(self.rule), self.rule_seconds
+            since += 1
+            if rule not in seen:
+                seen.add(rule)
+                self._try_rule(rule)
+                since = 0 if self.rule_seconds < before else since
+        self.effort = effort
+
+    def _changed(self, rule: ChunkRule) -> ChunkRule:
+        draw, stages = self.draw, len(self.times.stages)
+        what = draw.randrange(5)
+        if what == 0:
+            return replace(rule, group=draw.randint(1, 2 * stages))
+        if what == 1:
+            return replace(rule, most_ahead=draw.choice((math.inf, *range(2 * stages + 1))))
+        if what == 2:
+            return replace(rule, most_deferred=draw.choice((0, 1, 2, 3, 4, math.inf)))
+        if what == 3:
+            return replace(rule, forward_first=not rule.forward_first)
+        return replace(rule, patience=draw.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+
+    def join_backwards(self) -> None:
+        """Whole backwards where splitting them gains nothing: on all stages, then on single ones."""
+        for stages in (range(len(self.orders)), *([s] for s in range(len(self.orders)))):
+            joined = tuple(_join(row) if s in stages else row for s, row in enumerate(self.orders))
+            if joined == self.orders or self.timed + self.size > self.effort:
+                continue
+            seconds = time_chunk_orders(self.times, joined)
+            self.timed += self.size
+            if seconds is not None and seconds <= self.seconds * (1 + ROUNDING):
+                self.seconds, self.orders = seconds, joined
+
+    def exchange(self) -> None:
+        """Move single actions of a stage by a few places, from order to order that is no slower."""
+        since = 0
+        here, seconds = self.orders, self.seconds
+        while since < EXCHANGES_TRIED and not self.ended():
+            since += 1
+            s = self.draw.randrange(len(here))
+            row = _moved(here[s], self.draw)
+            if row is None or not keeps_chunk_memory(self.times.stages[s], row):
+                continue
+            candidate = (*here[:s], row, *here[s + 1 :])
+            found = time_chunk_orders(self.times, candidate)
+            self.timed += self.size
+            if found is not None and found <= seconds:
+                here, seconds = candidate, found
+                since = 0 if self._offer(found, candidate) else since
+
+
+def _moved(row: tuple[str, ...], draw: random.Random) -> tuple[str, ...] | None:
+    """The row with one action elsewhere; None where the stage's order does not allow it, or nothing changed."""
+    if len(row) < 2:
+        return None
+    at = draw.randrange(len(row))
+    to = min(max(at + draw.choice((-3, -2, -1, 1, 2, 3)), 0), len(row) - 1)
+    passed = row[at + 1 : to + 1] if to > at else row[to:at]
+    if all(action == row[at] for action in passed) or not _may_pass(row, at, to):
+        return None
+    rest = row[:at] + row[at + 1 :]
+    return (*rest[:to], row[at], *rest[to:])
+
+
+def _may_pass(row: tuple[str, ...], at: int, to: int) -> bool:
+    """No backward comes before its forward and no W before its B_INPUT when the action at ``at`` is put at ``to``."""
+    rest = row[:at] + row[at + 1 :]
+    new = (*rest[:to], row[at], *rest[to:])
+    chunk = split_letter(row[at])[1]
+    forwards = deferred = 0
+    for action in new:
+        letter, c = split_letter(action)
+        if c != chunk:
+            continue
+        if letter == "F":
+            forwards += 1
+        elif letter == "W":
+            deferred -= 1
+        else:
+            forwards -= 1
+            deferred += letter == "I"
+        if forwards < 0 or deferred < 0:
+            return False
+    return True
+
+
+def _join(row: tuple[str, ...]) -> tuple[str, ...]:
+    """The order with B for every B_INPUT that its own W follows at once."""
+    joined: list[str] = []
+    deferred = dict[str, int]()
+    for action in row:
+        chunk = action[1:]
+        waiting = deferred.get(chunk, 0)
+        if action[0] == "W" and waiting == 1 and joined[-1] == f"I{chunk}":
+            joined[-1] = f"B{chunk}"
+        else:
+            joined.append(action)
+        deferred[chunk] = waiting + {"I": 1, "W": -1}.get(action[0], 0)
+    return tuple(joined)

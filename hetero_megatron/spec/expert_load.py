@@ -1,0 +1,101 @@
+"""What one rank does for routed experts, and the bytes that it takes: formulas of a mixture-of-experts layer.
+
+How many tokens an expert gets is known only when it runs; these are expectations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_megatron.spec.model_spec import ModelSpec
+
+INDEX = 8  # bytes of an expert's or a row's number
+ROUTED_WIDTHS = 3  # gate, up and their product: experts are gated
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Of one rank, for one micro-batch in a mixture-of-experts layer.
+
+    Attributes:
+        layers: share of the layers in question that are mixtures of experts, 0 to 1.
+        tokens: that the rank routes: its own.
+        sent: copies of them that it sends, one to each rank that has some of a token's experts, its own included.
+        arriving: tokens that come to the experts here, from all ranks.
+        rows: pairs of a token and an expert here.
+        experts: here; columns: of each of them, here.
+        members: ranks that exchange tokens.
+    """
+
+    layers: float
+    tokens: float
+    sent: float
+    arriving: float
+    rows: float
+    experts: int
+    columns: float
+    members: int
+
+
+def moe_layers(spec: ModelSpec) -> float:
+    """The share of layers that are mixtures of experts."""
+    return sum(kind.mlp == "moe" for kind in spec.layers) / spec.num_layers if spec.moe is not None else 0.0
+
+
+def plain_load(spec: ModelSpec, tokens: float, share: float = 1.0, members: int = 1) -> ExpertLoad | None:
+    """Of a rank in a TP group where no plan divides the experts: all of them, and a share of the columns of each, in an
+    average layer. None for a dense model.
+
+    Args:
+        tokens: of the group; members: its ranks, each with an equal part of the tokens.
+    """
+    moe = spec.moe
+    if moe is None:
+        return None
+    return ExpertLoad(
+        moe_layers(spec), tokens / members, tokens, tokens, tokens * moe.top_k, moe.num_experts,
+        moe.ffn_hidden_size * share, members,
+    )  # fmt: skip
+
+
+def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
+    """Bytes that router and experts keep from forward to backward:
+
+    - of each own token the router's input, its logits, and the numbers of its experts; of a token sent, where it went;
+    - of each arriving token where its rows are, and its weights;
+    - of each row its token's number, input and output of the expert, gate, up and their product.
+    """
+    moe, h, wide = spec.moe, spec.hidden_size, max(item, 4)
+    assert moe is not None
+    gated = (h + 1) * moe.shared_gate  # what all tokens use, before the gate, and the gate
+    own = load.tokens * (item * (h + moe.num_experts + gated) + INDEX * moe.top_k)
+    sent = load.sent * (INDEX + moe.top_k) if load.members > 1 else 0.0
+    arriving = load.arriving * moe.top_k * (INDEX + wide)
+    return own + sent + arriving + load.rows * (item * (2 * h + ROUTED_WIDTHS * load.columns) + INDEX)
+
+
+def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
+    """Bytes that backward through the experts needs beside what they keep, at the worst moment: the gradients of the
+    rows, of 16-bit ones also rows and gradients in fp32; or gate's and up's gradients and those of their inputs,
+    when output and product are gone."""
+    h, wide = spec.hidden_size, max(item, 4)
+    come = load.arriving * item * h  # gradients of what was sent back
+    outputs = load.rows * h * (2 * wide if item < wide else item)
+    inputs = load.rows * item * (2 * load.columns + 2 * h) - load.rows * item * (h + load.columns)
+    return come + max(outputs, load.rows * item * (h + 2 * load.columns), inputs)
+
+
+def expert_operand_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
+    """Bytes of the operands of the experts' weight gradients, which wait from B_INPUT to W: inputs, and gradients of
+    outputs, of all three matrices, and those of the router."""
+    moe, h = spec.moe, spec.hidden_size
+    assert moe is not None
+    rows = load.rows * (2 * h + ROUTED_WIDTHS * load.columns)
+    return item * (rows + load.tokens * (h + moe.num_experts))
+
+
+def expert_flops(spec: ModelSpec, load: ExpertLoad) -> float:
+    """Forward FLOPs of the experts and the router."""
+    assert spec.moe is not None
+    h = spec.hidden_size
+    return 2.0 * h * (load.rows * ROUTED_WIDTHS * load.columns + load.tokens * spec.moe.num_experts)

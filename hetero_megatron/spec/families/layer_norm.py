@@ -1,0 +1,76 @@
+"""Rotary decoders with LayerNorm and an MLP without a gate: StarCoder2, Nemotron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero_megatron.spec.families.family import ACTIVATIONS, DECODER_KEYS, Defaults, Family, decoder, silu_config
+from hetero_megatron.spec.hf_keys import words
+from hetero_megatron.spec.hf_names import NameTable
+from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.model_spec import ModelSpec
+
+_STARCODER2 = Defaults(positions=4096, kv_heads=2, kv_nullable=False, tied=True)
+_NEMOTRON = Defaults(positions=4096, head_dim_nullable=True, partial_rotary=0.5)
+_NAMES = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "squared_relu": "relu2"}
+
+
+def _activation(read: ConfigReader, default: str) -> str:
+    """Of an MLP without a gate."""
+    given = read.value("hidden_act", default)
+    found = ACTIVATIONS.get(given) if isinstance(given, str) else None
+    if found is None:
+        raise read.refuse("this activation is not supported", "hidden_act", ", ".join(ACTIVATIONS))
+    return found
+
+
+def _read_starcoder2(read: ConfigReader, name: str) -> ModelSpec:
+    for key in ("attention_dropout", "residual_dropout", "embedding_dropout"):
+        read.must_be(key, 0)
+    bias = read.flag("use_bias", True)
+    window = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
+    return decoder(
+        read, "starcoder2", name, _STARCODER2, windows=(window,), norm="layer",
+        norm_eps=read.positive("norm_epsilon", 1e-5), activation=_activation(read, "gelu_pytorch_tanh"),
+        qkv_bias=bias, out_bias=bias, mlp_bias=bias, init_std=read.positive("initializer_range", 0.018042),
+    )  # fmt: skip
+
+
+def _write(spec: ModelSpec, eps: str) -> dict[str, Any]:
+    found = silu_config(spec) | {eps: spec.norm_eps, "hidden_act": _NAMES.get(spec.activation, spec.activation)}
+    del found["rms_norm_eps"]
+    return found
+
+
+def _write_starcoder2(spec: ModelSpec) -> dict[str, Any]:
+    return _write(spec, "norm_epsilon") | {
+        "use_bias": spec.qkv_bias and spec.out_bias and spec.mlp_bias, "sliding_window": spec.windows[0],
+        "residual_dropout": 0.0, "embedding_dropout": 0.0,
+    }  # fmt: skip
+
+
+def _read_nemotron(read: ConfigReader, name: str) -> ModelSpec:
+    read.must_be("attention_dropout", 0)
+    bias = read.flag("attention_bias")
+    return decoder(
+        read, "nemotron", name, _NEMOTRON, norm="layer", norm_offset=1.0, norm_eps=read.positive("norm_eps", 1e-5),
+        activation=_activation(read, "relu2"), qkv_bias=bias, out_bias=bias, mlp_bias=read.flag("mlp_bias"),
+        init_std=read.positive("initializer_range", 0.0134),
+    )  # fmt: skip
+
+
+def _write_nemotron(spec: ModelSpec) -> dict[str, Any]:
+    found = {"partial_rotary_factor": 1.0} | _write(spec, "norm_eps")  # absent means one half
+    return found | {"attention_bias": spec.qkv_bias and spec.out_bias, "mlp_bias": spec.mlp_bias}
+
+
+STARCODER2 = Family(
+    "starcoder2", "Starcoder2ForCausalLM", read=_read_starcoder2, write=_write_starcoder2,
+    examples="StarCoder2 3B, 7B, 15B",
+    keys=DECODER_KEYS | words("hidden_act use_bias norm_epsilon sliding_window residual_dropout embedding_dropout"),
+    names=NameTable(modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
+)  # fmt: skip
+NEMOTRON = Family(
+    "nemotron", "NemotronForCausalLM", DECODER_KEYS | words("hidden_act attention_bias mlp_bias norm_eps"),
+    _read_nemotron, _write_nemotron, examples="Nemotron-4, Minitron",
+)  # fmt: skip

@@ -1,0 +1,265 @@
+"""Checkpoints in Megatron-LM's formats, made of a Hugging Face model by the layout that Megatron documents.
+
+``torch``: a file per tensor and pipeline rank; ``torch_dist``: torch's distributed checkpoint. Which tensor is cut
+along which axis, and in which order queries, keys and values are, is written here anew, independently of the reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import io
+import json
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hetero_megatron.spec import ModelSpec, logical_tensors
+from tests.support.hf_reference import hf_to_logical
+
+PADDED = 128  # rows of the embedding are a multiple of it
+
+
+@contextlib.contextmanager
+def megatron_modules() -> Iterator[type[enum.Enum]]:
+    """A class as it is in stored arguments, importable only while they are written."""
+    module = types.ModuleType("megatron.core.enums")
+    kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module="megatron.core.enums")
+    module.ModelType = kind  # type: ignore[attr-defined]
+    names = {"megatron": types.ModuleType("megatron"), "megatron.core": types.ModuleType("megatron.core")}
+    added = {**names, "megatron.core.enums": module}
+    sys.modules.update(added)
+    try:
+        yield kind
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+def arguments(spec: ModelSpec, **changes: Any) -> dict[str, Any]:
+    """What Megatron's arguments say about the model, among others."""
+    rope = spec.ropes[0] if spec.ropes else None
+    return {
+        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size, "ffn_hidden_size": spec.ffn_hidden_size,
+        "num_attention_heads": spec.num_heads, "group_query_attention": spec.num_kv_heads < spec.num_heads,
+        "num_query_groups": spec.num_kv_heads, "kv_channels": spec.head_dim, "seq_length": 32,
+        "max_position_embeddings": spec.max_position_embeddings, "norm_epsilon": spec.norm_eps,
+        "position_embedding_type": "rope" if rope else "learned_absolute", "rotary_base": rope.theta if rope else 10000,
+        "rotary_percent": 1.0, "normalization": "RMSNorm" if spec.norm == "rms" else "LayerNorm",
+        "swiglu": spec.activation == "swiglu", "squared_relu": False, "openai_gelu": False, "qk_l2_norm": False,
+        "bias_gelu_fusion": spec.activation == "gelu_tanh", "add_bias_linear": spec.mlp_bias,
+        "add_qkv_bias": spec.qkv_bias and not spec.mlp_bias, "qk_layernorm": spec.qk_norm == "head",
+        "untie_embeddings_and_output_weights": not spec.tied, "vocab_size": None, "init_method_std": 0.02,
+        "num_experts": None, "window_size": None, "softmax_type": "vanilla", "bf16": True, "micro_batch_size": 4,
+        "params_dtype": torch.bfloat16, "apply_layernorm_1p": False, "multi_latent_attention": False, **changes,
+    }  # fmt: skip
+
+
+def core_tensors(model: torch.nn.Module, spec: ModelSpec, fused_norms: bool = True) -> dict[str, torch.Tensor]:
+    """Whole tensors by Megatron Core's names, layers numbered through the model."""
+    logical = hf_to_logical(model, spec)
+    found: dict[str, torch.Tensor] = {}
+    outside = {
+        "model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight",
+        "model.embed_positions.weight": "embedding.position_embeddings.weight",
+        "model.norm.weight": "decoder.final_layernorm.weight", "model.norm.bias": "decoder.final_layernorm.bias",
+    }  # fmt: skip
+    for tensor in logical_tensors(spec):
+        if tensor.name in outside:
+            found[outside[tensor.name]] = logical[tensor.name]
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in found:
+            rows = -len(found[name]) % PADDED
+            found[name] = torch.cat([found[name], torch.full((rows, spec.hidden_size), 7.0).to(found[name].dtype)])
+    for i in range(spec.num_layers):
+        start = f"model.layers.{i}."
+        mine = {name.removeprefix(start): value for name, value in logical.items() if name.startswith(start)}
+        for name, value in _layer(mine, spec, fused_norms).items():
+            found[f"decoder.layers.{i}.{name}"] = value
+    return found
+
+
+def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) -> dict[str, torch.Tensor]:
+    before_qkv = "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm."
+    before_mlp = "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm."
+    found = {}
+    for kind in ("weight", "bias"):
+        plain = {
+            f"input_layernorm.{kind}": before_qkv + kind, f"post_attention_layernorm.{kind}": before_mlp + kind,
+            f"self_attn.q_norm.{kind}": f"self_attention.q_layernorm.{kind}",
+            f"self_attn.k_norm.{kind}": f"self_attention.k_layernorm.{kind}",
+            f"self_attn.o_proj.{kind}": f"self_attention.linear_proj.{kind}",
+            f"mlp.down_proj.{kind}": f"mlp.linear_fc2.{kind}",
+        }  # fmt: skip
+        found |= {theirs: mine[ours] for ours, theirs in plain.items() if ours in mine}
+        if f"self_attn.q_proj.{kind}" in mine:
+            rows, d, per = [], spec.head_dim, spec.num_heads // spec.num_kv_heads
+            q, k, v = (mine[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+            for g in range(spec.num_kv_heads):
+                rows += [q[g * per * d : (g + 1) * per * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d]]
+            found[f"self_attention.linear_qkv.{kind}"] = torch.cat(rows)
+        if f"mlp.up_proj.{kind}" in mine:
+            parts = [mine[f"mlp.{x}_proj.{kind}"] for x in ("gate", "up") if f"mlp.{x}_proj.{kind}" in mine]
+            found[f"mlp.linear_fc1.{kind}"] = torch.cat(parts)
+    return found
+
+
+def cut(name: str, whole: torch.Tensor, tp: int, rank: int, gated: bool) -> torch.Tensor:
+    """What one tensor-parallel rank has."""
+    if "linear_fc1" in name and "layer_norm" not in name and gated:
+        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return whole.chunk(tp, 1)[rank]
+    rows = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
+            "linear_fc1.bias")  # fmt: skip
+    return whole.chunk(tp)[rank] if any(part in name for part in rows) else whole
+
+
+def save_legacy(
+    root: Path, model: torch.nn.Module, spec: ModelSpec, tp: int = 1, pp: int = 1, chunks: int = 1,
+    old_names: bool = False, **changes: Any,
+) -> Path:  # fmt: skip
+    """Format ``torch``; ``chunks`` of each pipeline rank (interleaved); returns the directory of the run."""
+    whole = core_tensors(model, spec, fused_norms=not old_names)
+    step = root / "iter_0000007"
+    with megatron_modules() as kind:
+        namespace = argparse.Namespace(**arguments(spec, model_type=kind.encoder_or_decoder, **changes))
+        for p in range(pp):
+            for t in range(tp):
+                models = [_stage(whole, spec, tp, t, pp, p, chunks, c, old_names) for c in range(chunks)]
+                keys = ["model"] if chunks == 1 else [f"model{c}" for c in range(chunks)]
+                folder = step / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}")
+                folder.mkdir(parents=True)
+                state = {
+                    "args": namespace, "checkpoint_version": 3.0, "iteration": 7, **dict(zip(keys, models)),
+                    "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3}]},
+                    "rng_state": [{"np": np.random.RandomState(0).get_state(), "torch_rng_state": torch.ones(4)}],
+                }  # fmt: skip
+                torch.save(state, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("7")
+    return root
+
+
+def _stage(
+    whole: dict[str, torch.Tensor], spec: ModelSpec, tp: int, t: int, pp: int, p: int, chunks: int, c: int, old: bool
+) -> dict[str, Any]:
+    each = spec.num_layers // (pp * chunks)
+    assert each * pp * chunks == spec.num_layers
+    first = (c * pp + p) * each
+    last = p == pp - 1 and c == chunks - 1
+    found: dict[str, Any] = {}
+    for name, value in whole.items():
+        where = name.split(".")
+        if where[0] == "decoder" and where[1] == "layers":
+            number = int(where[2]) - first
+            if not 0 <= number < each:
+                continue
+            where[2] = str(number)
+        elif where[0] == "embedding" and (p or c) or where[0] in ("output_layer", "decoder") and not last:
+            continue
+        found[".".join(where)] = cut(name, value, tp, t, spec.gated).clone()
+    if spec.tied and last and pp > 1:
+        head = whole["embedding.word_embeddings.weight"]
+        found["output_layer.weight"] = cut("output_layer.weight", head, tp, t, False)
+    found["decoder.layers.0.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"\x80")
+    return found if not old else _old(found)
+
+
+def _old(found: dict[str, Any]) -> dict[str, Any]:
+    """As before Megatron Core: other names, nested dictionaries, no state of modules."""
+    names = {
+        "linear_qkv": "query_key_value", "linear_proj": "dense", "linear_fc1": "dense_h_to_4h",
+        "linear_fc2": "dense_4h_to_h", "pre_mlp_layernorm": "post_attention_norm", "input_layernorm": "input_norm",
+        "final_layernorm": "final_norm",
+    }  # fmt: skip
+    model: dict[str, Any] = {}
+    for name, value in found.items():
+        if name.endswith("_extra_state"):
+            continue
+        for new, old in names.items():
+            name = name.replace(new, old)
+        first, rest = name.split(".", 1)
+        if first == "embedding":
+            module, kind = rest.split(".")
+            model.setdefault("embedding", {}).setdefault(module, {})[kind] = value
+        elif first == "output_layer":
+            model["output_layer"] = {rest: value}
+        else:
+            model.setdefault("encoder", {})[rest] = value
+    return {"language_model": model}
+
+
+def save_torch_dist(
+    root: Path, model: torch.nn.Module, spec: ModelSpec, tp: int = 1, pp: int = 1, stacked: bool = True, **changes: Any
+) -> Path:
+    """Format ``torch_dist``; ``stacked``: tensors of layers are one, with the layer as first axis."""
+    step = root / "iter_0000007"
+    step.mkdir(parents=True)
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    files: dict[str, io.BytesIO] = {}
+
+    def put(name: str, shape: tuple[int, ...], offset: tuple[int, ...], value: torch.Tensor, file: str) -> None:
+        out = files.setdefault(file, io.BytesIO())
+        start = out.tell()
+        one = io.BytesIO()  # every tensor is a file of its own in it
+        torch.save(value.clone(), one)
+        out.write(one.getvalue())
+        properties = TensorProperties(dtype=value.dtype)
+        entry = entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(shape), []))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), value.shape))
+        index = MetadataIndex(name, torch.Size(offset))
+        places[index] = filesystem._StorageInfo(file, start, len(one.getvalue()))
+
+    for name, whole in core_tensors(model, spec).items():
+        where = name.split(".")
+        layer = int(where[2]) if where[:2] == ["decoder", "layers"] else None
+        file = f"__{0 if layer is None else layer * pp // spec.num_layers}_0.distcp"
+        for slices in _pieces(name, whole, tp, spec.gated):
+            offset, value = tuple(s.start for s in slices), whole[slices]
+            if layer is not None and stacked:
+                stored = ".".join(where[:2] + where[3:])
+                put(stored, (spec.num_layers, *whole.shape), (layer, *offset), value[None], file)
+            else:
+                put(name, tuple(whole.shape), offset, value, file)
+    put("optimizer.state.exp_avg.decoder.final_layernorm.weight", (3,), (0,), torch.zeros(3), "__0_0.distcp")
+    entries["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = BytesStorageMetadata()
+    places[MetadataIndex("decoder.layers.mlp.linear_fc1._extra_state/shard_0_4")] = filesystem._StorageInfo("x", 0, 1)
+    for file, content in files.items():
+        (step / file).write_bytes(content.getvalue())
+    (step / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
+    (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    with megatron_modules() as kind:
+        namespace = argparse.Namespace(**arguments(spec, model_type=kind.encoder_or_decoder, **changes))
+        torch.save({"args": namespace, "iteration": 7, "checkpoint_version": 3.0}, step / "common.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("7\n")
+    return root
+
+
+def _pieces(name: str, whole: torch.Tensor, tp: int, gated: bool) -> Iterator[tuple[slice, ...]]:
+    """Where in the whole tensor the parts of tensor-parallel ranks are."""
+    numbers = torch.arange(whole.numel()).view(whole.shape)
+    for rank in range(tp):
+        mine = cut(name, numbers, tp, rank, gated)
+        halves = mine.chunk(2) if "linear_fc1" in name and gated and "layer_norm" not in name else [mine]
+        for part in halves:
+            first = np.unravel_index(int(part.flatten()[0]), whole.shape)
+            yield tuple(slice(int(a), int(a) + n) for a, n in zip(first, part.shape, strict=True))
+        if mine.shape == whole.shape:
+            return  # one copy is stored

@@ -1,0 +1,102 @@
+"""Checkpoints that megatron-core itself writes on CPUs, for tests/slow/test_megatron_core.py.
+
+    torchrun --nproc-per-node TP*PP megatron_core_job.py save TP PP FORMAT DIR      # random weights
+    torchrun --nproc-per-node 1     megatron_core_job.py logits 1 1 torch_dist DIR  # DIR/logits.pt of DIR's weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
+}  # fmt: skip
+VOCABULARY, POSITIONS = 128, 64
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]  # megatron-core calls them without a device, too
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    get_cuda_rng_tracker().fork = contextlib.nullcontext  # no dropout
+    fused_softmax.get_default_causal_mask = lambda n: torch.ones(n, n).triu(1).bool()
+    what, tp, pp, form, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tp, pp)
+    torch.manual_seed(1 + dist.get_rank())
+    model = build(tp, pp)
+    if what == "logits":
+        state = dist_checkpointing.load(model.sharded_state_dict(), str(folder / "iter_0000005"))
+        model.load_state_dict(state, strict=False)
+        tokens = torch.arange(24).view(2, 12) * 7 % VOCABULARY
+        torch.save(model.eval()(tokens, torch.arange(12).expand(2, 12), None), folder / "logits.pt")
+        return
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layernorm" not in name:  # of which every rank has a copy
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    save(model, form, folder, parallel_state)
+
+
+def build(tp: int, pp: int) -> Any:
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        **SIZES, use_cpu_initialization=True, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32, add_bias_linear=False, gated_linear_unit=True, qk_layernorm=True,
+        activation_func=torch.nn.functional.silu, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    layers = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    return GPTModel(
+        config, layers, VOCABULARY, POSITIONS, first, last, share_embeddings_and_output_weights=False,
+        position_embedding_type="rope", rotary_base=10000,
+    )  # fmt: skip
+
+
+def save(model: Any, form: str, folder: Path, parallel_state: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.enums import ModelType
+    from megatron.core.transformer.enums import AttnBackend
+
+    stored = argparse.Namespace(
+        **SIZES, kv_channels=8, group_query_attention=True, seq_length=32, max_position_embeddings=POSITIONS,
+        position_embedding_type="rope", rotary_base=10000, rotary_percent=1.0, normalization="RMSNorm",
+        norm_epsilon=1e-5, swiglu=True, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=True,
+        untie_embeddings_and_output_weights=True, vocab_size=None, attention_backend=AttnBackend.flash,
+        model_type=ModelType.encoder_or_decoder, params_dtype=torch.float32,
+    )  # fmt: skip
+    step = folder / "iter_0000005"
+    step.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    if form == "torch_dist":
+        dist_checkpointing.save(model.sharded_state_dict() | {"args": stored, "iteration": 5}, str(step))
+    else:
+        t, p = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        rank = step / f"mp_rank_{t:02d}_{p:03d}"
+        rank.mkdir()
+        state = {"args": stored, "checkpoint_version": 3.0, "model": model.state_dict()}
+        torch.save(state, rank / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Megatron's checkpoints become models that compute what the Hugging Face model did from which they were made."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hetero_megatron.cli.main import main
+from tests.support.hf_reference import make_hf
+from tests.support.megatron_checkpoint import save_legacy, save_torch_dist
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 61, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama_tied": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen2": LLAMA | {"model_type": "qwen2"},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
+    "gpt2": GPT2,
+}
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "legacy": (save_legacy, {}),
+    "legacy_tp2_pp2": (save_legacy, {"tp": 2, "pp": 2}),
+    "legacy_interleaved": (save_legacy, {"tp": 2, "pp": 2, "chunks": 2}),
+    "legacy_old_names": (save_legacy, {"tp": 2, "pp": 2, "old_names": True}),
+    "torch_dist": (save_torch_dist, {}),
+    "torch_dist_tp2_pp2": (save_torch_dist, {"tp": 2, "pp": 2}),
+    "torch_dist_by_layer": (save_torch_dist, {"tp": 2, "pp": 1, "stacked": False}),
+}
+TOKENS = torch.arange(12).view(1, 12) * 5 % 61
+
+
+def convert(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capsys.readouterr()
+    code = main(["convert", *map(str, words), "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2"])
+def test_logits_are_those_of_the_model(
+    name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(name, form, tmp_path, capsys, by_model=True)
+
+
+@pytest.mark.parametrize(("name", "form"), [
+    ("qwen2", "legacy_tp2_pp2"), ("qwen3", "torch_dist_tp2_pp2"), ("gpt2", "legacy_old_names"), ("llama", "torch_dist"),
+    ("llama_tied", "legacy_interleaved"),
+])  # fmt: skip
+def test_the_stored_arguments_say_what_the_model_is(
+    name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(name, form, tmp_path, capsys, by_model=False)
+
+
+def check(name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], by_model: bool) -> None:
+    model, spec = make_hf(MODELS[name], seed=5, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    write, options = FORMS[form]
+    source = write(tmp_path / "megatron", model, spec, **options)
+    named = ("--model", tmp_path / "hf") if by_model else ()
+    done = convert(capsys, source, tmp_path / "native", *named)
+    assert done["dtype"] == "fp32" and any("padding" in notice for notice in done["notices"]) == by_model
+    convert(capsys, tmp_path / "native", tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer.json").exists() == by_model
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    assert back.config.vocab_size == (61 if by_model else 128)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(TOKENS).logits
+    # fp32: a product with more columns may add up in another order
+    torch.testing.assert_close(back(TOKENS).logits[..., :61], want, rtol=0, atol=0 if by_model else 1e-5)
+
+
+def source(tmp_path: Path) -> Path:
+    model, spec = make_hf(LLAMA, seed=5, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    return save_torch_dist(tmp_path / "dist", model, spec, tp=2)
+
+
+class Harmful:
+    def __init__(self, command: Any) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return self.command
+
+
+def harmful(tmp_path: Path) -> Harmful:
+    return Harmful((open, (str(tmp_path / "executed"), "w")))
+
+
+def spoil_metadata(step: Path) -> None:
+    (step / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": harmful(step.parents[1])}))
+
+
+def spoil_common(step: Path) -> None:
+    torch.save({"args": harmful(step.parents[1])}, step / "common.pt")
+
+
+def spoil_chunk(step: Path) -> None:
+    file = next(step.glob("__*.distcp"))
+    file.write_bytes(b"\0" * file.stat().st_size)
+
+
+def other_backend(step: Path) -> None:
+    (step / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+
+
+def lost_file(step: Path) -> None:
+    next(step.glob("__*.distcp")).unlink()
+
+
+def leave(step: Path) -> None:
+    """A chunk outside the directory."""
+    content = (step / ".metadata").read_bytes()
+    (step / ".metadata").write_bytes(content.replace(b"__0_0.distcp", b"../../hf/x.1"))
+
+
+def cut_off(step: Path) -> None:
+    (step / ".metadata").write_bytes((step / ".metadata").read_bytes()[:-40])
+
+
+def lost_tensor(step: Path) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    del metadata.state_dict_metadata["decoder.layers.self_attention.linear_qkv.weight"]
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def holes(step: Path) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    metadata.state_dict_metadata["decoder.layers.self_attention.linear_qkv.weight"].chunks.pop()
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def no_arguments(step: Path) -> None:
+    (step / "common.pt").unlink()
+
+
+def tracker(step: Path) -> None:
+    (step.parent / "latest_checkpointed_iteration.txt").write_text("9")
+
+
+BAD: dict[Any, str] = {
+    spoil_metadata: "it holds io.open", spoil_common: "it holds io.open", spoil_chunk: "archive is damaged",
+    other_backend: "'zarr'", lost_file: "No such file", leave: "outside its directory", cut_off: "damaged",
+    lost_tensor: "missing decoder.layers.0.self_attention.linear_qkv.weight", holes: "do not make it up",
+    no_arguments: "--model", tracker: "'9'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", BAD, ids=lambda damage: damage.__name__)
+def test_damaged_and_hostile_sources_are_refused(
+    damage: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each, nothing executed, nothing left behind."""
+    where = source(tmp_path)
+    damage(where / "iter_0000007")
+    capsys.readouterr()
+    assert main(["convert", str(where), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert BAD[damage] in said and said.count("\n") == 1 and "Traceback" not in said, said
+    assert not (tmp_path / "out").exists() and not (tmp_path / "executed").exists()
+
+
+def test_a_legacy_pickle_is_not_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run" / "iter_0000001" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save({"model": harmful(tmp_path), "checkpoint_version": 3.0}, folder / "model_optim_rng.pt")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--model", "tiny"]) == 2
+    assert "it holds io.open" in capsys.readouterr().err and not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"num_experts": 8}, "--num-experts"), ({"multi_latent_attention": True}, "--multi-latent-attention"),
+    ({"rotary_percent": 0.5}, "--rotary-percent"), ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
+    ({"mtp_num_layers": 1}, "--mtp-num-layers"), ({"ffn_hidden_size": 44}, "does not fit the model"),
+    ({"swiglu": False}, "does not fit the model"), ({"num_layers": 5}, "missing decoder.layers.4."),
+])  # fmt: skip
+def test_arguments_of_other_models_are_refused(
+    changes: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, spec = make_hf(LLAMA, seed=5, dtype=torch.float32)
+    where = save_legacy(tmp_path / "run", model, spec, tp=2, **changes)
+    assert main(["convert", str(where), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "command line" not in said and not (tmp_path / "out").exists(), said
+
+
+def test_a_model_that_contradicts_the_arguments_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = source(tmp_path)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 9999.0
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert main(["convert", str(where), str(tmp_path / "out"), "--model", str(tmp_path / "hf")]) == 2
+    assert "--rotary-base = 5000.0" in capsys.readouterr().err
+
+
+def test_ranks_that_disagree_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, spec = make_hf(LLAMA, seed=5, dtype=torch.float32)
+    where = save_legacy(tmp_path / "run", model, spec, tp=2)
+    file = where / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
+    shutil.copytree(where / "iter_0000007" / "mp_rank_01", where / "iter_0000007" / "mp_rank_02")
+    assert main(["convert", str(where), str(tmp_path / "out")]) == 2
+    assert "does not fit the model" in capsys.readouterr().err
+    shutil.rmtree(file.parent)
+    assert main(["convert", str(where), str(tmp_path / "out")]) == 2
+    assert "mp_rank_01_000 is missing" in capsys.readouterr().err

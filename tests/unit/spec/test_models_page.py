@@ -1,0 +1,66 @@
+"""docs/models.md says what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hetero_megatron.checkpoint.adapter import adapter_table
+from hetero_megatron.cli.models import adapters, markdown
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import Lora, adapted, from_hf_config
+from hetero_megatron.spec.families import FAMILIES
+from hetero_megatron.spec.families.refused import REFUSED
+from hetero_megatron.spec.lora import all_linear
+from tests.support.families import BASE, DENSE
+from tests.support.moe_models import MOE_FAMILIES
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def sample(family: str) -> dict[str, Any]:
+    if family == "gpt2":
+        return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
+    known = (config for config in (DENSE | MOE_FAMILIES).values() if config["model_type"] == family)
+    return next(known, BASE | {"model_type": family})
+
+
+def test_the_page_is_current() -> None:
+    written = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    assert written == markdown(), "run: python -m hetero_megatron.cli.models --markdown > docs/models.md"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_and_experts_are_as_the_page_says(family: str) -> None:
+    spec, said = from_hf_config(sample(family)), adapters(FAMILIES[family])
+    assert (spec.moe is not None, spec.mla is not None) == (FAMILIES[family].mixture, FAMILIES[family].latent)
+
+    def works(*targets: str) -> bool:
+        try:
+            adapted(spec, Lora(2, 2.0, targets))
+        except UserError:
+            return False
+        return True
+
+    outside = ATTENTION if said != "`o_proj`" else ("o_proj",)
+    assert works(*outside) and works(*all_linear(spec.gated)) == said.startswith("all")
+    if said.startswith("all"):
+        model = adapted(spec, Lora(2, 2.0, all_linear(spec.gated)))
+        if said.endswith("merged"):
+            with pytest.raises(UserError, match="no matrix of its own"):
+                adapter_table(model)
+        else:
+            assert len(adapter_table(model)) == 2 * len(all_linear(spec.gated)) * spec.num_layers
+
+
+def test_a_refusal_has_the_reason_of_the_page() -> None:
+    for family, (lacks, near) in REFUSED.items():
+        assert family in CONFIG_MAPPING and family not in FAMILIES and near in FAMILIES
+        with pytest.raises(UserError) as caught:
+            from_hf_config({"model_type": family}, where="config.json")
+        assert caught.value.field == "model_type" and lacks in str(caught.value) and f"is {near}" in str(caught.value)
+    with pytest.raises(UserError, match="this model family is not supported"):
+        from_hf_config({"model_type": "somebody_elses"})
