@@ -114,21 +114,24 @@ class ProgramInputs:
     def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int], taus: Floats) -> Floats:
         """Estimated seconds that reducing gradients and spreading parameters adds to a step.
 
-        The holders of a stage send to each other bucket by bucket; the last backward, about two thirds of the
-        bottleneck, hides a part of the reduction.
+        The holders of a stage send to each other bucket by bucket, inside a node where they fit into one; the last
+        backward, about two thirds of the bottleneck, hides a part of the reduction.
 
         Args:
             held: elements on a rank; holders: ranks with elements of the same stage; taus: bottleneck seconds. The last
                 two broadcast.
         """
-        costs, card, latency, message = self.scorer.costs, 0.0, 0.0, 0.0
+        costs, links, message = self.scorer.costs, self.scorer.link_table, 0.0
+        port, latency = np.zeros_like(holders), np.zeros_like(holders)  # seconds per byte of a rank; seconds
         for g in groups:
-            group, (seconds, alpha) = self.pool.groups[g], self.scorer.link_table.best(g, False)
-            if math.isfinite(seconds):
-                card, latency = max(card, seconds * group.per_node), max(latency, alpha)
+            group = self.pool.groups[g]
+            (near, soon), (far, late) = links.best(g, True), links.best(g, False)
+            inside = (holders <= group.per_node) | math.isinf(far)
+            port = np.maximum(port, np.where(inside, near if math.isfinite(near) else 0.0, far * group.per_node))
+            latency = np.maximum(latency, np.where(inside, soon if math.isfinite(soon) else 0.0, late))
             message = max(message, costs.message_seconds(group.chip))
         each = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
-        reduce, spread = held * costs.wide * card + each, held * costs.item * card + each
+        reduce, spread = held * costs.wide * port + each, held * costs.item * port + each
         return np.asarray(np.maximum(reduce - taus * (2 / 3), 0.0) + spread)
 
 

@@ -29,7 +29,7 @@ from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.planner.time_budget import ShouldStop, never
 
 CUT = 1.03  # programs with a lower bound above this multiple of the best so far are skipped
-SLOW = 1.5  # families whose estimate with gradient reduction is above this multiple of the least are not proposed
+SLOW = 2.0  # families whose estimate with gradient reduction is above this multiple of the least are not proposed
 FAR = 1.5  # the same for pipelines over a single group, as long as none was found
 
 
@@ -151,7 +151,8 @@ class Programs:
         for bounds, nominal, program in sorted(rows, key=lambda row: (row[0][1][0], row[0][0][0])):
             if found and self.should_stop():
                 break
-            if any(near[sync].possible(*bounds[sync]) for sync in near):
+            hopeless = bounds[True][0] > SLOW * near[True].best.get(self.everything, math.inf)
+            if near[True].possible(*bounds[True]) or not hopeless and near[False].possible(*bounds[False]):
                 for family in program.families(nominal):
                     found.append(family)
                     for sync in near:
@@ -166,7 +167,7 @@ class Programs:
         for sync in (False, True):
             per_mask: dict[int, int] = {}
             for family in sorted(self.families, key=partial(self._rank, sync)):
-                if per_mask.get(family.mask, 0) < (10 if family.mask == self.everything else 2):
+                if per_mask.get(family.mask, 0) < (10 if family.mask == self.everything else 1 if sync else 2):
                     per_mask[family.mask] = per_mask.get(family.mask, 0) + 1
                     chosen[family] = self._seconds(family)
         least = min(chosen.values(), default=0.0)
