@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hetero_megatron.cli.moe_flags import build_moe, mlp_kinds, moe_family, said_of_experts
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
@@ -75,7 +76,11 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
         "untie_embeddings_and_output_weights": not spec.tied,
         "init_method_std": spec.init_std,
         "window_size": spec.windows[0] if len(spec.windows) == 1 else spec.windows,
+        **said_of_experts(spec),
     }
+    if spec.moe is not None and "moe_layer_freq" in args.given:
+        kinds = mlp_kinds(args["moe_layer_freq"], spec.num_layers)
+        said["moe_layer_freq"] = args["moe_layer_freq"] if kinds == [k.mlp for k in spec.layers] else "other layers"
     for key, model_says in said.items():
         if key not in args.given:
             continue
@@ -97,9 +102,12 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
     bias = not args["disable_bias_linear"]
     window = _window(args["window_size"])
     scaling = RopeScaling("llama3", args["rope_scaling_factor"]) if args["use_rope_scaling"] else None
+    moe = build_moe(args, _ffn(args))
+    kinds = mlp_kinds(args["moe_layer_freq"], args["num_layers"]) if moe is not None else ["dense"]
+    family = moe_family(args, moe) if moe is not None else _family(args, window)
     return ModelSpec(
         name="flags",
-        hf_model_type="gpt2" if norm == "layer" and not rope else _family(args, window),
+        hf_model_type="gpt2" if norm == "layer" and not rope else family,
         num_layers=args["num_layers"],
         hidden_size=args["hidden_size"],
         ffn_hidden_size=_ffn(args),
@@ -117,7 +125,8 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
         qk_norm="head" if args["qk_layernorm"] else None,
         tied=not args["untie_embeddings_and_output_weights"],
         position="rope" if rope else "learned",
-        layer_kinds=(LayerKind(window, Rope(args["rotary_base"], scaling)),),
+        layer_kinds=tuple(LayerKind(window, Rope(args["rotary_base"], scaling), kind) for kind in kinds),
+        moe=moe,
         init_std=args["init_method_std"],
     )
 

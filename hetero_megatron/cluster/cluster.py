@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
+from hetero_megatron.cluster.catalogue import CHIP_DTYPES, CHIPS, Chip
 from hetero_megatron.cluster.document import Entry, from_data
 from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.cluster.hosts import (
@@ -330,7 +330,7 @@ def _chip(name: str, entry: Entry) -> Chip:
         if key in keys:
             changes[key] = quantity(keys[key], "bytes/s")
     if "dtypes" in keys:
-        changes["dtypes"] = tuple(item.choice(DTYPES) for item in keys["dtypes"].items())
+        changes["dtypes"] = tuple(item.choice(CHIP_DTYPES) for item in keys["dtypes"].items())
         changes["flops"] = {dtype: flops for dtype, flops in chip.flops.items() if dtype in changes["dtypes"]}
     if "tflops" in keys:
         changes["flops"] = _flops(keys["tflops"], changes.get("dtypes", chip.dtypes))
@@ -357,7 +357,7 @@ def _chip(name: str, entry: Entry) -> Chip:
 def _flops(entry: Entry, dtypes: tuple[str, ...]) -> dict[str, float]:
     """Dense TFLOP/s by dtype, as plain numbers; FLOP/s in the result. ``dtypes``: those that the chip has."""
     result = {}
-    for dtype, value in entry.mapping(DTYPES).items():
+    for dtype, value in entry.mapping(CHIP_DTYPES).items():
         result[dtype] = value.number(1e-9, 1e9) * 1e12
         if dtype not in dtypes:
             value.fail(f"the chip does not compute in {dtype}", accepted="one of " + ", ".join(dtypes))

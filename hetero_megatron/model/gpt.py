@@ -237,7 +237,7 @@ class GPTStage(nn.Module):
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
-        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted)
+        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted, batch.positions)
         stream: ResidualStream | None = None
         for layer in layers:
             if stream is not None and layer.takes_sum:

@@ -18,7 +18,7 @@ from hetero_megatron.spec import LayerKind, ModelSpec, Share
 
 
 class LatentAttention(nn.Module):
-    """x [b, s, h] -> [b, s, h]; see :class:`hetero_megatron.spec.mla.LatentAttention` for the sizes.
+    """x [b, s, h] -> [b, s, h]; see :class:`hetero_megatron.spec.MLA` for the sizes.
 
     The attention operators have one size of heads: what is smaller is filled with zeros, which changes no result. With
     128 features of values beside 192 of keys that is 1.2 times the attention's FLOPs and 1.5 times the values' memory.

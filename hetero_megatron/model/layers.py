@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.gemm_fp8 import Maxima
 from hetero_megatron.spec import LayerKind, ModelSpec, Rope
 
 
@@ -17,11 +18,12 @@ from hetero_megatron.spec import LayerKind, ModelSpec, Rope
 class Context:
     """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
     [b, s, 1, pairs of features]; counted: of the tokens between attention and MLP (under sequence parallelism a shard),
-    which ones count in the loss, None: all."""
+    which ones count in the loss, None: all; positions: [b, s], as in ``ropes``, where queries grow with them."""
 
     documents: Sequence[Sequence[int]] | None
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
     counted: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 class Linear(nn.Module):
@@ -32,13 +34,18 @@ class Linear(nn.Module):
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What becomes of the product ``y`` of x and the weight; adapters replace it (``parallel/lora.py``)."""
         return y
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.adapted(self.kernels.gemm(x, self.weight, bias), x)
+        if self.kernels.fp8 is None:
+            y = self.kernels.gemm(x, self.weight, bias)
+        else:
+            y = getattr(self.kernels, self.kernels.fp8)(x, self.weight, bias, self.maxima)
+        return self.adapted(y, x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)
@@ -59,6 +66,8 @@ def lay_together(*linears: Linear) -> tuple[Linear, ...]:
 
 def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What each of them makes of ``x``."""
+    if linears[0].kernels.fp8 is not None:  # each has scales of its own
+        return tuple(linear(x) for linear in linears)
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
     found = linears[0].kernels.joint_gemm(x, weights, biases)
     return tuple(linear.adapted(y, x) for linear, y in zip(linears, found, strict=True))

@@ -3,7 +3,7 @@
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.spec.lora import Lora
-from hetero_megatron.spec.mla import LatentAttention
+from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.presets import load_model, model_folder, preset_names
@@ -14,7 +14,7 @@ from hetero_megatron.spec.tensors import Axis, LogicalTensor, adapted, logical_t
 __all__ = [
     "Axis",
     "adapted",
-    "LatentAttention",
+    "MLA",
     "LayerKind",
     "LogicalTensor",
     "Lora",

@@ -267,7 +267,7 @@ class Training:
         self.alignment = Alignment(config.alignment)
         chosen = rank_kernels(
             config.plan, config.spec, comm.rank, plugins.registry, platform, dtype,
-            config.compile is not None, config.deterministic, config.logits_bytes,
+            config.compile is not None, config.deterministic, config.logits_bytes, config.fp8,
         )  # fmt: skip
         kernels = self.alignment.wrap(chosen, comm.rank)
         factory = optimizer_factory(config.optimizer, offload, kernels.adamw)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import eager_mask
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.ernie4_5 import modeling_ernie4_5
+from transformers.models.ministral3 import modeling_ministral3
 
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.layout import Box
@@ -149,6 +150,12 @@ def _exact_interleaved_rope(
 
 
 modeling_deepseek_v2.apply_rotary_emb = _exact_complex_rope
+def _exact_growth(positions: torch.Tensor, beta: float, length: int) -> torch.Tensor:
+    """Ministral 3's factor of queries in fp64."""
+    return (1 + beta * torch.log(1 + torch.floor(positions.double() / length)))[:, None, :, None]
+
+
+modeling_ministral3.get_llama_4_attn_scale = _exact_growth
 modeling_ernie4_5.apply_rotary_pos_emb = _exact_interleaved_rope
 
 

@@ -24,21 +24,22 @@ from hetero_megatron.ops.tile_kernels import tile_kernel
 
 
 def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
-    """``weight`` of gemm and grouped_gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is
-    there yet.
+    """``weight`` of gemm, of its forms in fp8 and of grouped_gemm adds to a sum of at least fp32, in that precision;
+    with beta 0 nothing is there yet.
 
     The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
     """
     x, weight, _, *ends = args
     product: Callable[..., Any] = reference_kernel(subject.spec).parts["weight"]
-    want = product(dy.cpu().double(), x.cpu().double(), *(e.cpu() for e in ends))
+    want = product(dy.cpu().double(), x.cpu().double(), *(e.cpu() if isinstance(e, torch.Tensor) else e for e in ends))
     typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
     _, cap = subject.spec.bounds.of(subject.dtype)
     for beta in (0.0, 1.0):
         start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
         box = Sandbox()
         into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
-        placed = box.place(dy), box.place(x), *map(box.place, ends), into, beta
+        others = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
+        placed = box.place(dy), box.place(x), *others, into, beta
         before = into.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(

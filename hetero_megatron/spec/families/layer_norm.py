@@ -11,7 +11,7 @@ from hetero_megatron.spec.hf_reader import ConfigReader
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _STARCODER2 = Defaults(positions=4096, kv_heads=2, kv_nullable=False, tied=True)
-_NEMOTRON = Defaults(positions=4096, head_dim_nullable=True, partial_rotary=0.5)
+_NEMOTRON = Defaults(positions=4096, kv_nullable=False, head_dim_nullable=True, partial_rotary=0.5)
 _NAMES = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "squared_relu": "relu2"}
 
 

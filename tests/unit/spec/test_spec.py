@@ -34,9 +34,12 @@ from hetero_megatron.spec.flops import (
     layer_activation_bytes,
     layer_parameters,
     parameter_count,
+    projection_elements,
     sequence_flops,
     visible_pairs,
 )
+from tests.support.families import DENSE
+from tests.support.moe_models import MOE_FAMILIES
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
@@ -300,6 +303,10 @@ def test_flops_against_counting() -> None:
     matrices = parameter_count(spec) - spec.vocab_size * spec.hidden_size - (2 * 32 + 1) * 4096
     attention = 12 * spec.num_layers * spec.hidden_size * 4097 / 2
     assert per_token == pytest.approx(6 * matrices + attention, rel=1e-12)
+    for config in (DENSE | MOE_FAMILIES).values():
+        family = from_hf_config(config)
+        matrices = [t for t in logical_tensors(family) if t.layer == 0 and ".self_attn." in t.name]
+        assert projection_elements(family) == sum(t.size for t in matrices if len(t.shape) == 2)
     assert layer_parameters(spec) == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
 
 
@@ -310,8 +317,14 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
 
     from hetero_megatron.model import GPTStage
 
-    for changes in ({}, {"qk_norm": "head"}, {"activation": "gelu", "norm": "layer"}):
-        spec = replace(load_model("tiny"), **changes)
+    tiny = load_model("tiny")
+    changed = [tiny, *(replace(tiny, **c) for c in ({"qk_norm": "head"}, {"activation": "gelu", "norm": "layer"}))]
+    sizes = {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "kv_lora_rank": 64, "intermediate_size": 352,
+             "first_k_dense_replace": 3}  # fmt: skip
+    latent = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8} | sizes
+    for ranks in ({"q_lora_rank": 48, "v_head_dim": 16}, {"q_lora_rank": None, "v_head_dim": 24}):
+        changed.append(from_hf_config(MOE_FAMILIES["deepseek_v2"] | latent | ranks))
+    for spec in changed:
         stage = GPTStage(spec, whole_share(spec), [0], False, False)
         for p in stage.parameters():
             torch.nn.init.constant_(p, 0.01)
@@ -329,7 +342,7 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             stage(x, SimpleNamespace(positions=torch.arange(64).expand(2, 64), documents=None, loss_mask=None))
         want = layer_activation_bytes(spec, 128, itemsize=4) - 128 * 4 * spec.num_heads  # lse is below the threshold
-        assert sum(saved.values()) == pytest.approx(want, rel=0.02), changes
+        assert sum(saved.values()) == pytest.approx(want, rel=0.02), spec
 
 
 def test_activation_bytes_shrink_with_recompute_and_tensor_parallelism() -> None:
