@@ -223,7 +223,7 @@ class Runtime:
 
     def _products(self) -> Iterator[Sequence[torch.Tensor]]:
         """Trained weights that a forward uses once, each in a product, and those of one product together; a tied head's
-        is the embedding's, too."""
+        is the embedding's, too, where the stage has both."""
         kinds = (Linear, RowParallelLinear, GroupedLinear, Router, SharedGate)
         for module in self.model.modules():
             if isinstance(module, kinds) and module.weight.requires_grad:
@@ -232,7 +232,7 @@ class Runtime:
                 yield [linear.weight for linear in module.together]
         if self.spec.lora is not None:
             return
-        if self.stage.head and not self.spec.tied and self.head_loss is None:
+        if self.stage.head and not (self.spec.tied and self.stage.embed) and self.head_loss is None:
             yield (self.model.lm_head.matrix,)
 
     def apart(self) -> dict[str, str]:
