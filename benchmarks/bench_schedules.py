@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import random
 import statistics
@@ -26,11 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Action, Schedule, generate, in_flight, lower, simulate, with_synchronisation
 from hetero_megatron.schedule.adaptive import search_adaptive
+from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
+from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.generators import schedule_names
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 from tests.support.exact_schedule import cp_sat_installed, exact_seconds
 from tests.support.pipelines import random_times
+
+IN_CHUNKS = "adaptive, two chunks"
 
 
 def against_exact(cases: int, seed: int, limit: float) -> None:
@@ -68,7 +73,7 @@ def against_others(cases: int, seed: int, spread: float, more: int) -> None:
     and zero-bubble may use them."""
     draw = random.Random(seed)
     speeds: dict[str, list[float]] = {}
-    slower, above, seconds = 0, 0, []
+    slower, above, worse, seconds, chunk_seconds = 0, 0, 0, [], []
     beaten: Counter[str] = Counter()
     for _ in range(cases):
         count = draw.randint(2, 8)
@@ -83,19 +88,39 @@ def against_others(cases: int, seed: int, spread: float, more: int) -> None:
         for name in schedule_names():
             made |= in_memory(name, times, micro_batches)
         taken = {name: simulated_seconds(schedule, times) for name, schedule in made.items()}
+        begin = time.process_time()
+        taken[IN_CHUNKS] = search_adaptive_chunks(in_chunks(times), micro_batches).seconds
+        chunk_seconds.append(time.process_time() - begin)
+        worse += taken[IN_CHUNKS] > taken.get("interleaved", math.inf) * (1 + 1e-9)
         for name, step in taken.items():
             speeds.setdefault(name, []).append(plain / step)
         slower += taken["adaptive"] > plain
-        beaten.update(name for name, step in taken.items() if step < taken["adaptive"] * (1 - 1e-9))
+        best = min(taken["adaptive"], taken[IN_CHUNKS])
+        speeds.setdefault("the better of the two", []).append(plain / best)
+        beaten.update(name for name, step in taken.items() if step < best * (1 - 1e-9))
         above += any(n > s.memory_bytes for n, s in zip(in_flight(found.schedule), stages, strict=True))
     print(
         f"{cases} pipelines of 2 to 8 stages of +-{spread:.0%}, 2 or 4 micro-batches per stage, memory of 1F1B + {more}"
     )
     for name, values in speeds.items():
-        print(f"  {name:12} speed of 1F1B x {statistics.mean(values):.3f} mean, {statistics.median(values):.3f} median "
+        print(f"  {name:22} speed of 1F1B x {statistics.mean(values):.3f} mean, {statistics.median(values):.3f} median "
               f"({min(values):.3f} to {max(values):.3f}), in {len(values)} pipelines")  # fmt: skip
-    print(f"  adaptive slower than 1F1B: {slower}, than others: {dict(beaten)}; above the cap: {above}; "
-          f"CPU s of a search: median {statistics.median(seconds):.3f}, worst {max(seconds):.3f}")  # fmt: skip
+    print(f"  adaptive slower than 1F1B: {slower}; above the cap: {above}; over chunks slower than interleaved: "
+          f"{worse}; both slower than another: {dict(beaten)}")  # fmt: skip
+    for name, values in (("one chunk", seconds), ("two chunks", chunk_seconds)):
+        print(f"  CPU s of a search, {name}: median {statistics.median(values):.3f}, worst {max(values):.3f}")
+
+
+def in_chunks(times: PipelineTimes, chunks: int = 2) -> ChunkedTimes:
+    """Every stage cut into equal chunks; from the last stage to the first nothing takes time, as for interleaved."""
+    stages = []
+    for s in times.stages:
+        seconds = (s.forward_seconds, s.input_gradient_seconds, s.weight_gradient_seconds)
+        sizes = {"activation_bytes": s.activation_bytes / chunks, "deferred_bytes": s.deferred_bytes / chunks}
+        part = StageTimes(*(x / chunks for x in seconds), **sizes)
+        first = replace(part, memory_bytes=s.memory_bytes, tail_seconds=s.tail_seconds)
+        stages.append((first, *[part] * (chunks - 1)))
+    return ChunkedTimes(tuple(stages), (*times.links, LinkTimes()) if times.links else ())
 
 
 def in_memory(name: str, times: PipelineTimes, micro_batches: int) -> dict[str, Schedule]:
@@ -130,6 +155,16 @@ def large(num_stages: int, micro_batches: int) -> None:
     print(f"{num_stages} stages x {micro_batches} micro-batches: {seconds:.2f} CPU s, "
           f"{found.timed_actions:,} actions timed; "
           f"{found.one_f_one_b_seconds / found.seconds:.3f} x 1F1B, {found.seconds / found.bound_seconds - 1:.1%} over "
+          f"the lower bound; stored in {text:,} characters")  # fmt: skip
+    plain = generate("interleaved", num_stages, micro_batches, 2)
+    caps = [most / 2 for most in in_flight(plain)]  # a micro-batch in one of two chunks counts half
+    stages = tuple(replace(s, memory_bytes=cap) for s, cap in zip(stages, caps, strict=True))
+    begin = time.process_time()
+    cut = search_adaptive_chunks(in_chunks(replace(times, stages=stages)), micro_batches)
+    seconds = time.process_time() - begin
+    text = sum(map(len, stored_orders(cut.schedule)))
+    print(f"  in two chunks and the memory of interleaved: {seconds:.2f} CPU s, {cut.timed_actions:,} actions timed; "
+          f"{cut.interleaved_seconds / cut.seconds:.3f} x interleaved, {cut.seconds / cut.bound_seconds - 1:.1%} over "
           f"the lower bound; stored in {text:,} characters")  # fmt: skip
 
 

@@ -116,4 +116,18 @@ def grouped() -> Iterator[Call]:
         yield f"grouped_gemm_dw {name}, into", partial(hk.grouped_gemm_dw, dy, x, ends, into=into)
 
 
-CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, optimizers)
+def products_in_fp8() -> Iterator[Call]:
+    """A layer's product: 8,192 tokens, 4,096 x 4,096, and its weight's gradient."""
+    n, fp8 = 4096, torch.float8_e4m3fn
+    x, w, by_row = empty(8192, n, dtype=fp8), empty(n, n, dtype=fp8), empty(8192, n // 128, dtype=FP32)
+    square = empty(n // 128, n // 128, dtype=FP32)
+    yield "gemm_fp8 forward", partial(hk.gemm_fp8_blocks, x, by_row, w, square, BF16)
+    dy, turned, by_token = empty(8192, n, dtype=torch.float8_e5m2), empty(n, 8192, dtype=fp8), empty(n, 64, dtype=FP32)
+    yield "gemm_fp8 input, e5m2", partial(hk.gemm_fp8_blocks, dy, by_row, w, square, BF16)
+    dy = empty(n, 8192, dtype=torch.float8_e5m2)
+    yield "gemm_fp8 weight, e5m2", partial(hk.gemm_fp8_blocks, dy, by_token, turned, by_token, FP32)
+    for blocks in ("1x128", "128x128", "128x1"):
+        yield f"quantise_fp8 {blocks}", partial(hk.quantise_fp8_blocks, empty(8192, n), fp8, blocks)
+
+
+CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, products_in_fp8, optimizers)

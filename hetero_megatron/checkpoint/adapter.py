@@ -19,7 +19,7 @@ from hetero_megatron.files import read_json_object, require_regular
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, trained_tensors
 from hetero_megatron.spec.hf_names import HFSource
-from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.spec.lora import EVERY_TARGET, TARGETS
 from hetero_megatron.words import plural
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -81,7 +81,7 @@ def read_config(directory: str, field: str = LOAD) -> Lora:
     if targets == "all-linear":
         targets = list(TARGETS)
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        accepted = f"a list of {', '.join(TARGETS)}"
+        accepted = f"a list of {', '.join(EVERY_TARGET)}"
         where = str(path / CONFIG)
         raise UserError("is no list of names", field="target_modules", value=targets, accepted=accepted, where=where)
     rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)

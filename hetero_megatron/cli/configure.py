@@ -11,7 +11,7 @@ from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
 from hetero_megatron.cli.balance_flags import build_balancing
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.hub import model_directory
-from hetero_megatron.cli.model_flags import build_spec
+from hetero_megatron.cli.model_flags import build_dropout, build_spec
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name, parse
 from hetero_megatron.cli.plan_flags import build_plan, take_defaults
 from hetero_megatron.cli.use import check_use
@@ -20,6 +20,7 @@ from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.plan import Plan
+from hetero_megatron.plan.fp8 import fp8_fits
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
@@ -44,6 +45,8 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
     # What the command line alone decides comes before what needs files.
     optimizer, evaluation = training.build_optimizer(args), training.build_evaluation(args)
     dtype, loss_scale = training.build_precision(args)
+    fp8 = training.build_fp8(args)
+    dropout = build_dropout(args)
     stop, logging = training.build_exit(args), training.build_logging(args)
     distributed = training.build_distributed(args)
     data = _data(args)
@@ -60,6 +63,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
     plan = build_plan(args, spec, launcher, cluster, dtype)
     if args["kernels"] is not None:
         plan = with_kernels(plan, args["kernels"])
+    fp8_fits(plan, spec, fp8, dtype, cluster)
     balancing = build_balancing(args, spec)
     return RunConfig(
         spec=spec,
@@ -70,7 +74,9 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         cluster=cluster,
         seed=args["seed"],
         dtype=dtype,
+        fp8=fp8,
         loss_scale=loss_scale,
+        dropout=dropout,
         optimizer=optimizer,
         evaluation=evaluation,
         exit=stop,

@@ -6,13 +6,14 @@ from argparse import ArgumentParser, Namespace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec, adapted
-from hetero_megatron.spec.lora import TARGETS, all_linear
+from hetero_megatron.spec.lora import EVERY_TARGET, all_linear
 
 
 def add_lora(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--lora-rank", type=int, metavar="N", help="adapters of this rank are trained beside a frozen base")
-    add("--lora-targets", nargs="+", choices=TARGETS, metavar="NAME", help="projections with one (all linear layers)")
+    help = "projections with one (all linear layers)"
+    add("--lora-targets", nargs="+", choices=EVERY_TARGET, metavar="NAME", help=help)
 
 
 def with_lora(args: Namespace, model: ModelSpec) -> ModelSpec:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hetero_megatron.cli.moe_flags import build_moe, mlp_kinds, moe_family, said_of_experts
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import LayerKind, ModelSpec, Rope, RopeScaling, load_model
+from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, RopeScaling, load_model
+from hetero_megatron.spec.dropout import DROPOUT_KEYS
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
@@ -22,6 +24,7 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         spec = _stretched(args, load_model(args[named], flag_name(named)))
         _check_agreement(args, spec)
         args.notices.extend(spec.notices)
+        _say_unused_dropout(args, spec)
         return spec
     for key in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if args[key] is None:
@@ -75,7 +78,11 @@ def _check_agreement(args: Arguments, spec: ModelSpec) -> None:
         "untie_embeddings_and_output_weights": not spec.tied,
         "init_method_std": spec.init_std,
         "window_size": spec.windows[0] if len(spec.windows) == 1 else spec.windows,
+        **said_of_experts(spec),
     }
+    if spec.moe is not None and "moe_layer_freq" in args.given:
+        kinds = mlp_kinds(args["moe_layer_freq"], spec.num_layers)
+        said["moe_layer_freq"] = args["moe_layer_freq"] if kinds == [k.mlp for k in spec.layers] else "other layers"
     for key, model_says in said.items():
         if key not in args.given:
             continue
@@ -97,9 +104,12 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
     bias = not args["disable_bias_linear"]
     window = _window(args["window_size"])
     scaling = RopeScaling("llama3", args["rope_scaling_factor"]) if args["use_rope_scaling"] else None
+    moe = build_moe(args, _ffn(args))
+    kinds = mlp_kinds(args["moe_layer_freq"], args["num_layers"]) if moe is not None else ["dense"]
+    family = moe_family(args, moe) if moe is not None else _family(args, window)
     return ModelSpec(
         name="flags",
-        hf_model_type="gpt2" if norm == "layer" and not rope else _family(args, window),
+        hf_model_type="gpt2" if norm == "layer" and not rope else family,
         num_layers=args["num_layers"],
         hidden_size=args["hidden_size"],
         ffn_hidden_size=_ffn(args),
@@ -117,7 +127,8 @@ def _spec(args: Arguments, vocab_size: int) -> ModelSpec:
         qk_norm="head" if args["qk_layernorm"] else None,
         tied=not args["untie_embeddings_and_output_weights"],
         position="rope" if rope else "learned",
-        layer_kinds=(LayerKind(window, Rope(args["rotary_base"], scaling)),),
+        layer_kinds=tuple(LayerKind(window, Rope(args["rotary_base"], scaling), kind) for kind in kinds),
+        moe=moe,
         init_std=args["init_method_std"],
     )
 
@@ -126,6 +137,28 @@ def _say_no_dropout(args: Arguments) -> None:
     absent = [flag_name(key) for key in ("attention_dropout", "hidden_dropout") if key not in args.given]
     if absent:
         args.notices.append(f"no dropout, as if by {' 0 '.join([*absent, ''])}(Megatron's default is 0.1)")
+
+
+def _say_unused_dropout(args: Arguments, spec: ModelSpec) -> None:
+    """What a model's configuration says about dropout counts only where a flag says it, too."""
+    for name, keys in DROPOUT_KEYS.items():
+        flag = f"{name}_dropout"
+        said = [(key, rate) for key, rate in spec.dropouts if key in keys]
+        if said and flag not in args.given:
+            rates = ", ".join(f"{key} {rate:g}" for key, rate in said)
+            args.notices.append(
+                f"{spec.name} says {rates}: trained without, as if by {flag_name(flag)} 0 "
+                f"({flag_name(flag)} {said[0][1]:g}: with it)"
+            )
+
+
+def build_dropout(args: Arguments) -> Dropout:
+    """The rates of --hidden-dropout and --attention-dropout."""
+    try:
+        return Dropout(args["hidden_dropout"], args["attention_dropout"])
+    except UserError as error:
+        key = f"{error.field}_dropout"
+        raise flag_error(key, args[key], error.problem, error.accepted) from None
 
 
 def _family(args: Arguments, window: int | None) -> str:

@@ -42,8 +42,6 @@ Any other `model_type` is refused too, without a reason of its own.
 
 def adapters(family: Family) -> str:
     """Which projections of the family may have adapters."""
-    if family.latent:
-        return "`o_proj`"
     if family.mixture:
         return "attention"
     names = family.names

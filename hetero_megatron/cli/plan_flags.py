@@ -17,7 +17,7 @@ from hetero_megatron.words import plural
 
 _UNIFORM = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
-    "hierarchical_context_parallel_sizes", "expert_model_parallel_size",
+    "hierarchical_context_parallel_sizes", "expert_model_parallel_size", "expert_tensor_parallel_size",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
@@ -169,6 +169,9 @@ def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment
     for key in _WITH_MESHES:
         if key in args.given:
             raise flag_error(key, args[key], "it contradicts --hetero-process-meshes", "one of the two")
+    for key in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if args[key] not in (None, 1):
+            raise flag_error(key, args[key], "experts on unlike meshes are divided by a plan file (docs/moe.md)", "1")
     for key in ("hetero_process_meshes", "hetero_pipeline_layer_split"):
         if args[key] is None:
             raise flag_error(key, None, "missing beside the other --hetero flags", "one or more integers")

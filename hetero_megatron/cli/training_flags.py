@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from hetero_megatron.cli.parse import Arguments, flag_error
+from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.kernels import OPERATORS, operator_problem
 from hetero_megatron.training.batch_size import BatchSize
 from hetero_megatron.training.config import (
@@ -137,6 +138,20 @@ def build_precision(args: Arguments) -> tuple[str, LossScale]:
     return dtype, LossScale(
         args["initial_loss_scale"], True, args["min_loss_scale"], args["loss_scale_window"], args["hysteresis"]
     )
+
+
+def build_fp8(args: Arguments) -> Fp8 | None:
+    """What --fp8-format and --fp8-recipe ask for; the recipe has no default that would be Megatron's."""
+    if args["fp8_format"] is None:
+        return None
+    if args["fp8_recipe"] is None:
+        raise flag_error(
+            "fp8_recipe", None, "missing beside --fp8-format (Megatron's default, delayed, is not here)",
+            "tensorwise or blockwise",
+        )  # fmt: skip
+    if args["compile"]:
+        raise flag_error("compile", True, "compiled layers have no products in fp8", "leave one of the two out")
+    return Fp8(args["fp8_format"], args["fp8_recipe"])
 
 
 def build_evaluation(args: Arguments) -> EvaluationConfig:

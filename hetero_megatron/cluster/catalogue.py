@@ -7,10 +7,39 @@ table is printed by ``hetero-megatron doctor --chips``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GIB = 2**30
-DTYPES = ("fp64", "fp32", "bf16", "fp16")
+DTYPES = ("fp64", "fp32", "bf16", "fp16")  # of weights
+CHIP_DTYPES = (*DTYPES, "fp8")
+
+
+@dataclass(frozen=True)
+class CommunicatorMemory:
+    """Bytes that a communication library takes on a chip for ``each`` communicator, and for each ``peer`` in it."""
+
+    each: int = 0
+    peer: int = 0
+    source: str = ""
+
+    def bytes(self, count: int, peers: int) -> int:
+        return count * self.each + peers * self.peer
+
+    @property
+    def least(self) -> int:
+        """What is set aside before it is known how many there will be, and at least: four, with 16 peers in all."""
+        return self.bytes(4, 16)
+
+
+# By vendor. Nothing here was measured: override it with ``communicators:`` of a chip.
+_NCCL = CommunicatorMemory(
+    64 << 20, 16 << 20, "assumed: 2 channels with buffers of NCCL_BUFFSIZE, 4 MiB by default, both ways per peer"
+)
+COMMUNICATORS = {
+    "NVIDIA": _NCCL, "AMD": _NCCL,
+    "Huawei": CommunicatorMemory(400 << 20, 0, "HCCL_BUFFSIZE, 200 MiB by default, both ways"),
+}  # fmt: skip
+OTHER_COMMUNICATORS = replace(_NCCL, source="assumed to be as NCCL's")
 
 
 @dataclass(frozen=True)
@@ -23,12 +52,13 @@ class Chip:
         memory_bandwidth: bytes/s; None when unknown.
         link_bandwidth: bytes/s in one direction to a chip of the same node; None when unknown.
         host_bandwidth: bytes/s in one direction to its host's memory; None when unknown.
-        dtypes: dtypes it computes in.
+        dtypes: dtypes it computes in; ``fp8`` where this version has kernels for it.
         source: where the values are from.
         speed: emulated speed, 1.0 = one core of this machine; None: not emulated.
         memory_budget: bytes that an emulated chip may use; None: ``memory``.
         rates: measured rates, as calibration wrote them.
         cost_per_hour: in any currency, the same for all chips; None when unknown.
+        communicators: memory of its communication library; None: as its vendor's (:attr:`communicator`).
         vendor: whose communication library it speaks, as platform plugins name it; "" when unknown.
     """
 
@@ -45,6 +75,16 @@ class Chip:
     rates: Mapping[str, object] = field(default_factory=dict)
     cost_per_hour: float | None = None
     vendor: str = ""
+    communicators: CommunicatorMemory | None = None
+
+    @property
+    def communicator(self) -> CommunicatorMemory:
+        """What a communicator takes on it; nothing on emulated chips, whose transfers go by gloo."""
+        if self.communicators is not None:
+            return self.communicators
+        if self.speed is not None:
+            return CommunicatorMemory()
+        return COMMUNICATORS.get(self.vendor, OTHER_COMMUNICATORS)
 
 
 def _chip(
@@ -56,16 +96,17 @@ def _chip(
     source: str,
     fp32: float | None = None,
     fp64: float | None = None,
+    fp8: float | None = None,
     bf16: bool = True,
 ) -> Chip:
-    """``half``, ``fp32``, ``fp64``: dense TFLOP/s in 16 bit (with ``bf16`` or without it), fp32 (not TF32) and fp64;
+    """``half``, ``fp32``, …: dense TFLOP/s in 16 bit (with ``bf16`` or without it), fp32 (not TF32), fp64 and fp8;
     ``tb_s``: memory TB/s; ``link``: GB/s in one direction inside the node."""
-    rates = {"fp64": fp64, "fp32": fp32, "bf16": half if bf16 else None, "fp16": half}
+    rates = {"fp64": fp64, "fp32": fp32, "bf16": half if bf16 else None, "fp16": half, "fp8": fp8}
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
-    known = " and ".join(dtype for dtype in ("fp32", "fp64") if dtype in flops)
+    known = " and ".join(dtype for dtype in ("fp32", "fp64", "fp8") if dtype in flops)
     if known and source != "recalled":
         source += f"; {known} recalled"
-    dtypes = tuple(d for d in DTYPES if d in flops or d in ("fp32", "fp16") or (d == "bf16" and bf16))
+    dtypes = tuple(d for d in CHIP_DTYPES if d in flops or d in ("fp32", "fp16") or (d == "bf16" and bf16))
     own = None if link is None else link * 1e9
     host = next((rate for names, rate in HOST_LINKS.items() if name.startswith(names)), PCIE_4)
     vendor = next(vendor for vendor, names in VENDORS.items() if name.startswith(names))
@@ -107,20 +148,20 @@ CHIPS: dict[str, Chip] = {
         _chip("A100-80-SXM", 312, 80, 2.04, 300, "ml-engineering", 19.5, 19.5),
         _chip("A100-80-PCIe", 312, 80, 1.94, 31, "ml-engineering", 19.5, 19.5),
         _chip("A800-80-SXM", 312, 80, 2.0, 200, "recalled", 19.5, 19.5),
-        _chip("H100-SXM", 989, 80, 3.35, 450, "ml-engineering", 67, 67),
-        _chip("H100-PCIe", 756, 80, 2.0, 63, "ml-engineering", 51, 51),
-        _chip("H800-SXM", 989, 80, 3.35, 200, "recalled", 67, 1),
-        _chip("H200-SXM", 989, 141, 4.8, 450, "ml-engineering", 67, 67),
-        _chip("GH200-96", 989, 96, 4.0, 450, "ml-engineering", 67, 67),
-        _chip("GH200-141", 989, 141, 4.8, 450, "ml-engineering", 67, 67),
-        _chip("H20", 148, 96, 4.0, 450, "recalled", 44, 1),
-        _chip("B200-SXM", 2250, 180, 8.0, 900, "ml-engineering", 75, 37),
-        _chip("L40S", 362, 48, 0.864, 31, "ml-engineering", 91.6),
-        _chip("L4", 121, 24, 0.3, 31, "recalled", 30.3),
+        _chip("H100-SXM", 989, 80, 3.35, 450, "ml-engineering", 67, 67, 1979),
+        _chip("H100-PCIe", 756, 80, 2.0, 63, "ml-engineering", 51, 51, 1513),
+        _chip("H800-SXM", 989, 80, 3.35, 200, "recalled", 67, 1, 1979),
+        _chip("H200-SXM", 989, 141, 4.8, 450, "ml-engineering", 67, 67, 1979),
+        _chip("GH200-96", 989, 96, 4.0, 450, "ml-engineering", 67, 67, 1979),
+        _chip("GH200-141", 989, 141, 4.8, 450, "ml-engineering", 67, 67, 1979),
+        _chip("H20", 148, 96, 4.0, 450, "recalled", 44, 1, 296),
+        _chip("B200-SXM", 2250, 180, 8.0, 900, "ml-engineering", 75, 37, 4500),
+        _chip("L40S", 362, 48, 0.864, 31, "ml-engineering", 91.6, fp8=733),
+        _chip("L4", 121, 24, 0.3, 31, "recalled", 30.3, fp8=242.5),
         _chip("A10", 125, 24, 0.6, 31, "recalled", 31.2),
         _chip("A6000", 154.8, 48, 0.768, 31, "recalled", 38.7),
         _chip("RTX3090", 71, 24, 0.936, 31, "recalled", 35.6),
-        _chip("RTX4090", 165.2, 24, 1.008, 31, "recalled", 82.6),
+        _chip("RTX4090", 165.2, 24, 1.008, 31, "recalled", 82.6, fp8=330.3),
         _chip("V100-16-SXM2", 125, 16, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
         _chip("V100-32-SXM2", 125, 32, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
         _chip("T4", 65, 16, 0.32, 16, "recalled", 8.1, bf16=False),
@@ -148,11 +189,11 @@ CHIPS: dict[str, Chip] = {
 
 def markdown() -> str:
     """The table of docs/chips.md; a dash: unknown."""
-    lines = [f"| chip | memory | {' | '.join(DTYPES)} | memory TB/s | link GB/s | host GB/s | source |"]
-    lines.append("|---" * (len(DTYPES) + 6) + "|")
+    lines = [f"| chip | memory | {' | '.join(CHIP_DTYPES)} | memory TB/s | link GB/s | host GB/s | source |"]
+    lines.append("|---" * (len(CHIP_DTYPES) + 6) + "|")
     for chip in CHIPS.values():
         cells = [f"{chip.memory / GIB:g}"]
-        for dtype in DTYPES:
+        for dtype in CHIP_DTYPES:
             flops = chip.flops.get(dtype)
             cells.append(f"{flops / 1e12:g}" if flops else "-" if dtype in chip.dtypes else "")
         for rate, unit in ((chip.memory_bandwidth, 1e12), (chip.link_bandwidth, 1e9), (chip.host_bandwidth, 1e9)):

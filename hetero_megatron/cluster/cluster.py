@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
+from hetero_megatron.cluster.catalogue import CHIP_DTYPES, CHIPS, Chip, CommunicatorMemory
 from hetero_megatron.cluster.document import Entry, from_data
 from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.cluster.hosts import (
@@ -28,7 +28,7 @@ CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates", "launch")
 NODE_KEYS = ("name", "count", "chip", "chips_per_node", *HOST_KEYS)
 CHIP_KEYS = (
     "memory", "tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth", "dtypes", "emulate", "rates", "source",
-    "cost_per_hour", "vendor",
+    "cost_per_hour", "vendor", "communicators",
 )  # fmt: skip
 LINK_KEYS = ("bandwidth", "latency", "transport", "emulate")
 DIRECT, BRIDGE, STAGED = TRANSPORTS = ("direct", "bridge", "host-staged")
@@ -330,7 +330,7 @@ def _chip(name: str, entry: Entry) -> Chip:
         if key in keys:
             changes[key] = quantity(keys[key], "bytes/s")
     if "dtypes" in keys:
-        changes["dtypes"] = tuple(item.choice(DTYPES) for item in keys["dtypes"].items())
+        changes["dtypes"] = tuple(item.choice(CHIP_DTYPES) for item in keys["dtypes"].items())
         changes["flops"] = {dtype: flops for dtype, flops in chip.flops.items() if dtype in changes["dtypes"]}
     if "tflops" in keys:
         changes["flops"] = _flops(keys["tflops"], changes.get("dtypes", chip.dtypes))
@@ -342,6 +342,10 @@ def _chip(name: str, entry: Entry) -> Chip:
         keys["rates"].any_mapping()
         check_numbers(keys["rates"])
         changes["rates"] = keys["rates"].plain()
+    if "communicators" in keys:
+        known = keys["communicators"].mapping(("each", "peer"), required=("each", "peer"))
+        each, peer = (int(quantity(known[key], "bytes")) for key in ("each", "peer"))
+        changes["communicators"] = CommunicatorMemory(each, peer, "cluster file")
     if "emulate" in keys:
         emulate = keys["emulate"].mapping(("speed", "memory"))
         if "speed" in emulate:
@@ -357,7 +361,7 @@ def _chip(name: str, entry: Entry) -> Chip:
 def _flops(entry: Entry, dtypes: tuple[str, ...]) -> dict[str, float]:
     """Dense TFLOP/s by dtype, as plain numbers; FLOP/s in the result. ``dtypes``: those that the chip has."""
     result = {}
-    for dtype, value in entry.mapping(DTYPES).items():
+    for dtype, value in entry.mapping(CHIP_DTYPES).items():
         result[dtype] = value.number(1e-9, 1e9) * 1e12
         if dtype not in dtypes:
             value.fail(f"the chip does not compute in {dtype}", accepted="one of " + ", ".join(dtypes))

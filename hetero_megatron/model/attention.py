@@ -19,13 +19,13 @@ from hetero_megatron.model.layers import (
     turn,
 )
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.spec import LayerKind, ModelSpec, Share
+from hetero_megatron.spec import ModelSpec, Share
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, share: Share, kernels: KernelPlan, dropout: float = 0.0) -> None:
         super().__init__()
-        self.kernels, self.rope = kernels, kind.rope
+        self.kernels, self.rope = kernels, spec.layer(layer).rope
         d, h = spec.head_dim, spec.hidden_size
         (q0, q1), (kv0, kv1) = share.q_heads, share.kv_heads
         self.heads, self.kv_heads, self.head_dim = q1 - q0, kv1 - kv0, d
@@ -43,9 +43,10 @@ class Attention(nn.Module):
             self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
             self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)
         self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.sinks else None
-        self.core_attention = CoreAttention(spec, kind, kernels)
+        self.core_attention = CoreAttention(spec, layer, kernels, share.q_heads[0], dropout)
         # Scores are computed with 1 / sqrt(d); a family's other scale goes into the queries.
         self.query_scale = 1.0 if spec.attn_scale is None else spec.attn_scale * d**0.5
+        self.growth, self.growth_length = spec.query_growth, spec.query_growth_length
         # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
         users = [i // spec.queries_per_kv - kv0 for i in range(q0, q1)]
         local = max(kv1 - kv0, 1)
@@ -68,7 +69,16 @@ class Attention(nn.Module):
             q, k = turn(self.kernels, self.rope, q, k, *context.ropes[self.rope])
         if self.query_scale != 1.0:
             q = q * self.query_scale
+        if self.growth:
+            q = q * self._growth(context, q.dtype)
         if self.kv_of_query is not None:
             k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
         out = self.core_attention(q, k, v, self.sinks, context).reshape(b, s, self.heads * self.head_dim)
         return cast(torch.Tensor, self.o_proj(out))
+
+    def _growth(self, context: Context, dtype: torch.dtype) -> torch.Tensor:
+        """[b, s, 1, 1]: what queries are multiplied with by their position."""
+        assert context.positions is not None
+        passed = context.positions.div(self.growth_length, rounding_mode="floor")
+        wide = torch.promote_types(dtype, torch.float32)
+        return (1 + self.growth * passed.to(wide).log1p()).to(dtype)[..., None, None]

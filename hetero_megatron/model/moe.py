@@ -8,6 +8,7 @@ is routed where it is. ``MoE.dispatch`` brings tokens to their experts; here all
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,7 +18,8 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
-Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (tokens [n, h], weights [n, k], experts [n, k]) sends tokens off; calling what it returns gives the experts' output
+Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
 Sort = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # (weights, logits, experts, sequences, mask [b, s] of the tokens that count in the loss or None) -> weights
 Observe = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
@@ -113,20 +115,23 @@ class MoEMLP(nn.Module):
         self.kernels = kernels
         self.gate = Router(spec, kernels)
         self.experts = Experts(spec, share, kernels)
-        self.dispatch: Dispatch = self.experts.forward
+        self.dispatch: Dispatch = partial(partial, self.experts.forward)
         self.shared_expert = shared
         self.shared_expert_gate = SharedGate(spec, kernels) if spec.moe.shared_gate else None
 
     def forward(self, x: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         """``counted``: [b, s], which tokens count in the loss; None: all."""
         weights, experts = self.gate(x, counted)
-        y = self.dispatch(x.flatten(0, 1), weights, experts).view(x.shape)
+        arrive = self.dispatch(x.flatten(0, 1), weights, experts)
+        shared = self._shared(x)  # while tokens are on their way
+        y = arrive().view(x.shape)
+        return y if shared is None else y + shared
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared_expert is None:
-            return y
+            return None
         shared = cast(torch.Tensor, self.shared_expert(x))
-        if self.shared_expert_gate is not None:
-            shared = self.shared_expert_gate(x).sigmoid() * shared
-        return y + shared
+        return shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared
 
 
 class SharedGate(nn.Module):

@@ -15,6 +15,8 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
+from hetero_megatron.ops.gemm_fp8 import HYBRID, bind_gemm_fp8
+from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.joint_gemm import Products, bind_joint_gemm, separate, watched_joint_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
@@ -45,8 +47,9 @@ class KernelPlan:
 
     Attributes:
         choices: by operator name.
-        weight_gradients: who takes those of ``gemm`` and ``grouped_gemm``, and where they wait while they
-            are deferred.
+        weight_gradients: who takes those of ``gemm``, ``grouped_gemm`` and the products in fp8, and where they wait
+            while they are deferred.
+        fp8: the product in fp8 that the linear modules of layers call; None: ``gemm``.
         rms_norm, rope, …: one callable per operator of the plan.
         joint_gemm: ``gemm`` of one input and several weights: (x, weights, biases) -> a result each.
     """
@@ -57,6 +60,7 @@ class KernelPlan:
         self.registry = registry
         self.choices = dict(choices)
         self.weight_gradients = WeightGradients()
+        self.fp8 = next((op for op in FP8_PRODUCTS if op in self.choices), None)
         for op, choice in self.choices.items():
             call = (calls or {}).get(op)
             setattr(self, op, self._call(choice) if call is None else call)
@@ -75,6 +79,8 @@ class KernelPlan:
             return compiled_call(spec, kernel)
         if spec.name in _PRODUCTS:
             return _PRODUCTS[spec.name](kernel, self.weight_gradients, choice.signature.compiled)
+        if spec.name in FP8_PRODUCTS:
+            return bind_gemm_fp8(kernel, self.weight_gradients, HYBRID in choice.signature.features)
         if spec.name == "linear_cross_entropy":
             return bind_linear_cross_entropy(spec, kernel, self.weight_gradients)
         return bind(spec, kernel, choice.signature.compiled)
@@ -97,11 +103,18 @@ class KernelPlan:
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
     def summary(self) -> str:
-        """One line: operators by provider."""
+        """One line: operators by provider, and what computes in fp8."""
         by: dict[str, list[str]] = {}
         for op, provider in self.providers().items():
             by.setdefault(provider, []).append(op)
-        return "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(by.items()))
+        text = "; ".join(f"{provider}: {', '.join(ops)}" for provider, ops in sorted(by.items()))
+        if self.fp8 is None:
+            return text
+        signature = self.choices[self.fp8].signature
+        kind = "hybrid" if HYBRID in signature.features else "e4m3"
+        recipe = self.fp8.removeprefix("gemm_fp8_")
+        weights = str(signature.dtype).removeprefix("torch.")
+        return f"linear modules of layers in fp8 ({kind}, {recipe}), all else in {weights}; {text}"
 
     def why(self) -> list[str]:
         """Lines about what was passed over: kernels meant for this platform that could not serve, with the reasons."""

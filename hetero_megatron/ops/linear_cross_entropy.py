@@ -13,6 +13,7 @@ from hetero_megatron.ops.gemm import WeightGradients, add_product, product
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
 
+KnownLoss = Callable[..., torch.Tensor]  # (x, weight, labels, dloss=None) -> losses: see with_known_gradient
 TILE = 128  # tokens; a chunk is a multiple, because products run at full speed only on whole tiles
 # Logits at once, in fp32: few beside the weights, and enough for the product to be fast.
 CPU_CHUNK_ELEMENTS, CHUNK_ELEMENTS = 1 << 22, 1 << 27
@@ -113,16 +114,27 @@ def _reference_fwd_bwd(
     return loss.detach(), dx.to(x.dtype), dw
 
 
-def bind_linear_cross_entropy(spec: OpSpec, kernel: Kernel, gradients: WeightGradients) -> Callable[..., torch.Tensor]:
-    """The differentiable operator of one kernel plan: ``call(x, weight, labels, dloss=None)`` gives the losses [...].
+def bind_linear_cross_entropy(spec: OpSpec, kernel: Kernel, gradients: WeightGradients) -> KnownLoss:
+    """The differentiable operator of one kernel plan; without ``dloss`` by its forward and backward, in four
+    products."""
+    return with_known_gradient(bind(spec, kernel), kernel.parts["fwd_bwd"], gradients)
+
+
+def with_known_gradient(
+    apart: Callable[..., torch.Tensor], together: Callable[..., Any], gradients: WeightGradients
+) -> KnownLoss:
+    """``call(x, weight, labels, dloss=None)`` gives the losses [...] of a head with this weight.
 
     With ``dloss`` [...], which must be the gradient that the losses will get, forward computes the gradients too, in
     three products, and backward only hands them on. The weight's goes to its taker in ``gradients``, during forward,
     where it has one (``taker(dloss, x, kernel)``: see :class:`~hetero_megatron.ops.gemm.WeightGradients`).
-    """
-    apart, together = bind(spec, kernel), kernel.parts["fwd_bwd"]
 
-    class LinearCrossEntropy(torch.autograd.Function):
+    Args:
+        apart: (x, weight, labels) -> losses, without ``dloss`` or gradients.
+        together: as :func:`fwd_bwd`; the weight's gradient may be None where it has none.
+    """
+
+    class LossAndGradients(torch.autograd.Function):
         @staticmethod
         def forward(
             ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor
@@ -133,14 +145,15 @@ def bind_linear_cross_entropy(spec: OpSpec, kernel: Kernel, gradients: WeightGra
             def head(
                 dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
             ) -> torch.Tensor:
-                made.extend(together(x, weight, labels, dy, into, beta))  # type: ignore[arg-type]
+                made.extend(together(x, weight, labels, dy, into, beta))
                 return made[2]
 
-            if taker is None:
-                ctx.dw = head(dloss, x).to(weight.dtype)
-            else:
+            ctx.dw = None
+            if taker is not None:
                 taker(dloss, x, head)
-                ctx.dw = None
+            else:
+                dw = head(dloss, x)
+                ctx.dw = dw.to(weight.dtype) if weight.requires_grad else None
             ctx.dx = made[1]
             return made[0]
 
@@ -155,8 +168,8 @@ def bind_linear_cross_entropy(spec: OpSpec, kernel: Kernel, gradients: WeightGra
         x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor | None = None
     ) -> torch.Tensor:
         if dloss is None or not torch.is_grad_enabled():
-            return apart(x, weight, labels)  # type: ignore[no-any-return]
-        return LinearCrossEntropy.apply(x, weight, labels, dloss)  # type: ignore[no-any-return]
+            return apart(x, weight, labels)
+        return LossAndGradients.apply(x, weight, labels, dloss)  # type: ignore[no-any-return]
 
     return call
 

@@ -6,7 +6,9 @@ from hetero_megatron.ops import (
     activation,
     attention_cpu,
     attention_op,
+    dropout,
     gemm,
+    gemm_fp8,
     grouped_gemm,
     linear_cross_entropy,
     moe_permute,
@@ -34,7 +36,9 @@ SPECS: dict[str, OpSpec] = {
         vocab_cross_entropy.SPEC,
         linear_cross_entropy.SPEC,
         *attention_op.SPECS,
+        dropout.SPEC,
         gemm.SPEC,
+        *gemm_fp8.SPECS,
         grouped_gemm.SPEC,
         *moe_permute.SPECS,
         router.SPEC,
@@ -45,9 +49,15 @@ SPECS: dict[str, OpSpec] = {
 
 _REFERENCE_PARTS = {
     "gemm": gemm.REFERENCE_PARTS,
+    **gemm_fp8.REFERENCE_PARTS,
     "grouped_gemm": grouped_gemm.REFERENCE_PARTS,
     "linear_cross_entropy": linear_cross_entropy.REFERENCE_PARTS,
 }
+
+
+# Where definitions are not chosen unasked on any device: attention's holds scores of every query with every key, and
+# those of fp8 multiply in fp32 what a chip was asked to multiply in fp8.
+_NEVER_UNASKED_ON_DEVICES = ("attention", *gemm_fp8.NAMES)
 
 
 def reference_kernel(spec: OpSpec) -> Kernel:
@@ -55,9 +65,8 @@ def reference_kernel(spec: OpSpec) -> Kernel:
     return Kernel(
         spec.name, REFERENCE, REFERENCE, spec.forward, spec.backward, version=spec.version,
         parts=_REFERENCE_PARTS.get(spec.name, {}), traceable=True,
-        # Scores of every query with every key: on a device nobody gets that unasked.
         capability=Capability(
-            automatic=("cpu", "meta") if spec.name == "attention" else None, features=spec.features
+            automatic=("cpu", "meta") if spec.name in _NEVER_UNASKED_ON_DEVICES else None, features=spec.features
         ),
     )  # fmt: skip
 
@@ -72,6 +81,7 @@ ATEN_KERNELS: tuple[Kernel, ...] = (
     *linear_cross_entropy.KERNELS,
     attention_cpu.KERNEL,
     *attention_op.KERNELS,
+    *dropout.KERNELS,
     *gemm.KERNELS,
     *grouped_gemm.KERNELS,
     *moe_permute.KERNELS,

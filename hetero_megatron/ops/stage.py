@@ -8,10 +8,13 @@ from dataclasses import replace
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.ops.gemm_fp8 import HYBRID
 from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.operators import torch_registry
-from hetero_megatron.spec import ModelSpec, Share
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.spec import Dropout, ModelSpec, Share
+from hetero_megatron.spec.dropout import NO_DROPOUT
 
 Dims = dict[str, tuple[int, ...]]
 
@@ -59,10 +62,12 @@ def default_kernels(
     compiled: bool = False,
     chunked: bool = False,
     tiled: bool = False,
+    fp8: Fp8 | None = None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> KernelPlan:
     """The kernel plan of a stage from torch's own providers, without plugins; see :func:`stage_signatures`."""
     base = Signature("", torch.device(device).type, dtype, compiled=compiled)
-    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked, tiled)
+    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked, tiled, fp8, dropout)
     return resolve(torch_registry(), signatures, requests, field)
 
 
@@ -75,20 +80,24 @@ _IN_LAYERS = (
 
 def stage_signatures(
     base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = (),
-    chunked: bool = False, tiled: bool = False,
+    chunked: bool = False, tiled: bool = False, fp8: Fp8 | None = None, dropout: Dropout = NO_DROPOUT,
 ) -> list[Signature]:  # fmt: skip
     """A signature per operator of a stage; device, dtype and the like are those of ``base``.
 
     Args:
         wanted: operators that somebody asks for: further ones only run then (``linear_cross_entropy``).
         chunked: head and loss go through the tokens in chunks (``parallel/long_loss.py``), whose operator is
-            ``vocab_cross_entropy`` also for a whole vocabulary.
+            ``linear_cross_entropy`` for a whole vocabulary, else ``vocab_cross_entropy``.
         tiled: attention goes through context groups, which merge partial results.
+        fp8: what the linear modules of the stage's layers compute in; None: as head and router do.
+        dropout: of training.
 
     Raises:
         UserError: an operator is asked for that this stage cannot call.
     """
     operators = dict(stage_operators(spec, share, head, tp))
+    if dropout.hidden:
+        operators["dropout"] = {"width": (spec.hidden_size,)}
     if tiled:
         operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
     if "linear_cross_entropy" in wanted and head:
@@ -110,12 +119,17 @@ def stage_signatures(
                 field="kernels.cross_entropy",
                 accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
             )
-        operators["vocab_cross_entropy"] = operators.pop("cross_entropy")
-    used = tuple(name for name, on in (("softcap", spec.attn_softcap is not None), ("sinks", spec.sinks)) if on)
+        # What knows no soft-capped logits, and would make the gradient of a frozen head.
+        apart = spec.logit_softcap is not None or spec.lora is not None or "vocab_cross_entropy" in wanted
+        operators["vocab_cross_entropy" if apart else "linear_cross_entropy"] = operators.pop("cross_entropy")
+    if fp8 is not None:
+        operators[fp8.operator] = operators["gemm"]
+    of_attention = {"softcap": spec.attn_softcap is not None, "sinks": spec.sinks, "dropout": dropout.attention > 0}
+    features: dict[str, tuple[str, ...]] = {
+        "attention": tuple(name for name, on in of_attention.items() if on),
+        **({fp8.operator: (HYBRID,)} if fp8 is not None and fp8.hybrid else {}),
+    }
     return [
-        replace(
-            base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS,
-            features=used if op == "attention" else (),
-        )
+        replace(base, op=op, dims=dims, compiled=base.compiled and op in _IN_LAYERS, features=features.get(op, ()))
         for op, dims in operators.items()
-    ]  # fmt: skip
+    ]

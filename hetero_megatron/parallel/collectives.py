@@ -105,6 +105,14 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.stack(parts).sum(0)
 
 
+def max_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The largest of all ranks' x, element by element; without gradients."""
+    x = x.contiguous()
+    parts = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
+    group.exchange([x] * group.size, parts).wait()
+    return torch.stack(parts).amax(0)
+
+
 def sum_of_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of all ranks' x, with the same bits on all; no gradient."""
     return x if group.size == 1 else _sum(x, group)

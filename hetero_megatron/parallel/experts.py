@@ -9,11 +9,12 @@ counts. All ranks of a group go through the same exchanges in the same order, al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from hetero_megatron.comm import Comm, Group
+from hetero_megatron.comm import Comm, Group, Handle
 from hetero_megatron.model import GPTStage
 from hetero_megatron.model.moe import Experts, MoEMLP
 from hetero_megatron.ops.spec import wide
@@ -37,6 +38,7 @@ class Routes:
         self.rows = self.taken(hits.any(-1))
         self.here = [hits[i, rows] for i, rows in enumerate(self.rows)]
         self.group = group
+        self._under_way: tuple[Handle, list[torch.Tensor]] | None = None
         self.counts = self.read(self._exchange_counts(chosen.device))
 
     def taken(self, members: torch.Tensor) -> list[torch.Tensor]:
@@ -54,14 +56,26 @@ class Routes:
         """Waits for the device."""
         return counts.tolist()  # type: ignore[no-any-return]
 
-    def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Part i [n, ...] to member i; from member i, ``counts[i]`` rows like them. My own part is what I gave."""
+    def start(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+        """Send part i [n, ...] to member i; from member i, ``counts[i]`` rows like them will come. My own part is what
+        I gave."""
         received = [
             part if i == self.group.index else part.new_empty(count, *part.shape[1:])
             for i, (part, count) in enumerate(zip(parts, counts, strict=True))
         ]
-        self.group.exchange([part.contiguous() for part in parts], received).wait()
+        assert self._under_way is None, "one exchange at a time"
+        self._under_way = self.group.exchange([part.contiguous() for part in parts], received), received
+
+    def arrive(self) -> list[torch.Tensor]:
+        """What came of the exchange that was started."""
+        assert self._under_way is not None
+        (handle, received), self._under_way = self._under_way, None
+        handle.wait()
         return received
+
+    def swap(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        self.start(parts, counts)
+        return self.arrive()
 
     @property
     def sent(self) -> list[int]:
@@ -95,9 +109,9 @@ def _unpack(packed: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-class _Dispatch(torch.autograd.Function):
-    """(tokens [n, h], weights [n, k], chosen [n, k]) -> the same of the rows that come to this rank; weights are 0, and
-    chosen -1, where an expert is elsewhere."""
+class _Send(torch.autograd.Function):
+    """Sends tokens [n, h] with their weights [n, k] off, and passes both on to :class:`_Arrive`; in backward, takes
+    what comes back of their gradients."""
 
     @staticmethod
     def forward(
@@ -108,20 +122,39 @@ class _Dispatch(torch.autograd.Function):
         for i, (rows, here) in enumerate(zip(routes.rows, routes.here, strict=True)):
             numbers = torch.where(here, local[i][chosen[rows]], -1)
             parts.append(_pack(numbers, weights[rows].where(here, 0.0), x[rows]))
-        received = torch.cat(routes.swap(parts, routes.counts))
-        numbers, got_weights, got_x = _unpack(received, chosen, weights, x)
-        ctx.mark_non_differentiable(numbers)
+        routes.start(parts, routes.counts)
         ctx.like = weights.new_empty(0, weights.shape[1]), x.new_empty(0, x.shape[1])
+        return x.view_as(x), weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        routes: Routes = ctx.routes
+        parts = [_unpack(part, *ctx.like) for part in routes.arrive()]
+        here = [part[0].where(mask, 0.0) for part, mask in zip(parts, routes.here, strict=True)]
+        dx = routes.scatter_sum([part[1] for part in parts], ctx.tokens)
+        return dx, routes.scatter_sum(here, ctx.tokens), None, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    """What :class:`_Send` passed on -> (tokens, weights, chosen) of the rows that come to this rank; weights are 0, and
+    chosen -1, where an expert is elsewhere. Backward only sends gradients off: it gives :class:`_Send` zeros that take
+    no memory, and what was made between the two in forward goes backward while they are on their way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routes: Routes
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.routes = routes
+        ctx.zeros = [t.new_zeros(()).expand(t.shape) for t in (x, weights)]
+        numbers, got_weights, got_x = _unpack(torch.cat(routes.arrive()), chosen, weights, x)
+        ctx.mark_non_differentiable(numbers)
         return got_x, got_weights, numbers
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:
         routes: Routes = ctx.routes
-        back = routes.swap(list(_pack(dweights, dx).split(routes.counts)), routes.sent)
-        parts = [_unpack(part, *ctx.like) for part in back]
-        here = [part[0].where(mask, 0.0) for part, mask in zip(parts, routes.here, strict=True)]
-        dx = routes.scatter_sum([part[1] for part in parts], ctx.tokens)
-        return dx, routes.scatter_sum(here, ctx.tokens), None, None, None
+        routes.start(list(_pack(dweights, dx).split(routes.counts)), routes.sent)
+        return *ctx.zeros, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -139,7 +172,7 @@ class _Combine(torch.autograd.Function):
 
 
 class ExpertExchange:
-    """In place of a layer's own experts: ``(tokens, weights, chosen) -> out``, all of this rank's tokens.
+    """In place of a layer's own experts, for all of this rank's tokens (see ``model.moe.Dispatch``).
 
     Args:
         experts: those that are here; group: the ranks that exchange tokens; members: the plan's word on who has what.
@@ -155,9 +188,15 @@ class ExpertExchange:
         numbers = torch.arange(num_experts, device=device)
         self.local = torch.stack([numbers - first[r] for r in group.ranks])  # [members, experts]
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
         routes = self.find_routes(self.group, self.table, chosen)
-        rows = _Dispatch.apply(x, weights, chosen, self.local, routes)
+        x, weights = _Send.apply(x, weights, chosen, self.local, routes)
+        return partial(self._arrive, x, weights, chosen, routes)
+
+    def _arrive(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> torch.Tensor:
+        rows = _Arrive.apply(x, weights, chosen, routes)
         return _Combine.apply(self.experts(*rows), x.shape[0], routes)  # type: ignore[no-any-return]
 
 

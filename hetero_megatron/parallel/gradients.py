@@ -65,6 +65,7 @@ class GradientSync:
         self._aside = SideStream(comm.accelerator)
         self._summed: deque[tuple[int, Any]] = deque()  # buckets whose sums the compute stream has not waited for
         self._come: set[str] = set()  # whose gradient has a value in this step
+        self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
         self._armed = False
         self._chunks = chunks or (params.keys(),)
         self._open: dict[str, int] = {}  # in how many chunks gradients of it may come after the next one
@@ -105,6 +106,18 @@ class GradientSync:
         names = {id(param): name for name, param in self.params.items()}
         for weights in products:
             gradients.assign(weights, partial(self._add_product, [names[id(weight)] for weight in weights]))
+
+    def take_ahead(self, weight: torch.Tensor, gradients: WeightGradients, again: bool) -> None:
+        """The same of the weight whose gradient comes in forward, before any of backward: the head's, where its loss
+        makes it. ``again``: it is the embedding, too, of which backward brings another part."""
+        name = next(name for name, param in self.params.items() if param is weight)
+        gradients.assign([weight], partial(self._add_ahead, name))
+        if not again:
+            self._ahead.add(name)
+
+    def _add_ahead(self, name: str, dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
+        kernel(dy, x, self._view(name), float(name in self._come))
+        self._come.add(name)
 
     def _add_product(self, names: Sequence[str], dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
         views = [self._view(name) for name in names]
@@ -157,7 +170,8 @@ class GradientSync:
         ids = None if products is None else {id(weight) for weight in products}
         for name in self._chunks[chunk]:
             self._open[name] -= 1
-            if not self._open[name] and ids is not None and id(self.params[name]) not in ids:
+            there = name in self._ahead or (ids is not None and id(self.params[name]) not in ids)
+            if not self._open[name] and there:
                 self._missing[self._bucket_of[name]].discard(name)
         self._progress()
 

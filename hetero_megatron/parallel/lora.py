@@ -30,8 +30,14 @@ def _adapt(linear: Linear, lora: Lora, dtype: torch.dtype, device: torch.device 
     for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
         adapter = Linear(0, 0, False, linear.kernels)
         adapter.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
+        adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
         linear.add_module(name, adapter)
     linear.adapted = partial(_adapted, linear, lora.scale)  # type: ignore[method-assign]
+
+
+def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product of low rank, which stays in the dtype of the weights where others are in fp8."""
+    return adapter.kernels.gemm(x, adapter.weight, bias)  # type: ignore[no-any-return]
 
 
 def _adapted(linear: Linear, scale: float, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.model.gpt import Embedding, GPTStage
 from hetero_megatron.model.layers import Linear, sum_heads
 from hetero_megatron.model.moe import MoEMLP
-from hetero_megatron.parallel.collectives import gather_tokens, scatter_tokens, sum_over_ranks
+from hetero_megatron.parallel.collectives import gather_tokens, max_over_ranks, scatter_tokens, sum_over_ranks
 from hetero_megatron.parallel.vocab import VocabParallelEmbedding
 
 
@@ -34,6 +34,25 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = scatter_tokens(self.product(x, None), self.group, self.shards)
         return y if self.bias is None else y + self.bias
+
+
+class TensorMaxima:
+    """Largest magnitudes of whole tensors from those of the parts that the ranks of a group have, for products in fp8.
+
+    Args:
+        row: the weight is cut along its input, as x is, and dy is whole; else it is cut along its output, as dy is.
+    """
+
+    def __init__(self, group: Group, row: bool) -> None:
+        self.group, self.row = group, row
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [b], weight: [] -> the same, over all ranks; in one exchange."""
+        found = max_over_ranks(torch.cat([x, weight[None]]), self.group)
+        return found[:-1], found[-1]
+
+    def backward(self, dy: torch.Tensor) -> torch.Tensor:
+        return dy if self.row else max_over_ranks(dy, self.group)
 
 
 class SumHeads:
@@ -82,6 +101,9 @@ def apply_tensor_parallel(
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
         for block, row in ((layer.self_attn, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
             block.register_forward_pre_hook(gather)
+            for name, linear in block.named_children():
+                if isinstance(linear, Linear):
+                    linear.maxima = TensorMaxima(group, name == row)
             setattr(block, row, RowParallelLinear(getattr(block, row), group, shards))
     if stage.has_embed:
         stage.model["embed_tokens"] = VocabParallelEmbedding(

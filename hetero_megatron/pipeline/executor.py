@@ -21,7 +21,8 @@ from hetero_megatron.pipeline.boundary import Boundary, Receive
 from hetero_megatron.schedule import Action
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 
-LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]  # (logits, batch) -> sum of token losses, scalar
+# (logits, batch, gradient with which backward will start) -> sum of token losses, scalar
+LossFunction = Callable[[torch.Tensor, Batch, float], torch.Tensor]
 Key = tuple[int, int]  # micro-batch, chunk
 
 
@@ -241,7 +242,7 @@ class PipelineExecutor:
         with self.comm.clock.work():
             out = chunk.model(x, batch)
             if chunk.loss is not None:
-                out = chunk.loss(out, batch)
+                out = chunk.loss(out, batch, work.seed)
         if chunk.loss is not None:
             live.losses.append(out.detach())
             result.tokens += batch.num_loss_tokens()

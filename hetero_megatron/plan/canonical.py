@@ -19,6 +19,7 @@ from hetero_megatron.plan.made_for import MadeFor
 Interval = tuple[int, int]
 
 VERSION = 1
+STAGE_DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
 
 
@@ -120,6 +121,7 @@ class Stage:
         embed, head: whether it holds the input embedding, and the final norm, output head and loss.
         chip: name of the chip that its ranks must be, checked at start; None: any.
         kernels: (operator, provider) pairs, sorted.
+        dtype: what its linear modules compute in: ``fp8``, or that of the weights; None: as the run says.
         experts: groups that divide the experts and tile the stage's ranks; empty: every unit is a group, whose ranks
             share the columns of every expert as they do those of a dense MLP.
     """
@@ -134,6 +136,7 @@ class Stage:
     kernels: tuple[tuple[str, str], ...] = ()
     kv: KeyValues | None = None
     experts: tuple[ExpertGroup, ...] = ()
+    dtype: str | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -264,6 +267,7 @@ class Plan:
 def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
     found = {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}
     for stage in found["stages"]:
-        if not stage["experts"]:
-            del stage["experts"]
+        for key in ("experts", "dtype"):
+            if not stage[key]:
+                del stage[key]
     return found

@@ -39,6 +39,7 @@ TABLE: dict[str, Capability] = {
     "kernels": Capability(True, "a kernel plan per stage"),
     "islands": Capability(True, "gradients summed inside islands of ranks first"),
     "allow_bridge": Capability(True, "tensor-parallel and context groups that no communication library joins"),
+    "dtype.fp8": Capability(True, "products in fp8"),
     "experts": Capability(True, "experts divided over ranks"),
 }
 
@@ -86,6 +87,8 @@ def _stage_features(stage: Stage) -> Iterator[tuple[str, str, object]]:
     for key in ("offload", "shard_weights"):
         if getattr(stage.optimizer, key):
             yield f"optimizer.{key}", f"optimizer.{key}", True
+    if stage.dtype == "fp8":
+        yield "dtype.fp8", "dtype", stage.dtype
     if stage.experts:
         yield "experts", "experts", f"{len(stage.experts)} groups"
     if stage.kernels:

@@ -112,6 +112,8 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
         entry["optimizer"] = {k: v for k, v in asdict(stage.optimizer).items() if v != getattr(Optimizer(), k)}
     if stage.kernels:
         entry["kernels"] = dict(stage.kernels)
+    if stage.dtype is not None:
+        entry["dtype"] = stage.dtype
     if stage.experts:
         entry["experts"] = [_expert_group(group) for group in stage.experts]
     return entry

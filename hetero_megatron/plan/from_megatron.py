@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage
+from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.experts import has_experts, without_plain_experts
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
 from hetero_megatron.plan.megatron_context import context_flags, context_members
+from hetero_megatron.plan.megatron_experts import expert_flags
 from hetero_megatron.plan.megatron_parallel import MegatronParallel
 from hetero_megatron.plan.megatron_stages import VIRTUAL, stage_layers
 from hetero_megatron.words import plural, word
@@ -50,30 +53,31 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
         )
     count = micro_batches(flags.global_batch_size, dp * flags.micro_batch_size)
     layers, embed, head = stage_layers(flags, spec.num_layers)
+    experts, size = expert_flags(flags, spec, dp), flags.micro_batch_size
     pipelines = []
-    for d in range(dp):
+    for d in range(0, dp, experts.replicas):
         built = []
         for p in range(pp):
-            block = d * pp + p if flags.use_tp_pp_dp_mapping else p * dp + d
-            ranks = [tuple(range(first * tp, (first + 1) * tp)) for first in range(block * cp, (block + 1) * cp)]
-            units, kv = context_members(
-                context, ranks, flags.micro_batch_size, flags.seq_length, spec.num_heads
-            )
+            units: list[Unit] = []
+            for i in range(experts.replicas):
+                block = (d + i) * pp + p if flags.use_tp_pp_dp_mapping else p * dp + d + i
+                ranks = [tuple(range(first * tp, (first + 1) * tp)) for first in range(block * cp, (block + 1) * cp)]
+                members, kv = context_members(context, ranks, size, flags.seq_length, spec.num_heads)
+                units += [replace(unit, sequences=(i * size, (i + 1) * size)) for unit in members]
             held = sum(b - a for a, b in layers[p])
-            built.append(
-                Stage(
-                    layers=layers[p] if held or len(layers[p]) > 1 else (),
-                    units=units,
-                    embed=p == embed,
-                    head=p == head,
-                    recompute=recompute(flags, held),
-                    kv=kv,
-                )
+            stage = Stage(
+                layers=layers[p] if held or len(layers[p]) > 1 else (),
+                units=tuple(units),
+                embed=p == embed,
+                head=p == head,
+                recompute=recompute(flags, held),
+                kv=kv,
             )
-        pipelines.append(Pipeline(flags.micro_batch_size, count, tuple(built)))
+            built.append(replace(stage, experts=experts.groups(stage.ranks) if has_experts(spec, stage) else ()))
+        pipelines.append(Pipeline(size * experts.replicas, count, tuple(built)))
     batch = dp * flags.micro_batch_size * count
     schedule = flags.schedule or ("interleaved" if len(layers[0]) > 1 else "1f1b")
-    plan = Plan(flags.seq_length, batch, schedule, tuple(pipelines))
+    plan = without_plain_experts(Plan(flags.seq_length, batch, schedule, tuple(pipelines)), spec)
     validate(plan, spec, source=FlagSource(blame=partial(_blame, flags)))
     return plan
 
@@ -91,6 +95,7 @@ def _blame(flags: MegatronParallel, key: str, stage: int) -> Blame | None:
     names = {
         "tp": "tensor_model_parallel_size",
         "context": "context_parallel_size",
+        "experts": "expert_model_parallel_size",
         "recompute": "recompute_granularity" if flags.recompute_granularity else "recompute_activations",
         "dp_split": "micro_batch_size",
         "seq_length": "seq_length",
@@ -108,10 +113,6 @@ def _refuse_unsupported(flags: MegatronParallel) -> None:
     for name in sizes:
         if getattr(flags, name) < 1:
             raise flag_error(name, getattr(flags, name), "too small", "an integer >= 1")
-    if flags.expert_model_parallel_size != 1:
-        value = flags.expert_model_parallel_size
-        why = "experts are divided by a plan file (docs/moe.md), not by flags"
-        raise flag_error("expert_model_parallel_size", value, why, "1")
 
 
 def micro_batches(global_batch_size: int | None, per_step: int) -> int:

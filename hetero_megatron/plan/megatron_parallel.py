@@ -20,6 +20,7 @@ class MegatronParallel:
     cp_comm_type: Sequence[str] = ("p2p",)
     hierarchical_context_parallel_sizes: Sequence[int] | None = None
     expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None  # as tensor parallel
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False

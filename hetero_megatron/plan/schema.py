@@ -26,6 +26,7 @@ from hetero_megatron.cluster.document import Entry, from_data, read_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import (
     SCHEDULES,
+    STAGE_DTYPES,
     VERSION,
     ExpertMember,
     KeyValues,
@@ -65,7 +66,7 @@ PLAN_KEYS = (
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "in_flight", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
-    "recompute", "optimizer", "kernels", "chip", "kv", "order", "experts",
+    "recompute", "optimizer", "kernels", "chip", "kv", "order", "experts", "dtype",
 )  # fmt: skip
 
 
@@ -234,6 +235,7 @@ def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bo
         kernels=tuple(sorted((name, _provider(name, provider)) for name, provider in kernels.items())),
         kv=_key_values(keys["kv"]) if "kv" in keys else None,
         experts=read_experts(keys["experts"]) if "experts" in keys else (),
+        dtype=keys["dtype"].choice(STAGE_DTYPES) if "dtype" in keys else None,
     )
 
 

@@ -30,7 +30,9 @@ API_VERSION = 1
 GROUP = "hetero_megatron.plugins"
 ENVIRONMENT = "HETERO_PLUGINS"
 # Modules of hetero_plugins.
-BUILT_IN = ("reference", "cpu", "triton", "sdpa", "nvidia", "amd", "ascend", "flash_attention", "liger", "vendors")
+BUILT_IN = (
+    "reference", "cpu", "triton", "sdpa", "fp8", "nvidia", "amd", "ascend", "flash_attention", "liger", "vendors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

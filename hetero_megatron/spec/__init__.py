@@ -1,9 +1,10 @@
 """What a model is, without torch: configuration, logical tensors, how they are shared, what they cost."""
 
+from hetero_megatron.spec.dropout import Dropout
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.spec.lora import Lora
-from hetero_megatron.spec.mla import LatentAttention
+from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.presets import load_model, model_folder, preset_names
@@ -14,7 +15,8 @@ from hetero_megatron.spec.tensors import Axis, LogicalTensor, adapted, logical_t
 __all__ = [
     "Axis",
     "adapted",
-    "LatentAttention",
+    "Dropout",
+    "MLA",
     "LayerKind",
     "LogicalTensor",
     "Lora",

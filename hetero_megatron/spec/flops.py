@@ -286,10 +286,10 @@ def head_backward_bytes(
     spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False
 ) -> int:  # fmt: skip
     """Bytes that head and loss need beside what they keep, at the worst moment: 16-bit logits beside their wide
-    probabilities, or the gradients of the head's input and, before it is added up, of its weight, which is wide where
-    chunks of tokens add to it."""
+    probabilities, or the gradients of the head's input and, before it is added up, of its weight, to whose sum chunks
+    of tokens add theirs."""
     h, vocab, wide = spec.hidden_size, spec.vocab_size / tp, max(itemsize, 4)
-    weight = vocab * h * (wide if chunked else itemsize) if spec.lora is None else 0
+    weight = vocab * h * itemsize if spec.lora is None and not chunked else 0
     gradients = tokens * itemsize * h + weight
     logits = tokens * itemsize * vocab if itemsize < wide and not chunked else 0
     if logits:  # the wide probabilities are gone before the products of backward

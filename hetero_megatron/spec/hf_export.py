@@ -40,6 +40,8 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "residual_scale": ("residual_multiplier",),
     "logit_scale": ("logits_scaling",),
     "attn_scale": ("attention_multiplier", "query_pre_attn_scalar"),
+    "query_growth": ROPE_KEYS,
+    "query_growth_length": ROPE_KEYS,
     "attn_softcap": ("attn_logit_softcapping",),
     "logit_softcap": ("final_logit_softcapping",),
     "init_std": ("initializer_range",),

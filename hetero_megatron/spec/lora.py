@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from hetero_megatron.errors import UserError
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Of multi-head latent attention, where somebody names them.
+LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+EVERY_TARGET = TARGETS + LATENT_TARGETS
 MAX_RANK = 1 << 14
 
 
@@ -21,7 +24,7 @@ class Lora:
     """Adapters of PEFT's kind: A [rank, inputs], B [outputs, rank].
 
     Attributes:
-        targets: projections that have one, in the order of ``TARGETS``.
+        targets: projections that have one, in the order of ``EVERY_TARGET``.
         rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
     """
 
@@ -35,11 +38,11 @@ class Lora:
             raise UserError("out of range", field="rank", value=self.rank, accepted=f"1 to {MAX_RANK:,}")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise UserError("out of range", field="alpha", value=self.alpha, accepted="a number > 0")
-        unknown = [name for name in self.targets if name not in TARGETS]
+        unknown = [name for name in self.targets if name not in EVERY_TARGET]
         if unknown or not self.targets:
             value = unknown[0] if unknown else "none"
-            raise UserError("no such projection", field="targets", value=value, accepted=", ".join(TARGETS))
-        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
+            raise UserError("no such projection", field="targets", value=value, accepted=", ".join(EVERY_TARGET))
+        object.__setattr__(self, "targets", tuple(name for name in EVERY_TARGET if name in self.targets))
 
     @property
     def scale(self) -> float:

@@ -8,7 +8,7 @@ from hetero_megatron.errors import UserError
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class MLA:
     """The sizes of multi-head latent attention.
 
     A token's latent has ``kv_rank`` features, which every head projects up to ``nope_dim`` features of its key and

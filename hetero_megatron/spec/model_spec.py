@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.lora import Lora
-from hetero_megatron.spec.mla import LatentAttention
+from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.rope import Rope
 
@@ -53,7 +53,8 @@ MLP_KINDS = ("dense", "moe")
 # Fields that change numbers, but neither memory nor time.
 _CONSTANTS = (
     "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
-    "logit_scale", "attn_scale", "swiglu_alpha", "swiglu_limit", "init_std", "notices",
+    "logit_scale", "attn_scale", "query_growth", "query_growth_length", "swiglu_alpha", "swiglu_limit", "init_std",
+    "notices", "dropouts",
 )  # fmt: skip
 
 
@@ -62,7 +63,8 @@ class ModelSpec:
     """One decoder-only model; ``hf_model_type`` is the Hugging Face family whose config and names say it.
 
     ``num_kv_heads`` < ``num_heads`` is grouped-query attention. ``tied``: the output head is the embedding matrix.
-    ``notices``: what reading the configuration changed, for the user to see; no part of the model's identity.
+    ``notices``: what reading the configuration changed, for the user to see; no part of the model's identity. Nor are
+    ``dropouts``: keys and rates that the configuration says for training; a run has those of its flags.
 
     Args:
         layer_kinds: of layer i, entry i modulo their number; stored as the shortest such period.
@@ -76,6 +78,8 @@ class ModelSpec:
             residual stream, and of the logits.
         attn_scale: of the scores; None: 1 / sqrt(head_dim).
         attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
+        query_growth, query_growth_length: queries are multiplied by 1 + growth x ln(1 + floor(position / length))
+            (Llama 4, Ministral 3).
         moe: what the MLP of a layer of kind ``moe`` is.
         sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
         mla: attention is multi-head latent attention; ``head_dim`` is what the attention operator sees, and there are
@@ -111,14 +115,17 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     attn_scale: float | None = None
+    query_growth: float = 0.0
+    query_growth_length: int = 1
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
-    mla: LatentAttention | None = None
+    mla: MLA | None = None
     moe: MoE | None = None
     lora: Lora | None = None
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
+    dropouts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         sizes = (
@@ -223,7 +230,7 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = asdict(value) if isinstance(value, MoE | LatentAttention | Lora) else value
+                found[f.name] = asdict(value) if isinstance(value, MoE | MLA | Lora) else value
         kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}

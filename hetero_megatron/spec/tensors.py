@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.lora import TARGETS, Lora
-from hetero_megatron.spec.mla import LatentAttention
+from hetero_megatron.spec.lora import EVERY_TARGET, Lora
+from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 
 
@@ -99,7 +99,7 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     if lacking := [name for name in lora.targets if name not in has]:
         raise UserError(
             f"{spec.name} has no such projection", field="targets", value=lacking[0],
-            accepted=", ".join(name for name in TARGETS if name in has),
+            accepted=", ".join(name for name in EVERY_TARGET if name in has),
         )  # fmt: skip
     return found
 
@@ -140,7 +140,7 @@ def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
         yield LogicalTensor(f"{base}.self_attn.o_proj.bias", (h,), (_HIDDEN,), i)
 
 
-def _latent_attention(spec: ModelSpec, mla: LatentAttention, base: str, i: int) -> Iterator[LogicalTensor]:
+def _latent_attention(spec: ModelSpec, mla: MLA, base: str, i: int) -> Iterator[LogicalTensor]:
     """Projections up are cut by heads; projections down and the latents' norms are not."""
     base, h, heads, latent = f"{base}.self_attn", spec.hidden_size, spec.num_heads, Axis("latent")
     qk, kv, v = (Axis("q_heads", n) for n in (mla.qk_dim, mla.nope_dim + mla.v_dim, mla.v_dim))

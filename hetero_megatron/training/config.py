@@ -12,7 +12,8 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.spec import Dropout, ModelSpec
 from hetero_megatron.spec.balance import UNBALANCED, Balancing
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.batch_size import BatchSize
@@ -208,6 +209,7 @@ class RunConfig:
     Attributes:
         data: None in a dry run without data flags, never in training.
         dtype: of weights and activations: fp32, bf16, fp16 or fp64.
+        fp8: what the linear modules of layers compute in, where no stage says otherwise; None: ``dtype``.
         loss_scale: constant 1 except for fp16.
         check_nan: end the run at the first loss or gradient that is not finite, instead of skipping the step; what a
             gradient of fp16 does is the loss scale's affair.
@@ -233,7 +235,9 @@ class RunConfig:
     cluster: Cluster | None = None
     seed: int = 1234
     dtype: str = "fp32"
+    fp8: Fp8 | None = None
     loss_scale: LossScale = LossScale()
+    dropout: Dropout = Dropout()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     exit: ExitConfig = ExitConfig()

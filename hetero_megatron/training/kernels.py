@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 
 from hetero_megatron.errors import UserError
@@ -12,8 +15,10 @@ from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
+from hetero_megatron.plan.fp8 import Fp8, stage_fp8
 from hetero_megatron.platform import Platform
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import Dropout, ModelSpec
+from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.dry_experts import with_expected_rows
@@ -31,8 +36,14 @@ def rank_kernels(
     compiled: bool = False,
     deterministic: bool = False,
     logits_bytes: int = LOGITS_BYTES,
+    fp8: Fp8 | None = None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> KernelPlan:
-    """The kernels of one rank's stage; ``logits_bytes``: as for :class:`~hetero_megatron.training.runtime.Runtime`.
+    """The kernels of one rank's stage.
+
+    Args:
+        logits_bytes: as for :class:`~hetero_megatron.training.runtime.Runtime`.
+        fp8: what stages compute in whose ``dtype`` does not say otherwise.
 
     Raises:
         UserError: the stage asks for a provider that is not there or cannot serve it.
@@ -49,8 +60,29 @@ def rank_kernels(
     requests = dict(stage.kernels)
     chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
     tiled = bool(stage_contexts(spec, stage, plan.seq_length))
-    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled)
-    return resolve(registry, signatures, requests, f"pipelines[{place.pipeline}].stages[{place.stage}].kernels")
+    path = f"pipelines[{place.pipeline}].stages[{place.stage}]"
+    in_fp8 = stage_fp8(stage, fp8) if stage.num_layers else None
+    if in_fp8 is not None:
+        _require_fp8(registry, replace(base, op=in_fp8.operator), in_fp8, requests, path, rank)
+    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled, in_fp8, dropout)
+    return resolve(registry, signatures, requests, f"{path}.kernels")
+
+
+def _require_fp8(
+    registry: Registry, signature: Signature, fp8: Fp8, requests: Mapping[str, str], path: str, rank: int
+) -> None:
+    """UserError where nothing multiplies in fp8 on this chip: the plan has to say that the stage computes otherwise."""
+    kernels = registry.kernels(fp8.operator)
+    if fp8.operator in requests or any(not k.reasons(signature) and k.chosen_unasked(signature) for k in kernels):
+        return
+    chip = ".".join(map(str, signature.arch))
+    why = "; ".join(f"{k.provider}: {', '.join(k.reasons(signature)) or 'only by request'}" for k in kernels)
+    raise UserError(
+        f"rank {rank} is on {signature.platform or signature.device}{f' (chip {chip})' if chip else ''}, where no "
+        f"provider multiplies in {fp8} ({why})",
+        field=f"{path}.dtype", value="fp8",
+        accepted="dtype: (that of the weights) for this stage, or --kernels with a provider that can serve it",
+    )  # fmt: skip
 
 
 def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPlan:
@@ -60,7 +92,8 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     share = rank_shares(config.spec, stage)[rank]
     chunked = loss_chunk(stage, place.unit, config.spec, dtype, config.logits_bytes) is not None
     tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
-    kernels = default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled)
+    fp8 = stage_fp8(stage, config.fp8) if stage.num_layers else None
+    kernels = default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled, fp8=fp8)
     return kernels if config.spec.moe is None else with_expected_rows(kernels)
 
 

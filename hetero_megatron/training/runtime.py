@@ -24,13 +24,15 @@ from hetero_megatron.model.gpt import MLP
 from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
+from hetero_megatron.ops.dropout import Draws
+from hetero_megatron.ops.linear_cross_entropy import KnownLoss
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.balance import LoadBalance, Routing
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.gradients import GradientSync
-from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
+from hetero_megatron.parallel.long_loss import in_chunks, loss_chunk, vocab_loss
 from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.recompute import apply_recompute
@@ -51,11 +53,13 @@ from hetero_megatron.plan import (
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares, require_rows
+from hetero_megatron.plan.fp8 import Fp8, stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.progress import tracked
 from hetero_megatron.schedule import Action, receive_order
-from hetero_megatron.spec import LogicalTensor, logical_tensors, stage_tensors, tensor_box
+from hetero_megatron.spec import Dropout, LogicalTensor, logical_tensors, stage_tensors, tensor_box
 from hetero_megatron.spec.balance import UNBALANCED, Balancing
+from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
@@ -101,6 +105,8 @@ class Runtime:
         compile_backend: of torch.compile, for the layers; None: they run as they are.
         logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
         balancing: of experts, where the model has some.
+        fp8: of the kernels that are made where none are given.
+        dropout: in training; seed: of its masks.
     """
 
     def __init__(
@@ -114,9 +120,13 @@ class Runtime:
         compile_backend: str | None = None,
         logits_bytes: int = LOGITS_BYTES,
         balancing: Balancing = UNBALANCED,
+        fp8: Fp8 | None = None,
+        dropout: Dropout = NO_DROPOUT,
+        seed: int = 0,
     ) -> None:
         plan, spec = compiled.plan, compiled.spec
         self.compiled, self.plan, self.spec, self.comm, self.dtype = compiled, plan, spec, comm, dtype
+        self.dropout, self.seed = dropout, seed
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = rank_shares(spec, self.stage)[comm.rank]
@@ -126,17 +136,16 @@ class Runtime:
         self.kernels = kernels or default_kernels(
             spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
-            chunk is not None, bool(contexts),
+            chunk is not None, bool(contexts), stage_fp8(self.stage, fp8), dropout,
         )  # fmt: skip
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         self.model, self.boxes = self._build_model(initialize)
         self.balance = LoadBalance(self.model, plan, spec, balancing, comm) if spec.moe is not None else None
         if compile_backend is not None:
             apply_compile(self.model, compile_backend)
-        self.fused_loss = "linear_cross_entropy" in self.kernels.choices
-        self.loss_chunk = chunk if not self.fused_loss else None
-        assert self.loss_chunk is None or "vocab_cross_entropy" in self.kernels.choices, "a plan for other logits_bytes"
-        if self.loss_chunk is not None or self.fused_loss:  # the loss applies the head itself
+        self.loss_chunk = chunk
+        self.head_loss = self._head_loss()
+        if self.head_loss is not None:  # it applies the head itself
             self.model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
         accelerator = comm.accelerator
         self.uploader = Uploader(accelerator, comm.device) if accelerator is not None else None
@@ -148,6 +157,9 @@ class Runtime:
         self.sync = GradientSync(comm, params, self.boxes, compiled.buckets, self._chunk_names())
         if compile_backend is None:
             self.sync.take_products(self._products(), self.kernels.weight_gradients)
+        if self.head_loss is not None and self.model.lm_head.matrix.requires_grad:
+            again = spec.tied and self.stage.embed
+            self.sync.take_ahead(self.model.lm_head.matrix, self.kernels.weight_gradients, again)
         offload = self.stage.optimizer.offload
         apart = [t.name for t in logical_tensors(spec) if t.by_load]
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, apart) if optimizer is not None else None
@@ -157,7 +169,7 @@ class Runtime:
         stage, spec = self.stage, self.spec
         model = GPTStage(
             spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype,
-            device=self.comm.device, kernels=self.kernels, seq_length=self.plan.seq_length,
+            device=self.comm.device, kernels=self.kernels, seq_length=self.plan.seq_length, dropout=self.dropout,
         )  # fmt: skip
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
@@ -172,6 +184,8 @@ class Runtime:
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)
+        intervals = [torch.arange(a, b, device=self.comm.device) for a, b in self.unit.tokens or ((0, 0),)]
+        model.token_numbers = torch.cat(intervals)
         if self.context is not None:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
@@ -217,7 +231,7 @@ class Runtime:
 
     def _products(self) -> Iterator[Sequence[torch.Tensor]]:
         """Trained weights that a forward uses once, each in a product, and those of one product together; a tied head's
-        is the embedding's, too."""
+        is the embedding's, too, where the stage has both."""
         kinds = (Linear, RowParallelLinear, GroupedLinear, Router, SharedGate)
         for module in self.model.modules():
             if isinstance(module, kinds) and module.weight.requires_grad:
@@ -226,7 +240,7 @@ class Runtime:
                 yield [linear.weight for linear in module.together]
         if self.spec.lora is not None:
             return
-        if self.stage.head and not self.spec.tied and self.loss_chunk is None and not self.fused_loss:
+        if self.stage.head and not (self.spec.tied and self.stage.embed) and self.head_loss is None:
             yield (self.model.lm_head.matrix,)
 
     def apart(self) -> dict[str, str]:
@@ -236,7 +250,9 @@ class Runtime:
             found["attention"] = found["attn_merge"] = "context groups call its kernel tile by tile"
         if "vocab_cross_entropy" in self.kernels.choices:
             found["vocab_cross_entropy"] = "its forward and backward are called apart"
-        if self.loss_chunk is not None:
+        if self.kernels.fp8 is not None:
+            found[self.kernels.fp8] = "its scales come from several ranks"
+        if self.head_loss is not None and "vocab_cross_entropy" in self.kernels.choices:
             found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
         return found
 
@@ -246,33 +262,59 @@ class Runtime:
             self._boundaries[upstream, size] = Boundary(self.comm, moves)
         return self._boundaries[upstream, size]
 
-    def _loss(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Sum of token losses from logits, or from the head's input where there are chunks."""
-        losses = self._token_losses(out, batch)
+    def _head_loss(self) -> KnownLoss | None:
+        """Head and loss in one, where logits are never there as a whole."""
+        kernels, choices = self.kernels, self.kernels.choices
+        if "linear_cross_entropy" in choices:
+            return kernels.linear_cross_entropy  # type: ignore[no-any-return]
+        if self.loss_chunk is None:
+            return None
+        assert "vocab_cross_entropy" in choices, "a plan for other logits_bytes"
+        return vocab_loss(
+            kernels.weight_gradients, self.tp_group, self.share.vocab, kernels.vocab_cross_entropy,
+            choices["gemm"].kernel, self.spec.logit_softcap,
+        )  # fmt: skip
+
+    def _loss(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+        """Sum of token losses from logits, or from the head's input; ``seed``: its gradient in backward."""
+        losses = self._token_losses(out, batch, seed)
         return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
 
-    def _token_losses(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
-        group, vocab = self.tp_group, self.share.vocab
-        kernels = self.kernels
-        if self.fused_loss:
-            return kernels.linear_cross_entropy(out, self.model.lm_head.matrix, batch.labels)  # type: ignore[no-any-return]
-        if self.loss_chunk is not None:
-            ops = kernels.vocab_cross_entropy, kernels.choices["gemm"].kernel
-            cap = self.spec.logit_softcap
-            return chunked_loss(out, self.model.lm_head.matrix, batch.labels, self.loss_chunk, group, vocab, *ops, cap)
+    def _token_losses(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+        group, vocab, kernels, labels = self.tp_group, self.share.vocab, self.kernels, batch.labels
+        if self.head_loss is not None:
+            dloss = None
+            if torch.is_grad_enabled():
+                wide = torch.promote_types(out.dtype, torch.float32)
+                dloss = torch.full(labels.shape, seed, dtype=wide, device=labels.device)
+                dloss = dloss if batch.loss_mask is None else dloss * batch.loss_mask
+            chunk = labels.numel() if self.loss_chunk is None else self.loss_chunk
+            return in_chunks(self.head_loss, max(chunk, 1), out, self.model.lm_head.matrix, labels, dloss)
         if group.size > 1:
-            return vocab_parallel_cross_entropy(out, batch.labels, group, vocab, kernels.vocab_cross_entropy)
-        return kernels.cross_entropy(out, batch.labels)  # type: ignore[no-any-return]
+            return vocab_parallel_cross_entropy(out, labels, group, vocab, kernels.vocab_cross_entropy)
+        return kernels.cross_entropy(out, labels)  # type: ignore[no-any-return]
 
-    def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
-        """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
+    def work(
+        self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False, step: int = 0
+    ) -> StageWork:
+        """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``.
+
+        Args:
+            forward_only: for evaluation: there is no dropout.
+            step: number of the optimizer step, which dropout depends on.
+        """
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
+        dropped = not forward_only and self.dropout != NO_DROPOUT
+        make = [
+            partial(_selected, fetch, indices, tokens, Draws(self.seed, step, indices[0]) if dropped else None)
+            if indices else None
+            for indices in rows
+        ]  # fmt: skip
         batches: Sequence[Batch | None]
         if self.uploader is None:
-            batches = [fetch(indices).select(tokens) if indices else None for indices in rows]
+            batches = [None if each is None else each() for each in make]
         else:
-            make = [partial(_selected, fetch, indices, tokens) if indices else None for indices in rows]
             batches = UploadedBatches(make, self.uploader)
         actions, receives = self._actions(batch_size, forward_only)
         return StageWork(actions, batches, sizes, receives)
@@ -312,19 +354,23 @@ class Runtime:
         loss_scale: float = 1.0,
         stop: bool = False,
         veto: Callable[[torch.Tensor, float, float], bool] | None = None,
+        step: int = 0,
     ) -> StepStats:
-        """One optimizer step; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks.
+        """Optimizer step number ``step``; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks.
 
         ``veto`` is asked before the weights change, with the same values on all ranks: (loss sum, tokens and squared
         norm of each rank [ranks, 3], loss, norm); True: the step is not taken.
         """
         rates = (lr, weight_decay, clip_grad, loss_scale)
         with self.comm.clock.counting():
-            return self._train_step(fetch, first_sample, batch_size, rates, stop, veto)
+            # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
+            work = self.work(fetch, first_sample, batch_size, step=step)
+            work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
+            return self._train_step(work, first_sample, batch_size, rates, stop, veto)
 
     def _train_step(
         self,
-        fetch: Fetch,
+        work: StageWork,
         first_sample: int,
         batch_size: int,
         rates: tuple[float, float, float, float],
@@ -334,8 +380,6 @@ class Runtime:
         lr, weight_decay, clip_grad, loss_scale = rates
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
-        # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied below.
-        work = replace(self.work(fetch, first_sample, batch_size), seed=loss_scale / nominal)
         if self.balance is not None:
             self.balance.begin(work.seed)
         result = self.executor.run(work, self.sync)
@@ -382,5 +426,7 @@ class Runtime:
         return self.world.gather_vectors(torch.tensor(row + seconds + routed, dtype=torch.float64))
 
 
-def _selected(fetch: Fetch, indices: Sequence[int], tokens: Sequence[tuple[int, int]]) -> Batch:
-    return fetch(indices).select(tokens)
+def _selected(
+    fetch: Fetch, indices: Sequence[int], tokens: Sequence[tuple[int, int]], draws: Draws | None
+) -> Batch:
+    return replace(fetch(indices).select(tokens), draws=draws)

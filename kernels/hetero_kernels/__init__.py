@@ -43,6 +43,9 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     KeyIntervals(bounds, sk, offset=0, causal=True, window=None): prepared once, for bounds= of many calls
     attention_delta(dout, out) -> delta[b, hq, sq]
     attention_merge(out_a, lse_a, out_b, lse_b) -> out, lse
+    quantise_fp8_blocks(x[rows, n], kind, blocks) -> (fp8, scales)   (blocks: 1x128, 128x128, 128x1)
+    gemm_fp8_blocks(a[m, k], a_scale[m, k/128], b[n, k], b_scale, dtype) -> a b^T in dtype   (a, b in fp8; b_scale
+        [n, k/128] or [n/128, k/128])
     adamw_step(params, grads, exp_avg, exp_avg_sq, *, lr, beta1, beta2, eps, weight_decay, step, grad_scale=1.0,
         found_inf=None, copies=None, table=None) in place   (copies: 16-bit parameters rounded from fp32 params;
          grad_scale and found_inf may be scalars on the device; table: adamw_table(params, grads, ...), kept)
@@ -63,6 +66,12 @@ from hetero_kernels.attention_rows import (
 )
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 from hetero_kernels.gelu import gelu_bwd, gelu_fwd, gelu_reference
+from hetero_kernels.gemm_fp8 import (
+    gemm_fp8_blocks,
+    gemm_fp8_blocks_reference,
+    quantise_fp8_blocks,
+    quantise_fp8_blocks_reference,
+)
 from hetero_kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_fwd, grouped_gemm_reference
 from hetero_kernels.l2norm import l2norm, l2norm_reference
 from hetero_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_reference
@@ -112,6 +121,8 @@ __all__ = [
     "gelu_bwd",
     "gelu_fwd",
     "gelu_reference",
+    "gemm_fp8_blocks",
+    "gemm_fp8_blocks_reference",
     "grouped_gemm_dw",
     "grouped_gemm_dx",
     "grouped_gemm_fwd",
@@ -128,6 +139,8 @@ __all__ = [
     "linear_cross_entropy_reference",
     "linear_vocab_stats",
     "merge_stats",
+    "quantise_fp8_blocks",
+    "quantise_fp8_blocks_reference",
     "rms_norm_bwd",
     "rms_norm_fwd",
     "rms_norm_reference",

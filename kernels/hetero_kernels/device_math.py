@@ -14,13 +14,25 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """Cast to DTYPE, to nearest even. Triton's interpreter truncates casts to bf16: there the bits are rounded."""
+    """Cast to DTYPE, to nearest even. Triton's interpreter truncates casts to bf16 and fp8: there bits are rounded."""
     if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
         wide = x.to(tl.float32)
         bits = wide.to(tl.uint32, bitcast=True)
         bits = tl.where(wide == wide, bits + 0x7FFF + ((bits >> 16) & 1), bits)
         x = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if _INTERPRETED and DTYPE == tl.float8e4nv:  # noqa: SIM300
+        x = _to_steps(x, 3, -6)
+    if _INTERPRETED and DTYPE == tl.float8e5:  # noqa: SIM300
+        x = _to_steps(x, 2, -14)
     return x.to(DTYPE)
+
+
+@triton.jit
+def _to_steps(x, BITS: tl.constexpr, LEAST: tl.constexpr):
+    """fp32 to nearest even of BITS bits of mantissa, of normal numbers from 2^LEAST."""
+    exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127, LEAST) - BITS
+    step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x == x, ((x / step + 12582912.0) - 12582912.0) * step, x)  # 1.5 x 2^23 leaves no fraction
 
 
 @triton.jit

@@ -40,6 +40,7 @@ GRANITE = BASE | {
     "model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22,
     "attention_multiplier": 0.2,
 }  # fmt: skip
+GROWTH = {"llama_4_scaling_beta": 0.3, "rope_theta": 500.0}
 MINISTRAL = BASE | {"model_type": "ministral", "head_dim": 8, "sliding_window": 6}
 MIXED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}
 
@@ -50,6 +51,16 @@ DENSE: dict[str, dict[str, Any]] = {
     "llama_proportional": LLAMA | {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
     "mistral_longrope": LLAMA | {"model_type": "mistral", "sliding_window": None, "head_dim": 8} | longrope(4, 64),
     "ministral": MINISTRAL,
+    "ministral3": BASE | {"model_type": "ministral3", "head_dim": 8, "rope_parameters": YARN | GROWTH},
+    "ministral3_window": BASE | {
+        "model_type": "ministral3", "head_dim": 12, "sliding_window": 6, "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 3} | GROWTH,
+    },
+    "gemma": BASE | {"model_type": "gemma", "head_dim": 8},
+    "gemma_untied_silu": BASE | {
+        "model_type": "gemma", "head_dim": 12, "tie_word_embeddings": False, "hidden_act": "silu",
+        "attention_bias": True, "num_key_value_heads": 1,
+    },
     "ministral_mixed": MINISTRAL | {"layer_types": [FULL, SLIDING, SLIDING]},
     "qwen2_mixed": LLAMA | {"model_type": "qwen2"} | MIXED,
     "qwen2_last_layers": LLAMA | {"model_type": "qwen2"} | MIXED | {"layer_types": None, "max_window_layers": 2},

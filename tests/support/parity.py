@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
+from hetero_megatron.ops import SPECS
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.plan.fp8 import Fp8, fp8_fits
+from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
 from hetero_megatron.spec.balance import Balancing
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
+from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
-from tests.support.random_plans import random_model, random_plan
+from tests.support.random_plans import random_features, random_model, random_plan
 from tests.support.vendors import with_attention
 
 EOD = 0
@@ -45,18 +49,23 @@ class Case:
     weight_decay: float = 0.1
     clip_grad: float = 1.0
     chunked_loss: bool = False
+    dropout: Dropout = Dropout()
     balancing: Balancing | None = None  # of experts
+    fp8: Fp8 | None = None
     router: dict[str, Any] = field(default_factory=dict)  # options that the family of the model does not have
 
     def describe(self) -> str:
         kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, chunked={self.chunked_loss}"
         experts = f", balancing={self.balancing}, router={self.router}" if self.balancing is not None else ""
-        return f"{kind}, model={self.model}, plan={self.plan}{experts}"
+        return f"{kind}, {self.dropout}, model={self.model}, plan={self.plan}{experts}"
 
 
 def random_case(seed: int, dtype: str = "fp64") -> Case:
-    rng = random.Random(seed)
+    rng, rates = random.Random(seed), random.Random(f"dropout {seed}")
     model = random_model(rng)
+    if dtype != "bf16" and model["model_type"] != "gpt2":
+        # Of nearly equal scores another expert may be taken in fp32.
+        model |= random_features(random.Random(f"features {seed}"), model, experts=dtype == "fp64")
     ranks = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8, 8])
     layers = model.get("num_hidden_layers") or model["n_layer"]
     heads = model.get("num_attention_heads") or model["n_head"]
@@ -70,6 +79,7 @@ def random_case(seed: int, dtype: str = "fp64") -> Case:
         chunked_loss=rng.random() < 0.3,
         # AdamW turns a gradient that is rounding noise into a full step, so fp32 weights differ by a share of lr.
         lr=1e-2 if dtype == "fp64" else 1e-3,
+        dropout=Dropout(rates.choice([0.0, 0.1, 0.5]), rates.choice([0.0, 0.1, 0.5])),
     )  # fmt: skip
 
 
@@ -122,9 +132,12 @@ def _decays(name: str, param: torch.nn.Parameter) -> bool:
 
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
     """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
-    hf, spec = make_hf(case.model, case.seed, dtype=dtype)
+    hf, spec = make_hf(case.model, case.seed, dtype, "exact" if case.dropout.attention else None)
+    dropout = HFDropout(hf, case.dropout, case.seed)
     balanced = BalancedModel(hf, spec, case.router, case.balancing) if case.balancing is not None else None
     spec = spec if balanced is None else balanced.spec
+    if case.fp8 is not None:
+        multiply_in_fp8(hf, case.fp8)
     initial = {n: t.detach().clone() for n, t in hf_to_logical(hf, spec).items()}
     data = RandomSamples(case, spec.vocab_size)
     decayed, plain = ([p for n, p in hf.named_parameters() if _decays(n, p) == yes] for yes in (True, False))
@@ -138,6 +151,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     for step in range(STEPS):
         batch = data.fetch(range(step * batch_size, (step + 1) * batch_size))
         optimizer.zero_grad()
+        dropout.begin(step + 1, step * batch_size)
         loss_sum = hf_loss_sum(hf, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
         loss = loss_sum / batch.num_loss_tokens()
         if balanced is None:
@@ -160,6 +174,18 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     return Outcome(losses, norms, grads, weights, loads, balance), spec, initial
 
 
+def multiply_in_fp8(hf: torch.nn.Module, fp8: Fp8) -> None:
+    """Give the linear modules of a Hugging Face model's layers the definition of a product in fp8."""
+    definition = SPECS[fp8.operator].definition
+
+    def forward(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return definition(x, module.weight, module.bias, fp8.hybrid)[0]  # type: ignore[no-any-return]
+
+    for name, module in hf.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            module.forward = partial(forward, module)  # type: ignore[method-assign]
+
+
 def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
     """One rank of the runtime; returns what it saw, with the box of every array."""
     plan = with_attention(plan_for(plan, comm.islands), comm.device)
@@ -173,6 +199,8 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
 
     options: dict[str, Any] = {"logits_bytes": 4000} if case.chunked_loss else {}
     options |= {"balancing": case.balancing} if case.balancing is not None else {}
+    options |= {"fp8": case.fp8} if case.fp8 is not None else {}
+    options |= {"dropout": case.dropout, "seed": case.seed}
     runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
@@ -189,7 +217,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
     batch = plan.global_batch_size
     stats = [
-        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad)
+        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad, step=i + 1)
         for i in range(STEPS)
     ]
     weights = [(n, runtime.boxes[n], p.detach().double().cpu().numpy().copy()) for n, p in runtime.sync.params.items()]
@@ -206,6 +234,7 @@ def run_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:
     """(reference outcome, what each rank saw)."""
     outcome, spec, initial = reference(case, torch.float64 if case.dtype == "bf16" else DTYPES[case.dtype])
     plan = plan_from_dict(case.plan, spec)
+    fp8_fits(plan, spec, case.fp8, case.dtype, None)
     arrays = {n: t.numpy() for n, t in initial.items()}
     return outcome, pool.run(run_rank, case, plan, spec, arrays)[: case.ranks]
 

@@ -237,3 +237,73 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     if family == "mistral":
         config["sliding_window"] = None
     return config
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
+
+
+def random_features(rng: random.Random, config: dict[str, Any], experts: bool) -> dict[str, Any]:
+    """Keys that make a Llama of :func:`random_model` another family, with features that Llama does not have; with
+    ``experts`` perhaps a mixture of experts. Empty for a half of the calls."""
+    if rng.random() < 0.5:
+        return {}
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    windows = {"sliding_window": rng.randint(1, 9), "layer_types": [rng.choice([FULL, SLIDING]) for _ in range(layers)]}
+    found = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu"}
+    if experts and rng.random() < 0.4:
+        return found | random_mixture(rng, heads, windows)
+    found |= rng.choice(
+        [
+            {"model_type": "gemma2", "query_pre_attn_scalar": rng.randint(3, 9), "attn_logit_softcapping": 2.0,
+             "hidden_act": "gelu_pytorch_tanh"} | windows,
+            {"model_type": "gemma3_text", "final_logit_softcapping": rng.choice([None, 3.0]),
+             "hidden_act": "gelu_pytorch_tanh"} | windows,
+            {"model_type": "olmo2", "attention_bias": rng.random() < 0.5},
+            {"model_type": "olmo3"} | windows,
+            {"model_type": "smollm3", "no_rope_layers": [rng.randint(0, 1) for _ in range(layers)]},
+            {"model_type": "glm4", "partial_rotary_factor": rng.choice([0.5, 1.0])},
+            {"model_type": "phi3", "partial_rotary_factor": rng.choice([0.5, 1.0])},
+            {"model_type": "granite", "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.4},
+            {"model_type": "qwen3", "use_sliding_window": True} | windows,
+            {"model_type": "exaone4"} | windows,
+            {"model_type": "helium", "attention_bias": rng.random() < 0.5},
+            {"model_type": "nemotron", "hidden_act": "relu2", "mlp_bias": rng.random() < 0.5},
+            {"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh", "use_bias": rng.random() < 0.5},
+            {"model_type": "llama",
+             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        ]
+    )  # fmt: skip
+    return found
+
+
+def random_mixture(rng: random.Random, heads: int, windows: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a mixture of experts with the attention that its family has."""
+    family, count = rng.choice(MIXTURES), rng.choice([4, 6])
+    found: dict[str, Any] = {"model_type": family, "num_experts_per_tok": rng.randint(1, 3), "rope_theta": 10000.0}
+    if family == "gpt_oss":
+        return found | windows | {
+            "num_local_experts": count, "swiglu_limit": rng.choice([0.5, 7.0]),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+        }  # fmt: skip
+    if family == "mixtral":
+        return found | {"num_local_experts": count}
+    found |= {"moe_intermediate_size": rng.choice([9, 12]), "norm_topk_prob": rng.random() < 0.5}
+    if family == "qwen3_moe":
+        return found | {"num_experts": count, "decoder_sparse_step": rng.choice([1, 2])}
+    found |= {
+        "n_routed_experts": count, "n_shared_experts": rng.randint(1, 2), "first_k_dense_replace": rng.randint(0, 2),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }  # fmt: skip
+    grouped = rng.random() < 0.5
+    limits = {"n_group": 2, "topk_group": 1} if grouped and count == 6 else {"n_group": 1, "topk_group": 1}
+    if family == "glm4_moe":
+        return found | limits | {"use_qk_norm": rng.random() < 0.5, "num_nextn_predict_layers": 0}
+    found |= {
+        "num_key_value_heads": heads, "head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": rng.randint(2, 6),
+        "v_head_dim": rng.randint(3, 9), "kv_lora_rank": rng.randint(4, 10),
+        "q_lora_rank": rng.choice([None, rng.randint(4, 10)]),
+    }  # fmt: skip
+    if family == "deepseek_v2":
+        return found | {"norm_topk_prob": False}
+    return found | limits | {"num_nextn_predict_layers": 0}

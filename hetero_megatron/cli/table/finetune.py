@@ -2,7 +2,7 @@
 
 from hetero_megatron.cli.flag import count, needs, switch, value
 from hetero_megatron.data.chat.overlong import POLICIES
-from hetero_megatron.spec.lora import MAX_RANK, TARGETS
+from hetero_megatron.spec.lora import EVERY_TARGET, MAX_RANK
 
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
@@ -30,7 +30,7 @@ FLAGS = (
     ),
     value("--lora-alpha", float, None, "adapters count alpha / rank; the rank if left out", needs=_LORA),
     value(
-        "--lora-targets", str, None, "projections with an adapter; all linear layers if left out", choices=TARGETS,
+        "--lora-targets", str, None, "projections with an adapter; all linear layers if left out", choices=EVERY_TARGET,
         nargs="+", needs=_LORA,
     ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),

@@ -12,7 +12,7 @@ _RANKS, _MOST = 2**16, 2**31  # ranks; any other number in a list
 _MESHES = needs("--hetero-process-meshes")
 _CONTEXT = needs("context parallelism")
 _PIPELINE = needs("pipeline parallelism", harmless=True)
-_EXPERTS = "experts are divided by a plan file (docs/moe.md), not by flags"
+_EXPERTS = "experts on unlike meshes are divided by a plan file (docs/moe.md), not by flags"
 _GROUPS = "groups are of as many micro-batches as there are stages"
 _SHARDING = "sharding of weights between steps is not supported by this version"
 _TRANSPORT = "it changes how messages travel, not results"
@@ -93,8 +93,9 @@ FLAGS = (
         most=_RANKS,
         needs=_CONTEXT,
     ),
-    only("--expert-model-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out", default=1),
-    only("--expert-tensor-parallel-size", int, (1,), _EXPERTS, "1, or leave the flag out"),
+    count("--expert-model-parallel-size", 1, "ranks that divide the experts; replicas may share them", most=_RANKS),
+    count("--expert-tensor-parallel-size", None, "ranks that share the columns of an expert; as tensor parallel",
+          most=_RANKS),
     notice(
         "--sequence-parallel",
         "it is always on where tensor parallelism is",

@@ -2,7 +2,7 @@
 
 from hetero_megatron.cli.flag import Flag, count, family, needs, notice, only, refused, switch, value
 
-_FP8 = "fp8 is not supported by this version"
+_FP8 = "fp8 has no such setting in this version"
 _ONE_RATE = "all weights have one learning rate"
 _SCALED = needs("--dtype fp16", harmless=True)  # launch lines keep these when they change from --fp16 to --bf16
 _DYNAMIC = _SCALED + needs("a dynamic loss scale")
@@ -186,16 +186,18 @@ PRECISION = (
     value("--min-loss-scale", float, 1.0, "dynamic loss scale at least", needs=_DYNAMIC),
     count("--loss-scale-window", 1000, "steps without overflow before the loss scale doubles", needs=_DYNAMIC),
     count("--hysteresis", 2, "overflows before the loss scale halves", needs=_DYNAMIC),
-    refused("--fp8-format", _FP8, "--bf16", nargs=1),
-    refused("--fp8-recipe", _FP8, "--bf16", nargs=1),
-    refused("--fp8-amax-history-len", _FP8, "--bf16", nargs=1),
-    refused("--fp8-amax-compute-algo", _FP8, "--bf16", nargs=1),
+    value("--fp8-format", str, None, "linear modules of layers compute in 8-bit floats: e4m3, or hybrid, gradients in "
+          "e5m2; weights, masters and all else stay as they are", choices=("e4m3", "hybrid")),
+    value("--fp8-recipe", str, None, "scales in fp8: tensorwise, one per weight and per sequence; blockwise, one per "
+          "128 or 128 x 128 elements", choices=("tensorwise", "blockwise"), needs=needs("--fp8-format")),
+    refused("--fp8-amax-history-len", _FP8, "--fp8-format and --fp8-recipe", nargs=1),
+    refused("--fp8-amax-compute-algo", _FP8, "--fp8-format and --fp8-recipe", nargs=1),
     *family(refused, "--fp8-param-gather --fp8-quantizer-factory= --fp8-margin= --fp8-interval= "
             "--no-fp8-wgrad/--disable-fp8-wgrad --fp8-output-proj --first-last-layers-bf16 "
             "--num-layers-at-start-in-bf16= "
             "--num-layers-at-end-in-bf16= --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag "
             "--te-precision-config-file= --kitchen-config-file= --kitchen-recipe-number= --use-kitchen-attention "
-            "--kitchen-attention-backend=", _FP8, "--bf16"),
+            "--kitchen-attention-backend=", _FP8, "--fp8-format and --fp8-recipe"),
     *family(refused, "--fp4-format= --fp4-recipe= --fp4-quantizer-factory= --fp4-param-gather",
             "fp4 is not supported by this version", "--bf16"),
     *family(only_fp32, "--main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype="),

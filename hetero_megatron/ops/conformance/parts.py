@@ -24,21 +24,22 @@ from hetero_megatron.ops.tile_kernels import tile_kernel
 
 
 def weight_gradient(subject: Subject, case: Case, args: tuple[Any, ...], dy: torch.Tensor) -> Iterator[Finding]:
-    """``weight`` of gemm and grouped_gemm adds to a sum of at least fp32, in that precision; with beta 0 nothing is
-    there yet.
+    """``weight`` of gemm, of its forms in fp8 and of grouped_gemm adds to a sum of at least fp32, in that precision;
+    with beta 0 nothing is there yet.
 
     The sum is 16 times the product, so that adding in 16 bits is off by more than the bound.
     """
     x, weight, _, *ends = args
     product: Callable[..., Any] = reference_kernel(subject.spec).parts["weight"]
-    want = product(dy.cpu().double(), x.cpu().double(), *(e.cpu() for e in ends))
+    want = product(dy.cpu().double(), x.cpu().double(), *(e.cpu() if isinstance(e, torch.Tensor) else e for e in ends))
     typical = float(want.norm()) / max(want.numel(), 1) ** 0.5
     _, cap = subject.spec.bounds.of(subject.dtype)
     for beta in (0.0, 1.0):
         start = 16 * (typical or 1.0) * normal(*weight.shape, seed=5) if beta else torch.full(weight.shape, math.nan)
         box = Sandbox()
         into = box.place(start.to(wide(subject.dtype)).to(subject.device), may_change=True)
-        placed = box.place(dy), box.place(x), *map(box.place, ends), into, beta
+        others = (box.place(e) if isinstance(e, torch.Tensor) else e for e in ends)
+        placed = box.place(dy), box.place(x), *others, into, beta
         before = into.cpu().double() if beta else 0.0
         with box, torch.no_grad():
             _, problem = subject.attempt(
@@ -107,12 +108,14 @@ def tiles(
 
     Queries, gradients and log-sum-exps of a tile are views: their rows are as far apart as the whole's.
     """
-    kernel, (q, k, v, sinks, documents, window, q_start, k_start, softcap) = subject.kernel, args
+    kernel, (q, k, v, sinks, documents, window, q_start, k_start, softcap, dropout) = subject.kernel, args
     if documents is not None or kernel.private or not q.numel() or not k.numel():
         return  # tiles end where documents do; private state is of one call, which training refuses in groups
     forward_cap, cap = subject.spec.bounds.of(subject.dtype)
     watched = _Watched(tile_kernel(subject.device, kernel, softcap))
-    attention = BlockAttention(watched, KeyHeads(q.shape[2] // k.shape[2]), window)
+    first = q_start if dropout is None else dropout.q_start
+    tokens = ((first, first + q.shape[1]),)
+    attention = BlockAttention(watched, KeyHeads(q.shape[2] // k.shape[2]), window, tokens=tokens)
     rows = [
         (None, Tile(a, b, c, d, BAND, q_start + a - k_start - c))
         for a, b in _halves(q.shape[1])
@@ -121,13 +124,13 @@ def tiles(
 
     def composed() -> list[torch.Tensor]:
         made = accumulators(q)
-        attention.forward(q, k, v, rows, *made)
+        attention.forward(q, k, v, rows, *made, dropout)
         return list(made if sinks is None else add_sinks(*made, sinks))
 
     def gradients(delta: torch.Tensor | None) -> list[torch.Tensor]:
         watched.narrow.clear()
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
-        attention.backward(dout, q, k, v, out, lse, rows, (dq, dk, dv), delta)
+        attention.backward(dout, q, k, v, out, lse, rows, (dq, dk, dv), delta, dropout)
         return [dq, dk, dv]
 
     box = Sandbox()

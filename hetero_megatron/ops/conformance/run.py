@@ -12,6 +12,8 @@ from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.conformance.compare import copy_args, flatten
 from hetero_megatron.ops.conformance.sandbox import Sandbox
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
+from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
+from hetero_megatron.ops.gemm_fp8 import bind_gemm_fp8
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.spec import OpSpec
@@ -106,9 +108,13 @@ def call_trained(
     """(results, gradients of each of ``times`` backwards, illegal writes) through autograd, as the model calls the
     kernel."""
     bound = {"gemm": bind_gemm, "grouped_gemm": bind_grouped_gemm}.get(spec.name)
-    call = bind(spec, kernel) if bound is None else bound(kernel, WeightGradients())
     box = Sandbox()
     own = list(place(spec, kernel, args, box))
+    if spec.name in FP8_PRODUCTS:
+        call = bind_gemm_fp8(kernel, WeightGradients(), own.pop())
+        own.append(None)  # no other rank has a part of these tensors
+    else:
+        call = bind(spec, kernel) if bound is None else bound(kernel, WeightGradients())
     incoming = [box.place(g) for g in grads]
     wanted = [own[i].requires_grad_() for i in map(spec.args.index, spec.gradients) if own[i] is not None]
     found = []

@@ -258,14 +258,26 @@ class Operators:
     def _products(self, share: float, tokens: float) -> float:
         """Seconds of the matrix products of a layer's forward."""
         model = self.model
-        h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        routed = moe_layers(model)
-        found = self.gemm(tokens, share * (q + 2 * kv), h) + self.gemm(tokens, h, share * q)
-        found += self._mlp_products(share, tokens, common_columns(model, routed))
+        h, routed = model.hidden_size, moe_layers(model)
+        found = self._projections(share, tokens) + self._mlp_products(share, tokens, common_columns(model, routed))
         plain = self.plain(share, tokens)
         if plain is not None and model.moe is not None:
             found += routed * (self.gemm(plain.tokens, model.moe.num_experts, h) + self.experts(plain)[0])
         return found
+
+    def _projections(self, share: float, tokens: float) -> float:
+        """Those before and after attention; latents are computed by every rank of a TP group."""
+        model, mla = self.model, self.model.mla
+        h, heads = model.hidden_size, share * model.num_heads
+        if mla is None:
+            q, kv = heads * model.head_dim, share * model.num_kv_heads * model.head_dim
+            return self.gemm(tokens, q + 2 * kv, h) + self.gemm(tokens, h, q)
+        return (
+            self.gemm(tokens, mla.latents, h)
+            + self.gemm(tokens, heads * mla.qk_dim, mla.q_rank or h)
+            + self.gemm(tokens, heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
+            + self.gemm(tokens, h, heads * mla.v_dim)
+        )
 
     def plain(self, share: float, tokens: float) -> ExpertLoad | None:
         """The load of routed experts that a layer without another one has; None for a dense model."""

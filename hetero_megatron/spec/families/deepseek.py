@@ -20,7 +20,7 @@ from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader
 from hetero_megatron.spec.hf_rope import read_rope, write_rope
-from hetero_megatron.spec.mla import LatentAttention
+from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.rope import Rope
 
@@ -37,7 +37,6 @@ _KEYS = DECODER_KEYS | words(
 def _fixed(read: ConfigReader) -> None:
     refuse_quantised(read, "quantised (FP8)")
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     read.must_be("moe_layer_freq", 1)  # not read by transformers
     refuse_more_predictions(read)
 
@@ -51,7 +50,7 @@ def refuse_more_predictions(read: ConfigReader) -> None:
             )  # fmt: skip
 
 
-def _read_latent(read: ConfigReader, kv_heads: int | None) -> LatentAttention:
+def _read_latent(read: ConfigReader, kv_heads: int | None) -> MLA:
     """``kv_heads``: where the configuration does not say how many there are; None: as many as heads."""
     heads = read.integer("num_attention_heads")
     absent = heads if "num_key_value_heads" in read.config else kv_heads or heads
@@ -68,11 +67,11 @@ def _read_latent(read: ConfigReader, kv_heads: int | None) -> LatentAttention:
         mscale = float(mscale)  # anything else is refused with the other keys of the rotary embedding
     else:
         mscale = 0.0
-    return LatentAttention(**sizes, q_rank=q_rank, bias=read.flag("attention_bias"), mscale_all_dim=mscale)
+    return MLA(**sizes, q_rank=q_rank, bias=read.flag("attention_bias"), mscale_all_dim=mscale)
 
 
 def _read(
-    read: ConfigReader, model_type: str, name: str, defaults: Defaults, mla: LatentAttention, interleaved: bool,
+    read: ConfigReader, model_type: str, name: str, defaults: Defaults, mla: MLA, interleaved: bool,
     **changes: Any,
 ) -> ModelSpec:  # fmt: skip
     read.must_be("qk_head_dim", mla.qk_dim)
@@ -88,7 +87,7 @@ def _read(
     )  # fmt: skip
 
 
-def _scale(mla: LatentAttention, rope: Rope) -> float | None:
+def _scale(mla: MLA, rope: Rope) -> float | None:
     """Of the scores, where YaRN changes it."""
     if rope.scaling is None or not mla.mscale_all_dim or rope.scaling.factor <= 1:
         return None

@@ -1,4 +1,5 @@
-"""Gemma 2, and Gemma 3's text models: norms before and after, weights 1 + w, alternating windows, scaled embedding."""
+"""Gemma, Gemma 2, and Gemma 3's text models: weights 1 + w, scaled embedding; from 2 on norms before and after, and
+alternating windows."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from hetero_megatron.spec.hf_reader import ConfigReader
 from hetero_megatron.spec.hf_rope import read_rope, ropes_by_kind, write_rope, write_ropes_by_kind
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 
+_GEMMA = Defaults(positions=8192, kv_heads=16, kv_nullable=False, head_dim=256, tied=True)
 _GEMMA2 = Defaults(positions=8192, kv_heads=4, kv_nullable=False, head_dim=256, tied=True)
 _GEMMA3 = Defaults(positions=131072, kv_heads=4, kv_nullable=False, head_dim=256, tied=True)
 _THETA = {FULL: 1e6, SLIDING: 1e4}
@@ -35,9 +37,30 @@ _KEYS = DECODER_KEYS | words(
 )
 
 
+def _read_gemma(read: ConfigReader, name: str) -> ModelSpec:
+    read.must_be("use_bidirectional_attention", False, None)
+    given = read.value("hidden_act", "gelu_pytorch_tanh")
+    given = "gelu_pytorch_tanh" if given == "gelu" else given  # of old files, which mean the approximation
+    activation = _GATES.get(ACTIVATIONS.get(given, given)) if isinstance(given, str) else None
+    if activation is None:
+        raise read.refuse("this activation is not supported", "hidden_act", "gelu_pytorch_tanh, gelu, silu")
+    read.must_be("hidden_activation", given, "gelu", None)  # not read by transformers
+    bias = read.flag("attention_bias")
+    return decoder(
+        read, "gemma", name, _GEMMA, norm_offset=1.0, activation=activation, qkv_bias=bias, out_bias=bias,
+        embed_scale=math.sqrt(read.integer("hidden_size")),
+    )  # fmt: skip
+
+
+def _write_gemma(spec: ModelSpec) -> dict[str, Any]:
+    return decoder_config(spec) | write_rope(spec) | {
+        "head_dim": spec.head_dim, "hidden_act": _NAMES.get(spec.activation, spec.activation),
+        "attention_bias": spec.qkv_bias and spec.out_bias,
+    }  # fmt: skip
+
+
 def _common(read: ConfigReader, defaults: Defaults) -> dict[str, Any]:
     """Fields that Gemma 2 and 3 say alike."""
-    read.must_be("attention_dropout", 0, None)
     read.must_be("use_bidirectional_attention", False, None)
     given = read.value("hidden_activation", "gelu_pytorch_tanh")
     activation = _GATES.get(ACTIVATIONS.get(given, given)) if isinstance(given, str) else None
@@ -101,9 +124,17 @@ def _write_gemma3(spec: ModelSpec) -> dict[str, Any]:
     return _write(spec) | write_ropes_by_kind(spec, _THETA)
 
 
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _KEYS, _read_gemma2, _write_gemma2, examples="Gemma 2 2B, 9B, 27B")
+GEMMA = Family(
+    "gemma", "GemmaForCausalLM", read=_read_gemma, write=_write_gemma, examples="Gemma 2B, 7B, CodeGemma",
+    keys=DECODER_KEYS | words("hidden_act hidden_activation attention_bias use_bidirectional_attention"),
+    null_dropout=True,
+)  # fmt: skip
+GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM", _KEYS, _read_gemma2, _write_gemma2, examples="Gemma 2 2B, 9B, 27B",
+    null_dropout=True,
+)  # fmt: skip
 GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", read=_read_gemma3, write=_write_gemma3,
     examples="Gemma 3 270M, 1B; the text model of larger ones",
-    keys=_KEYS | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"),
+    keys=_KEYS | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"), null_dropout=True,
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Mistral and Ministral: Llama with a sliding window, in all layers or (Ministral) in some."""
+"""Mistral and Ministral: Llama with a sliding window, in all layers or (Ministral) in some; Ministral 3: with queries
+that grow with their position."""
 
 from __future__ import annotations
 
@@ -18,10 +19,16 @@ from hetero_megatron.spec.families.family import (
 )
 from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_rope import rope_object
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _MISTRAL = Defaults(positions=131072, kv_heads=8, kv_nullable=False, head_dim_nullable=True)
 _MINISTRAL = Defaults(positions=131072, kv_heads=8, kv_nullable=False)
+_MINISTRAL3 = Defaults(positions=262144, kv_heads=8, kv_nullable=False, head_dim=128, eps=1e-5, theta=1e6)
+_YARN = {  # of a Ministral 3 without rope_parameters
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _KEYS = DECODER_KEYS | words(
     "hidden_act attention_bias mlp_bias sliding_window use_sliding_window max_window_layers layer_types"
 )
@@ -29,7 +36,6 @@ _KEYS = DECODER_KEYS | words(
 
 def _fixed(read: ConfigReader) -> None:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     read.must_be("attention_bias", False, None)
     read.must_be("mlp_bias", False, None)
 
@@ -65,9 +71,40 @@ def _write_ministral(spec: ModelSpec) -> dict[str, Any]:
     return silu_config(spec) | layer_type_config(spec, unused=4096)
 
 
+def _read_ministral3(read: ConfigReader, name: str) -> ModelSpec:
+    read.must_be("hidden_act", "silu", "swish")
+    key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
+    given = read.config.get(key)
+    rope = ConfigReader(_YARN if given is None else given if isinstance(given, dict) else {}, read.where, f"{key}.")
+    beta, length = rope.positive("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
+    rope.must_be("max_position_embeddings", read.value("max_position_embeddings", _MINISTRAL3.positions))
+    own = {"llama_4_scaling_beta", "max_position_embeddings"}
+    if rope.value("rope_type", rope.value("type", "default")) == "default":
+        own.add("original_max_position_embeddings")
+    rest = {k: v for k, v in read.config.items() if k not in ("rope_scaling", "rope_parameters")}
+    rest["rope_parameters"] = {k: v for k, v in rope.config.items() if k not in own}
+    window = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
+    return decoder(
+        ConfigReader(rest, read.where, read.prefix), "ministral3", name, _MINISTRAL3, windows=(window,),
+        query_growth=beta, query_growth_length=length,
+    )  # fmt: skip
+
+
+def _write_ministral3(spec: ModelSpec) -> dict[str, Any]:
+    found = silu_config(spec) | {"sliding_window": spec.windows[0]}
+    for key in ("rope_theta", "rope_scaling"):
+        found.pop(key, None)
+    rope = {"original_max_position_embeddings": spec.query_growth_length} | rope_object(spec.ropes[0])
+    return found | {"rope_parameters": rope | {"llama_4_scaling_beta": spec.query_growth}}
+
+
 MISTRAL = Family(
     "mistral", "MistralForCausalLM", _KEYS, _read_mistral, _write_mistral, examples="Mistral 7B v0.1, v0.3"
 )
 MINISTRAL = Family(
     "ministral", "MinistralForCausalLM", _KEYS, _read_ministral, _write_ministral, examples="Ministral 8B"
 )
+MINISTRAL3 = Family(
+    "ministral3", "Ministral3ForCausalLM", DECODER_KEYS | words("hidden_act sliding_window"), _read_ministral3,
+    _write_ministral3, examples="the text model of Ministral 3 3B, 8B, 14B",
+)  # fmt: skip

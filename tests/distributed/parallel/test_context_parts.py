@@ -16,9 +16,10 @@ from hetero_megatron.model.layers import Context
 from hetero_megatron.ops.attention_op import attn_merge
 from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators, key_heads
+from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.ops.tile_kernels import FlashCpuKernel, OperatorKernel, ReferenceKernel
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
-from hetero_megatron.parallel.long_loss import chunked_loss
+from hetero_megatron.parallel.long_loss import in_chunks, vocab_loss
 from hetero_megatron.plan.context import merged, nested_zigzag
 from hetero_megatron.plan.context_plan import (
     Block,
@@ -116,8 +117,8 @@ def test_tile_kernels_agree(dtype: torch.dtype, distance: int, window: int | Non
         assert torch.equal(live, torch.isfinite(b))
         torch.testing.assert_close(b.double()[live], a[live], rtol=bound, atol=bound)
     via = OperatorKernel(
-        lambda q, k, v, sinks, documents, window, at, start, cap: exact.forward(q, k, v, at - start, window),
-        lambda g, q, k, v, sinks, o, e, documents, window, at, start, cap: exact.backward(
+        lambda q, k, v, sinks, documents, window, at, start, cap, drop: exact.forward(q, k, v, at - start, window),
+        lambda g, q, k, v, sinks, o, e, documents, window, at, start, cap, drop: exact.backward(
             g, q, k, v, o, e, at - start, window
         ),
     )
@@ -253,7 +254,7 @@ def chunked_rank(comm: Comm, cuts: list[int], chunk: int, dtype: torch.dtype) ->
     vocab = (cuts[comm.rank], cuts[comm.rank + 1])
     share = weight[vocab[0] : vocab[1]].clone().requires_grad_()
     x.requires_grad_()
-    loss = chunked_loss(x, share, labels, chunk, comm.group(ranks), vocab)
+    loss = in_chunks(vocab_loss(WeightGradients(), comm.group(ranks), vocab), chunk, x, share, labels, seeds)
     loss.backward(seeds)
     assert x.grad is not None and share.grad is not None
     return [loss.detach(), x.grad, share.grad]
@@ -281,5 +282,6 @@ def test_chunked_loss_never_holds_all_logits() -> None:
         x = torch.empty(1, 4096, 8, requires_grad=True)
         weight = torch.empty(1000, 8, requires_grad=True)
         labels = torch.zeros(1, 4096, dtype=torch.int64)
-        chunked_loss(x, weight, labels, 64, comm.group([0]), (0, 1000)).sum().backward()
+        loss, seeds = vocab_loss(WeightGradients(), comm.group([0]), (0, 1000)), torch.ones(1, 4096)
+        in_chunks(loss, 64, x, weight, labels, seeds).sum().backward()
     assert memory.peak < 4096 * 1000 * 4 / 4

@@ -36,7 +36,7 @@ def replicas(tps: list[int], **model: Any) -> Plan:
     return plan_from_dict(data, from_hf_config(MODEL | model))
 
 
-def look(comm: Comm, plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
+def look(comm: Comm, plan: Plan, model: dict[str, Any], logits_bytes: int = 1 << 30) -> dict[str, Any]:
     """Two steps on one rank: what was packed, and whose gradients came through autograd."""
     spec = from_hf_config(MODEL | model)
     compiled = CompiledPlan(plan, spec, bucket_bytes=8 << 10)
@@ -45,7 +45,7 @@ def look(comm: Comm, plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         return {}
     runtime = Runtime(
         compiled, comm, torch.bfloat16, lambda t, box: initial_values(t, box, spec, 0),
-        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8),
+        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), logits_bytes=logits_bytes,
     )  # fmt: skip
     sync, seen = runtime.sync, set()
     for name, param in sync.params.items():
@@ -82,9 +82,11 @@ def test_unlike_replicas_pack() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_of_products_do_not_pass_through_autograd(tied: bool) -> None:
+@pytest.mark.parametrize("logits_bytes", [1 << 30, 1000])
+def test_weights_of_products_do_not_pass_through_autograd(tied: bool, logits_bytes: int) -> None:
     """A tied head's weight does: its gradient has two parts."""
-    found = shared_pool().run(look, replicas([1], tie_word_embeddings=tied), {"tie_word_embeddings": tied})[0]
+    plan, model = replicas([1], tie_word_embeddings=tied), {"tie_word_embeddings": tied}
+    found = shared_pool().run(look, plan, model, logits_bytes)[0]
     assert found["seen"] == {n for n in found["all"] if "norm" in n or "embed" in n}
     assert ("lm_head.weight" in found["all"]) != tied
 

@@ -10,21 +10,24 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.data.batch import Batch
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import SPECS, Kernel, KernelPlan, Signature, resolve, torch_registry
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import KERNELS as GEMM
-from hetero_megatron.ops.gemm import weight_gradient
+from hetero_megatron.ops.gemm import WeightGradients, weight_gradient
 from hetero_megatron.ops.kernel import VENDOR
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.ops.vocab_cross_entropy import gradient, statistics
-from hetero_megatron.parallel.long_loss import chunked_loss, loss_chunk
+from hetero_megatron.parallel.long_loss import in_chunks, loss_chunk, vocab_loss
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import ModelSpec, from_hf_config, shares
+from hetero_megatron.spec import Lora, ModelSpec, adapted, from_hf_config, shares
+from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import agree_on_kernels
+from hetero_megatron.training.loop import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.parallel.test_context_kernels import CONTEXT
 from tests.distributed.training.test_kernel_training import LENGTH, MODEL, batch, make_plan
@@ -54,7 +57,7 @@ def test_every_provider_serves_both_directions(provider: str) -> None:
     exact = torch.autograd.grad(want, (x, weight), seeds.flatten())
     op = bind(SPECS["vocab_cross_entropy"], kernel_of("vocab_cross_entropy", provider))
     product = kernel_of("gemm", "aten" if provider == "triton" else provider)
-    loss = chunked_loss(x, weight, labels, 4, ALONE, (0, 23), op, product)
+    loss = in_chunks(vocab_loss(WeightGradients(), ALONE, (0, 23), op, product), 4, x, weight, labels, seeds)
     found = torch.autograd.grad(loss, (x, weight), seeds)
     for got, right in zip((loss.flatten(), *found), (want, *exact), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
@@ -63,9 +66,12 @@ def test_every_provider_serves_both_directions(provider: str) -> None:
 def test_weight_gradients_of_chunks_are_not_rounded_before_they_are_added() -> None:
     """Two words, equal logits: dy is exactly a half. The first chunk's product, 128.5, has more digits than bf16."""
     x = torch.tensor([[256.0], [1.0], [-256.0], [1.0]], dtype=torch.bfloat16)
-    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    chunked_loss(x, weight, torch.zeros(4, dtype=torch.int64), 2, ALONE, (0, 2)).sum().backward()
-    assert weight.grad is not None and weight.grad.flatten().tolist() == [-1.0, 1.0]
+    weight, gradients = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True), WeightGradients()
+    total = torch.zeros(2, 1)
+    gradients.assign([weight], lambda dy, x, kernel: kernel(dy, x, total, 1.0))
+    labels, seeds = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    in_chunks(vocab_loss(gradients, ALONE, (0, 2)), 2, x, weight, labels, seeds).sum().backward()
+    assert weight.grad is None and total.flatten().tolist() == [-1.0, 1.0]
 
 
 def counting_plan(called: list[str], spec: ModelSpec, requests: dict[str, str]) -> KernelPlan:
@@ -94,7 +100,7 @@ def counting_plan(called: list[str], spec: ModelSpec, requests: dict[str, str]) 
 def test_a_chunked_head_runs_what_its_kernel_plan_says() -> None:
     spec = from_hf_config(MODEL)
     plan, called = make_plan(spec, {"ranks": 0, "layers": [0, 2]}), list[str]()
-    kernels = counting_plan(called, spec, {})
+    kernels = counting_plan(called, spec, {"vocab_cross_entropy": "acme"})
     assert kernels.provider("vocab_cross_entropy") == "acme" and "cross_entropy" not in kernels.choices
     comm, losses = FakeComm(0, torch.device("cpu")), []
     for given, limit in ((kernels, 4 * 101 * 16), (None, 1 << 30)):
@@ -105,13 +111,54 @@ def test_a_chunked_head_runs_what_its_kernel_plan_says() -> None:
         assert (runtime.loss_chunk is None) == (given is None)
         data = batch()
         out = runtime.model(data.tokens, data)
-        loss = runtime._loss(out, data)
+        loss = runtime._loss(out, data, 1.0)
         loss.backward()
         losses.append(loss.detach())
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     chunks = -(-2 * 64 // 4)
     counts = {kind: called.count(kind) for kind in ("forward", "backward", "weight")}
-    assert counts == {"forward": 2 * chunks, "backward": chunks, "weight": chunks}
+    assert counts == {"forward": chunks, "backward": chunks, "weight": chunks}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_makes_loss_and_gradients_at_once(frozen: bool) -> None:
+    """Unasked, in whole tiles of tokens, straight into the sum in fp32; a frozen head goes through the products that
+    make no gradient of it. Against logits that are there as a whole."""
+    spec = from_hf_config(MODEL | {"max_position_embeddings": 256})
+    if frozen:
+        spec = adapted(spec, Lora(2, 4.0, ("q_proj",)))
+    data = {"seq_length": 170, "global_batch_size": 4, "pipelines": [
+        {"micro_batch_size": 4, "num_micro_batches": 1, "stages": [{"ranks": [0], "layers": [0, 2]}]}]}  # fmt: skip
+    plan, calls, aten = plan_from_dict(data, spec), list[tuple[int, bool]](), kernel_of("linear_cross_entropy", "aten")
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("the gradient of the losses is known")
+
+    def together(*args: Any) -> Any:
+        x, weight, _, _, into, beta = args
+        assert into is not None and into.dtype == torch.float32 and into.shape == weight.shape
+        calls.append((len(x), bool(beta)))
+        return aten.parts["fwd_bwd"](*args)  # type: ignore[operator]
+
+    registry = torch_registry()
+    parts = {"fwd_bwd": together}
+    registry.register(replace(aten, provider="acme", kind=VENDOR, forward=never, backward=never, parts=parts))
+    base, limit = Signature("", "cpu", torch.float32), 4 * 4 * 101 * 130
+    chunked = stage_signatures(base, spec, shares(spec, (1,))[0], True, 1, (), True)
+    tokens = torch.randint(0, 101, (4, 171), generator=torch.Generator().manual_seed(1))
+    counts = torch.rand(4, 170, generator=torch.Generator().manual_seed(2)) < 0.7
+    data_batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.arange(170).expand(4, 170), loss_mask=counts)
+    found = []
+    for kernels, most in ((resolve(registry, chunked), limit), (None, 1 << 30)):
+        runtime = Runtime(
+            CompiledPlan(plan, spec), FakeComm(0, torch.device("cpu")), torch.float32,
+            lambda t, box: initial_values(t, box, spec, 7), optimizer_factory(OptimizerConfig()), kernels=kernels,
+            logits_bytes=most,
+        )  # fmt: skip
+        stats = runtime.train_step(lambda _: data_batch, 0, 4, 1e-3, loss_scale=1024.0)
+        found.append(torch.tensor([stats.loss, stats.grad_norm]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+    assert calls == ([] if frozen else [(128, False), *[(128, True)] * 4, (40, True)])
 
 
 def test_a_request_that_chunks_would_ignore_is_refused() -> None:
@@ -143,7 +190,8 @@ def test_the_run_prints_what_runs_and_names_what_it_cannot_watch() -> None:
         "--model", "tiny", "--mock-data", "--seq-length", "1100", "--lr", "1e-3",
         "--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1", "--max-logits-mib", "1",
     ]  # fmt: skip
-    good, _ = run_ranks(1, [*flags, "--check-operators", "gemm", "swiglu", "adamw", "vocab_cross_entropy"])
+    apart = [*flags, "--kernels", "vocab_cross_entropy=aten"]
+    good, _ = run_ranks(1, [*apart, "--check-operators", "gemm", "swiglu", "adamw", "vocab_cross_entropy"])
     line = next(x for x in good.splitlines() if x.startswith("kernels of pipeline 0 stage 0"))
     assert ", vocab_cross_entropy" in line and " cross_entropy" not in line
     for op in ("gemm", "adamw", "vocab_cross_entropy"):
@@ -188,7 +236,9 @@ def test_a_label_outside_the_vocabulary_raises_or_gives_nan(op: str, label: int,
     with torch.no_grad():
         try:
             if op == "vocab_cross_entropy":
-                loss = chunked_loss(x, weight, labels, 4, ALONE, (0, 23), bind(SPECS[op], kernel))
+                loss = in_chunks(
+                    vocab_loss(WeightGradients(), ALONE, (0, 23), bind(SPECS[op], kernel)), 4, x, weight, labels, None
+                )
             elif op == "cross_entropy":
                 loss = kernel.forward(x @ weight.t(), labels)[0]
             else:

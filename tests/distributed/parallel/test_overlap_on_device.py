@@ -68,15 +68,15 @@ def pool(extension: None) -> Pool:
     return shared_pool(("emulated",) * 3)
 
 
-def starts_of(comm: Comm, name: str, key: str) -> list[str]:
-    """What rank 0 was doing when each bucket's exchange started; the others begin when as many have as there is memory
-    for. (Then its compute stream waits, and on this device with it the host.)"""
-    spec = from_hf_config(MODEL)
+def starts_of(comm: Comm, name: str, key: str, tied: bool, chunked: bool) -> tuple[list[str], int]:
+    """(activities, buckets): what rank 0 was doing when each bucket's exchange started; the others begin when as many
+    have as there is memory for. (Then its compute stream waits, and on this device with it the host.)"""
+    spec = from_hf_config(MODEL | {"tie_word_embeddings": tied})
     plan = with_attention(plan_for(plan_from_dict(plan_of(name), spec), comm.islands), comm.device)
     compiled = CompiledPlan(plan, spec, bucket_bytes=16 << 10)
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
-        return []
+        return [], 0
     store = dist.distributed_c10d._get_default_store()
     holders, started = plan.ranks, list[str]()
 
@@ -98,8 +98,9 @@ def starts_of(comm: Comm, name: str, key: str) -> list[str]:
     before, comm.hooks = comm.hooks, Hooks(comm.clock, submit)
     try:
         runtime = Runtime(
-            compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), lambda g: SGD(g, 0.0)
-        )
+            compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), lambda g: SGD(g, 0.0),
+            logits_bytes=1000 if chunked else 1 << 30,
+        )  # fmt: skip
         memory = []
         for step in range(2):
             runtime.train_step(fetch, 0, plan.global_batch_size, 1e-3)
@@ -109,14 +110,19 @@ def starts_of(comm: Comm, name: str, key: str) -> list[str]:
     finally:
         comm.hooks = before
     assert memory[0] == memory[1]  # buckets are allocated once
-    assert len(memory[0]) == (BUCKETS if name == "equal" else 0)
-    return first
+    buckets = len(compiled.buckets)
+    assert len(memory[0]) == (buckets if name == "equal" else 0)
+    return first, buckets
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_every_bucket_starts_during_backward(name: str, pool: Pool) -> None:
-    started = pool.run(starts_of, name, f"started/{name}")[0]
-    assert len(started) == BUCKETS
+@pytest.mark.parametrize(
+    ("name", "tied", "chunked"),
+    [("equal", False, False), ("unlike", False, False), ("equal", False, True), ("unlike", True, True)],
+)
+def test_every_bucket_starts_during_backward(name: str, tied: bool, chunked: bool, pool: Pool) -> None:
+    """``chunked``: the head's gradient comes in forward; of tied embeddings another part in backward."""
+    started, buckets = pool.run(starts_of, name, f"started/{name}/{tied}/{chunked}", tied, chunked)[0]
+    assert len(started) == buckets and (tied or buckets == BUCKETS)
     assert all("action B" in activity for activity in started), started
 
 

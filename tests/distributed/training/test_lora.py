@@ -20,6 +20,7 @@ from hetero_megatron.spec.lora import TARGETS
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_model, random_plan
@@ -140,6 +141,14 @@ def test_random_plans(seed: int) -> None:
     lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3)
     case = Case(seed, 4, config, made, optimizer=rng.choice(["adamw", "sgd"]), packed=rng.random() < 0.5)
     check(config, made, lora, case)
+
+
+def test_latent_attention() -> None:
+    """Adapters of what every rank computes whole, and of what is cut by heads."""
+    config = MOE_FAMILIES["deepseek_v2"] | {"first_k_dense_replace": 3}
+    made = plan([pipe(2, 2, stage([0, 1, 2], [0, 2], tp=3, tp_split=[2, 1, 1]), stage([3], [2, 3]))])
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    check(config, made, Lora(3, 6.0, targets), Case(2, 4, config, made, packed=True))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from hetero_megatron.spec.balance import Balancing
 from tests.distributed.training.test_moe_parity import moe_case
 from tests.support.moe_models import MOE_FAMILIES
-from tests.support.parity import Case, check_case, fixed_case
+from tests.support.parity import Case, check_case, fixed_case, run_case
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
@@ -80,3 +81,29 @@ HAND_WRITTEN = {
 @pytest.mark.parametrize("name", HAND_WRITTEN)
 def test_hand_written(name: str) -> None:
     check(fixed_case(OLMOE, HAND_WRITTEN[name], packed=True, masked=True, balancing=ALL, router=GROUPS))
+
+
+def test_in_bf16_a_plan_sends_tokens_where_one_process_in_fp64_does() -> None:
+    """The fraction of equal choices, by how much the loads of experts differ."""
+    spelled = HAND_WRITTEN["replicated_experts_in_a_pipeline"]
+    case = fixed_case(OLMOE, {**spelled, "seq_length": 64}, dtype="bf16", balancing=Balancing(), optimizer="sgd")
+    want, ranks = run_case(case, shared_pool())
+    for got in ranks:
+        load = torch.stack(list(got["routing"][0].load.values()))
+        first = torch.tensor(want.loads[0])
+        assert load.sum() == first.sum() and (load - first).abs().sum() / 2 < 0.03 * first.sum()
+
+
+def test_random_plans_have_all_kinds_of_groups() -> None:
+    """Unequal counts, replicated (hot) experts, ranks without experts, ranks that share columns: among the cases of
+    this file and of test_moe_parity.py."""
+    kinds: set[str] = set()
+    for case in (*map(moe_case, range(2026, 2056)), *map(balanced_case, range(3026, 3050))):
+        for group in (g for p in case.plan["pipelines"] for s in p["stages"] for g in s.get("experts", ())):
+            held = [tuple(e) for e in group["experts"]]
+            sizes = [b - a for a, b in (e for e in held if e)]
+            kinds |= {"none"} if () in held else set()
+            kinds |= {"unequal"} if len(set(sizes)) > 1 else set()
+            kinds |= {"shared columns"} if any(isinstance(r, list) and len(r) > 1 for r in group["ranks"]) else set()
+            kinds |= {"replicated"} if sum(sizes) > max(b for _, b in (e for e in held if e)) else set()
+    assert kinds == {"none", "unequal", "shared columns", "replicated"}

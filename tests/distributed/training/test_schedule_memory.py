@@ -16,6 +16,8 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.simulate.memory_report import estimate_memory, micro_batch_bytes
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.schedule.adaptive import search_adaptive
+from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
+from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 from hetero_megatron.spec import ModelSpec, from_hf_config
@@ -52,33 +54,41 @@ def made(pipeline: Pipeline, caps: tuple[int, ...]) -> Pipeline:
     """With an adaptive schedule in the memory of so many micro-batches per stage, of which one is slower."""
     stages = []
     for s, cap in zip(pipeline.stages, caps, strict=True):
-        (((kept, waiting, _),),) = micro_batch_bytes(s, SPEC, 4).values()
-        seconds = 0.5 + s.num_layers % 2
-        stages.append(StageTimes(
-            seconds, seconds, seconds, activation_bytes=kept, deferred_bytes=waiting, memory_bytes=cap * kept
+        (row,) = micro_batch_bytes(s, SPEC, 4).values()
+        seconds, memory = 0.5 + s.num_layers % 2, cap * sum(kept for kept, _, _ in row)
+        stages.append(tuple(
+            StageTimes(
+                seconds, seconds, seconds, activation_bytes=kept, deferred_bytes=waiting, memory_bytes=memory
+            )
+            for kept, waiting, _ in row
         ))  # fmt: skip
-    found = search_adaptive(PipelineTimes(tuple(stages), (LinkTimes(0.1, 0.1),) * 2), pipeline.num_micro_batches)
-    assert found.schedule.name == "adaptive"
-    return replace(pipeline, orders=stored_orders(found.schedule))
+    link, count = LinkTimes(0.1, 0.1), pipeline.num_micro_batches
+    if pipeline.chunks > 1:
+        schedule = search_adaptive_chunks(ChunkedTimes(tuple(stages), (link,) * 3), count).schedule
+    else:
+        schedule = search_adaptive(PipelineTimes(tuple(row[0] for row in stages), (link,) * 2), count).schedule
+    assert schedule.name == "adaptive"
+    return replace(pipeline, orders=stored_orders(schedule))
 
 
 def under(name: str, caps: tuple[int, ...]) -> Plan:
-    chunks = name == "interleaved"
+    chunks = name in ("interleaved", "chunked")
     layers = [[[0, 1], [3, 4]], [[1, 2], [4, 5]], [[2, 3], [5, 6]]] if chunks else [[0, 1], [1, 3], [3, 6]]
     spelled = plan([pipe(2, COUNT, *(stage([r], part) for r, part in enumerate(layers)))], 32, "1f1b")
-    if name != "adaptive":
+    if name not in ("adaptive", "chunked"):
         spelled["schedule"] = name
         return plan_from_dict(spelled | {"pipelines": [
             p | ({"in_flight": list(caps)} if name == "zero-bubble" else {}) for p in spelled["pipelines"]
         ]}, SPEC)  # fmt: skip
-    plain = plan_from_dict(spelled, SPEC)
-    return replace(plain, schedule=name, pipelines=(made(plain.pipelines[0], caps),))
+    plain = plan_from_dict(spelled | {"schedule": "interleaved" if chunks else "1f1b"}, SPEC)
+    return replace(plain, schedule="adaptive", pipelines=(made(plain.pipelines[0], caps),))
 
 
-CASES = ["adaptive 4 3 2", "interleaved", "1f1b", "zero-bubble 4 3 2", "adaptive 6 5 3"]  # micro-batches per stage
+# Micro-batches per stage, where there is a cap; "chunked": adaptive over chunks.
+CASES = ["adaptive 4 3 2", "interleaved", "chunked 4 3 3", "1f1b", "zero-bubble 4 3 2", "adaptive 6 5 3"]
 
 
-@pytest.mark.parametrize("case", quick(CASES, CASES[:2]))
+@pytest.mark.parametrize("case", quick(CASES, CASES[:3]))
 def test_in_flight_memory_is_what_was_estimated_and_below_the_cap(case: str) -> None:
     name, *numbers = case.split()
     caps = tuple(map(int, numbers))
@@ -90,5 +100,5 @@ def test_in_flight_memory_is_what_was_estimated_and_below_the_cap(case: str) -> 
         activations, (rank,) = estimates[s].activations, at.ranks
         assert 0.9 * activations <= peaks[rank] <= activations + messages
         if caps:
-            (((kept, _, working),),) = micro_batch_bytes(at, SPEC, 4).values()
-            assert activations <= caps[s] * kept + working
+            (row,) = micro_batch_bytes(at, SPEC, 4).values()
+            assert activations <= caps[s] * sum(kept for kept, _, _ in row) + max(working for *_, working in row)

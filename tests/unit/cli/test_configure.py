@@ -23,6 +23,10 @@ from tests.support.small_plans import LLAMA
 
 TINY = "--model tiny --mock-data --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100"
+MOE = (
+    f"{SHAPE} --mock-data --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --num-experts 8 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
+)
 FLAGS = f"{SHAPE} --mock-data --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 
 
@@ -48,9 +52,42 @@ BAD = [
     (f"{TINY} --seed {'9' * 20}", "--seed", "is out of range"),
     (f"{TINY} --save=", "--save", "is empty"),
     (f"{TINY} --optimizer muon", "--optimizer", "adam, sgd"),
-    (f"{TINY} --fp8-format hybrid", "--fp8-format", "Accepted: --bf16"),
-    (f"{TINY} --num-experts 8", "--num-experts", "mixture of experts"),
-    (f"{TINY} --hidden-dropout 0.1", "--hidden-dropout", "not built yet. Accepted: 0.0"),
+    (f"{TINY} --fp8-format hybrid", "--fp8-recipe", "Accepted: tensorwise or blockwise"),
+    (f"{TINY} --num-experts 8", "--num-experts", "--model tiny says none"),
+    (f"{FLAGS} --num-experts 8", "--swiglu", "gated by SiLU"),
+    (f"{FLAGS} --swiglu --num-experts 8", "--disable-bias-linear", "no biases"),
+    (f"{MOE} --moe-router-topk 9", "--moe-router-topk", "there are 8 experts"),
+    (f"{MOE} --moe-router-topk 1", "--moe-router-topk", "--moe-router-pre-softmax"),
+    (f"{MOE} --moe-router-score-function sigmoid --moe-router-pre-softmax", "--moe-router-pre-softmax", "no effect"),
+    (f"{MOE} --moe-router-score-function sqrtsoftplus", "--moe-router-score-function", "softmax, sigmoid"),
+    (f"{MOE} --moe-router-num-groups 4", "--moe-router-num-groups", "--moe-router-group-topk"),
+    (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups", "does not divide 8"),
+    (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-group-topk", "1 to 2"),
+    (f"{MOE} --moe-shared-expert-gate", "--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"),
+    (f"{MOE} --moe-layer-freq 0", "--moe-layer-freq", "each of 2 layers"),
+    (f"{MOE} --moe-layer-freq [1]*3", "--moe-layer-freq", "each of 2 layers"),
+    (f"{MOE} --moe-layer-freq [1,2]", "--moe-layer-freq", "each of 2 layers"),
+    (f"{MOE} --moe-layer-freq print(1)", "--moe-layer-freq", "each of 2 layers"),
+    (f"{MOE} --moe-layer-freq {'[' * 3000}", "--moe-layer-freq", "each of 2 layers"),
+    (f"{MOE} --moe-layer-freq 9**9**9*[1]", "--moe-layer-freq", "each of 2 layers"),
+    (f"{FLAGS} --moe-router-topk 2", "--moe-router-topk", "no effect without --num-experts"),
+    (f"{MOE} --moe-router-load-balancing-type aux_loss", "--moe-router-load-balancing-type", "seq_aux_loss"),
+    (f"{MOE} --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type", "seq_aux_loss"),
+    (f"{MOE} --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type", "seq_aux_loss"),
+    (f"{MOE} --moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff", "missing"),
+    (f"{MOE} --moe-aux-loss-coeff 1e-2", "--moe-aux-loss-coeff", "seq_aux_loss"),
+    (f"{MOE} --moe-z-loss-coeff -1", "--moe-z-loss-coeff", "0 or more"),
+    (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias", "sigmoid"),
+    (f"{MOE} --moe-router-bias-update-rate 1", "--moe-router-bias-update-rate", "--moe-router-enable-expert-bias"),
+    (f"{MOE} --moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor", "seq_aux_loss"),
+    (f"{MOE} --moe-token-drop-policy probs", "--moe-token-drop-policy", "never dropped"),
+    (f"{MOE} --moe-router-dtype fp32", "--moe-router-dtype", "at least fp32"),
+    (f"{MOE} --routing-stats /nowhere/x.json", "--routing-stats", "not there"),
+    (f"{TINY} --moe-z-loss-coeff 1e-3", "--moe-z-loss-coeff", "no mixture of experts"),
+    (f"{TINY} --routing-stats x.json", "--routing-stats", "no mixture of experts"),
+    (f"{TINY} --hidden-dropout 1.0", "--hidden-dropout", "no probability below 1. Accepted: 0 <= rate < 1"),
+    (f"{TINY} --attention-dropout -0.1", "--attention-dropout", "too small"),
+    (f"{TINY} --attention-dropout nan", "--attention-dropout", "not a number"),
     (f"{TINY} --context-parallel-size 2", "--context-parallel-size", "not a multiple of 1 x 2 x 1"),
     (f"{TINY} --context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type", "p2p, a2a, a2a+p2p, allgather"),
     (f"{TINY} --context-parallel-size 2 --cp-comm-type a2a p2p", "--cp-comm-type", "one type for all layers"),
@@ -65,7 +102,7 @@ BAD = [
         "--hierarchical-context-parallel-sizes",
         "a2a+p2p",
     ),
-    (f"{TINY} --expert-model-parallel-size 2", "--expert-model-parallel-size", "divided by a plan file"),
+    (f"{TINY} --expert-model-parallel-size 2", "--expert-model-parallel-size", "no mixture of experts"),
     (f"{TINY} --num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage", "virtual"),
     (f"{TINY} --auto-plan", "--auto-plan", "needs the cluster"),
     (f"{TINY} --cluster c.yaml", "--cluster", "no effect without --plan"),
@@ -275,9 +312,9 @@ def test_a_launch_line_of_flagscale() -> None:
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain([*TINY.split(), "--num-experts", "8"], {}) == 2
+    assert pretrain([*TINY.split(), "--moe-router-dtype", "fp32"], {}) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: command line: --num-experts = 8: ")
+    assert captured.out == "" and captured.err.startswith("error: command line: --moe-router-dtype = fp32: ")
     assert captured.err.count("\n") == 1
 
 

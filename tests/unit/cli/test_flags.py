@@ -331,13 +331,13 @@ def test_bad_words(name: str) -> None:
 
 
 def test_all_refusals_stand_in_one_message() -> None:
-    line = "--use-checkpoint-args --num-expert 8 --moe-router-topk 2 --moe-router-dtype fp32 --seed many --lr 0x1"
+    line = "--use-checkpoint-args --num-expert 8 --moe-enable-deepep --moe-input-jitter-eps 1 --seed many --lr 0x1"
     with pytest.raises(UserError) as caught:
         config(f"{TINY} {line} --bf16=1")
     message = str(caught.value)
     for part in (
         "7 flags cannot be taken", "--use-checkpoint-args = given: flags are not read", "--num-expert: unknown flag",
-        "--moe-router-topk = 2, --moe-router-dtype = fp32: a mixture of experts is read",
+        "--moe-enable-deepep = given, --moe-input-jitter-eps = 1: it is not built",
         "--seed = many: is not an integer",
         "--lr = 0x1: is not a number", "--bf16 = 1: wrong number of values (accepted: no value)",
     ):  # fmt: skip

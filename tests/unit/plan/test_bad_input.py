@@ -118,7 +118,7 @@ MEGATRON = {
         "--hierarchical-context-parallel-sizes",
         "needs it",
     ),
-    "expert": ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", "divided by a plan file"),
+    "expert": ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size", "no mixture of experts"),
     "zero": ({"micro_batch_size": 0}, "--micro-batch-size", "too small"),
     "virtual": (
         {"num_layers_per_virtual_pipeline_stage": 2},

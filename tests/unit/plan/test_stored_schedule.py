@@ -95,3 +95,51 @@ def test_a_schedule_that_the_plan_does_not_ask_for_is_refused(spec: ModelSpec) -
 def test_another_number_of_micro_batches_is_refused(plan: Plan) -> None:
     with pytest.raises(UserError, match="stored schedule is for 6 micro-batches"):
         pipeline_schedule(plan, plan.pipelines[0], 4)
+
+
+def chunked_data() -> dict[str, Any]:
+    stages = [{"ranks": s, "layers": [[s, s + 1], [s + 2, s + 3]]} for s in range(2)]
+    pipeline = {"micro_batch_size": 1, "num_micro_batches": 5, "stages": stages}
+    data = {"version": 1, "seq_length": 16, "global_batch_size": 5, "schedule": "adaptive", "pipelines": [pipeline]}
+    adapt(random.Random(1), data, 4)
+    return data
+
+
+def test_the_file_keeps_a_schedule_over_chunks(spec: ModelSpec, tmp_path: Path) -> None:
+    plan = plan_from_dict(chunked_data(), spec)
+    assert plan.schedule == "adaptive" and any("F1" in row for row in plan.pipelines[0].orders)
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_yaml(plan))
+    assert load_plan(path, spec) == plan
+    schedule = pipeline_schedule(plan, plan.pipelines[0])
+    assert schedule.chunks == 2
+    assert simulate(schedule, Costs([1.0] * 2, [2.0] * 2)).step_seconds >= 15
+    without = replace(plan, pipelines=(replace(plan.pipelines[0], orders=()),))
+    assert pipeline_schedule(without, without.pipelines[0]).name == "interleaved"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("F*5 F1*5 B1*5 B*4 B2", "chunk that the stage does not have"),
+        ("F*5 B*5 F1*5 B1*5", "deadlock"),
+        ("F*5 F1*4 B1*5 B*5", "B1 is missing|comes before its forward"),
+        ("F*5 F1*5 B1*5 B*4", "missing"),
+        ("F*5 F1*5 B1*5 B*5 F1", "one forward more|more than"),
+        ("F*5 F01*5", "cannot be read"),
+        ("F*5 F1*5 B1*5 W1 B*5", "comes before its B_INPUT"),
+    ],
+)
+def test_a_schedule_over_chunks_that_cannot_run_is_refused(row: str, says: str, spec: ModelSpec) -> None:
+    data = chunked_data()
+    data["pipelines"][0]["schedule"]["stages"][0] = row
+    with pytest.raises(UserError, match=says) as caught:
+        plan_from_dict(data, spec)
+    assert "schedule" in (caught.value.field or "")
+
+
+def test_zero_bubble_over_chunks_is_refused_by_name(spec: ModelSpec) -> None:
+    data = chunked_data() | {"schedule": "zero-bubble"}
+    del data["pipelines"][0]["schedule"]
+    with pytest.raises(UserError, match="zero-bubble schedule runs one range.*interleaved or adaptive"):
+        plan_from_dict(data, spec)

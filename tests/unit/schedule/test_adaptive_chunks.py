@@ -34,6 +34,7 @@ from hetero_megatron.schedule.pipeline_times import LinkTimes, StageTimes
 from hetero_megatron.schedule.stage_orders import chunk_orders_of, schedule_of
 from hetero_megatron.schedule.stored import schedule_from_dict, schedule_to_dict, stored_orders
 from tests.support.pipelines import random_chunked_times
+from tests.unit.schedule.test_chunks_and_split import finishes
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -55,6 +56,7 @@ def test_it_is_valid_within_memory_and_takes_what_is_simulated(seed: int) -> Non
     times, count = drawn(seed)
     found = search_adaptive_chunks(times, count, 5_000)
     validate(lower(found.schedule))
+    assert len(times.stages) == 1 or finishes(lower(found.schedule))
     for chunks, row in zip(times.stages, chunk_orders_of(found.schedule), strict=True):
         assert keeps_chunk_memory(chunks, row)
         assert sum(action[0] == "F" for action in row) == count * times.chunks

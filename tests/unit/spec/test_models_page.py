@@ -45,7 +45,8 @@ def test_adapters_and_experts_are_as_the_page_says(family: str) -> None:
             return False
         return True
 
-    outside = ATTENTION if said != "`o_proj`" else ("o_proj",)
+    latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    outside = ATTENTION if spec.mla is None else latent
     assert works(*outside) and works(*all_linear(spec.gated)) == said.startswith("all")
     if said.startswith("all"):
         model = adapted(spec, Lora(2, 2.0, all_linear(spec.gated)))

@@ -34,9 +34,12 @@ from hetero_megatron.spec.flops import (
     layer_activation_bytes,
     layer_parameters,
     parameter_count,
+    projection_elements,
     sequence_flops,
     visible_pairs,
 )
+from tests.support.families import DENSE
+from tests.support.moe_models import MOE_FAMILIES
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
@@ -109,7 +112,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "model_type"),
     (LLAMA | {"model_type": ["llama"]}, "model_type"),
     (LLAMA | {"hidden_act": "relu"}, "hidden_act"),
-    (LLAMA | {"attention_dropout": 0.1}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": 1.0}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": float("nan")}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": -0.1}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": "0.1"}, "attention_dropout"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
     (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "rope_scaling.factor"),
@@ -134,7 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"model_type": "qwen2", "mlp_bias": True}, "mlp_bias"),
     (LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
     (LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
-    (GPT2 | {"resid_pdrop": 0.2}, "resid_pdrop"),
+    (GPT2 | {"resid_pdrop": True}, "resid_pdrop"),
     (GPT2 | {"activation_function": "swish"}, "activation_function"),
     (GPT2 | {"n_head": 5}, "n_head"),
     (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -160,12 +166,16 @@ def test_sliding_windows_are_read_as_transformers_reads_them() -> None:
     assert from_hf_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).windows == (None,)
 
 
-def test_gpt2_default_dropout_is_ignored_with_a_notice() -> None:
+def test_dropout_rates_are_read_as_transformers_does_and_are_no_part_of_the_model() -> None:
+    transformers = pytest.importorskip("transformers")
     quiet = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    assert from_hf_config(quiet).notices == ()
-    spec = from_hf_config(GPT2 | {"resid_pdrop": 0.0})
-    assert "embd_pdrop, attn_pdrop = 0.1 ignored" in spec.notices[0]
-    assert spec == from_hf_config(quiet) and hash(spec) == hash(from_hf_config(quiet))
+    assert from_hf_config(quiet).dropouts == ()
+    for config in (GPT2, GPT2 | {"resid_pdrop": 0.0}, LLAMA | {"attention_dropout": 0.2}, LLAMA):
+        spec, theirs = from_hf_config(config), transformers.AutoConfig.for_model(**config)
+        for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+            assert dict(spec.dropouts).get(key, 0.0) == (getattr(theirs, key, 0.0) or 0.0)
+        assert spec == from_hf_config(config | dict.fromkeys(dict(spec.dropouts), 0.0))
+    assert hash(from_hf_config(GPT2)) == hash(from_hf_config(quiet))
 
 
 @pytest.mark.parametrize(
@@ -300,6 +310,10 @@ def test_flops_against_counting() -> None:
     matrices = parameter_count(spec) - spec.vocab_size * spec.hidden_size - (2 * 32 + 1) * 4096
     attention = 12 * spec.num_layers * spec.hidden_size * 4097 / 2
     assert per_token == pytest.approx(6 * matrices + attention, rel=1e-12)
+    for config in (DENSE | MOE_FAMILIES).values():
+        family = from_hf_config(config)
+        matrices = [t for t in logical_tensors(family) if t.layer == 0 and ".self_attn." in t.name]
+        assert projection_elements(family) == sum(t.size for t in matrices if len(t.shape) == 2)
     assert layer_parameters(spec) == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
 
 
@@ -310,8 +324,14 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
 
     from hetero_megatron.model import GPTStage
 
-    for changes in ({}, {"qk_norm": "head"}, {"activation": "gelu", "norm": "layer"}):
-        spec = replace(load_model("tiny"), **changes)
+    tiny = load_model("tiny")
+    changed = [tiny, *(replace(tiny, **c) for c in ({"qk_norm": "head"}, {"activation": "gelu", "norm": "layer"}))]
+    sizes = {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "kv_lora_rank": 64, "intermediate_size": 352,
+             "first_k_dense_replace": 3}  # fmt: skip
+    latent = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8} | sizes
+    for ranks in ({"q_lora_rank": 48, "v_head_dim": 16}, {"q_lora_rank": None, "v_head_dim": 24}):
+        changed.append(from_hf_config(MOE_FAMILIES["deepseek_v2"] | latent | ranks))
+    for spec in changed:
         stage = GPTStage(spec, whole_share(spec), [0], False, False)
         for p in stage.parameters():
             torch.nn.init.constant_(p, 0.01)
@@ -327,9 +347,10 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
 
         x = torch.randn(2, 64, spec.hidden_size, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            stage(x, SimpleNamespace(positions=torch.arange(64).expand(2, 64), documents=None, loss_mask=None))
+            positions = torch.arange(64).expand(2, 64)
+            stage(x, SimpleNamespace(positions=positions, documents=None, loss_mask=None, draws=None))
         want = layer_activation_bytes(spec, 128, itemsize=4) - 128 * 4 * spec.num_heads  # lse is below the threshold
-        assert sum(saved.values()) == pytest.approx(want, rel=0.02), changes
+        assert sum(saved.values()) == pytest.approx(want, rel=0.02), spec
 
 
 def test_activation_bytes_shrink_with_recompute_and_tensor_parallelism() -> None:

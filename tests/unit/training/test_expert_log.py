@@ -41,7 +41,7 @@ def test_figures() -> None:
 def test_the_console_line_shows_them_and_stays_short() -> None:
     found = figures_of(ROUTING)
     line = ConsoleLine(
-        99_000, 100_000, 1, 12.5, 1e-4, 8, 2.5, 1.0, tokens_per_second=123_456.0, tflops=1.0, mfu=0.5,
+        99, 100, 1, 0.5, 1e-4, 8, 2.5, 1.0, tokens_per_second=123_456.0, tflops=1.0, mfu=0.5,
         busiest=found.worst, balance=found.losses,
     )  # fmt: skip
     short = format_short(line)
