@@ -5,14 +5,17 @@
 
 Ranks 0 and 1 (``big``) form one context group, 2 and 3 (``small``) another; a big rank owns three times as many
 tokens. Inside a group heads are divided, between groups keys and values go round in equal blocks. More ranks than
-four join the small group. Reported: seconds, peak resident memory per rank above what it had before the step, and
+four join the small group. Reported: seconds, peak memory per rank above what it had before the step, and
 
 - up to ``--check`` x 2 tokens: loss, logits of a prefix and all gradients against one rank with the same sequence;
 - beyond: logits of a prefix against one rank with that prefix alone (causal: what follows changes nothing), and
   gradients of a sequence of 2 x ``--check`` tokens whose later labels are masked against one rank with the first
   ``--check`` tokens: that rank has less than half the sequence, so no later token may leave a trace.
 
-With an accelerator, ``--ranks 1`` runs one rank on it. Prints one JSON object on its last line.
+Ranks run on the platform that is here (``--platform`` names another of ``hetero-megatron plugins list``), with the
+kernels that training would choose there, and memory is that of its device: on an accelerator what torch allocated at
+most, on the CPU the resident set. Attention by the reference holds scores of every query with every key: it is refused
+above 4096 tokens. Prints one JSON object on its last line.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.common import machine, peak_rss  # noqa: E402
+from benchmarks.common import machine  # noqa: E402
 
 SEED = 20261121
+LOGITS_BYTES = 64 << 20
+QUADRATIC = 4096  # most tokens for which the scores of all queries and keys may be held
 
 
 def model(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,20 +82,30 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     from hetero_megatron.model import initial_values
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.compile import CompiledPlan
-    from hetero_megatron.platform import detect_platform
+    from hetero_megatron.plan.kernels import with_kernels
+    from hetero_megatron.platform import choose_platform
+    from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.runtime import Runtime
 
     torch.set_num_threads(options.threads)
     spec = from_hf_config(model(options))
     spelled = spelled_plan(options.run_tokens, options.ranks, options.layers, options.heads)
-    plan = plan_from_dict(spelled, spec)
-    comm = start_comm(detect_platform(options.backend, int(os.environ.get("LOCAL_RANK", "0"))), 3600)
+    plan = with_kernels(plan_from_dict(spelled, spec), options.kernels)
+    plugins = load_plugins()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    platform = choose_platform(plugins.platforms.values(), options.platform, options.backend, local)
+    comm = start_comm(platform, 3600)
+    kernels = rank_kernels(
+        plan, spec, comm.rank, plugins.registry, platform, torch.float32, logits_bytes=LOGITS_BYTES
+    )  # fmt: skip
+    refuse_quadratic(kernels.provider("attention"), options)
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
     runtime = Runtime(
         compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, SEED),
-        lambda groups: torch.optim.SGD(groups, lr=0.0), logits_bytes=64 << 20,
+        lambda groups: torch.optim.SGD(groups, lr=0.0), kernels, logits_bytes=LOGITS_BYTES,
     )  # fmt: skip
     assert runtime.optimizer is not None
     longest = max(options.tokens, 2 * options.check)
@@ -110,7 +125,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
         places = [i for i, t in enumerate(t for a, b in runtime.unit.tokens for t in range(a, b)) if t < options.prefix]
         hidden = out[0, places].detach()
         head = runtime.model.lm_head.matrix.detach()
-        seen["prefix"] = (own, hidden if runtime.loss_chunk is None else hidden @ head.t())
+        seen["prefix"] = (own, (hidden if runtime.loss_chunk is None else hidden @ head.t()).cpu())
         return loss(out, part)
 
     def recording_step(grads: Any, coefficient: float) -> None:
@@ -121,13 +136,29 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
 
     runtime.executor.chunks = [replace(chunk, loss=recording_loss)]
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
-    before, start = peak_rss(), time.perf_counter()
+    platform.synchronize()
+    before, start = platform.peak_memory(), time.perf_counter()
     stats = runtime.train_step(lambda _: batch, 0, 1, 0.0)
-    seen |= {"seconds": time.perf_counter() - start, "peak": peak_rss() - before, "loss": stats.loss}
+    platform.synchronize()
+    seen |= {"seconds": time.perf_counter() - start, "peak": platform.peak_memory() - before, "loss": stats.loss}
+    seen |= {"device": str(platform.device), "chip": platform.chip(), "attention": kernels.provider("attention")}
     seen |= {"busy": stats.busy, "communication": stats.communication, "sent": sum(comm.sent_bytes.values())}
     seen["owned"] = runtime.unit.num_tokens
     torch.save(seen, Path(options.out) / f"rank-{comm.rank}.pt")
     stop_comm()
+
+
+def refuse_quadratic(provider: str, options: argparse.Namespace) -> None:
+    """UserError for attention by the reference over more than ``QUADRATIC`` tokens."""
+    from hetero_megatron.errors import UserError
+
+    if provider == "reference" and options.run_tokens > QUADRATIC:
+        size = options.heads * options.run_tokens**2 * 4
+        raise UserError(
+            f"it holds the scores of every query with every key: {size / 2**30:,.1f} GiB for {options.run_tokens:,} "
+            "tokens", field="kernels.attention", value=provider, where="million_tokens.py",
+            accepted=f"another provider (--kernels attention=PROVIDER), or at most {QUADRATIC:,} tokens",
+        )  # fmt: skip
 
 
 def run_job(options: argparse.Namespace, ranks: int, tokens: int, loss_tokens: int = 0) -> list[dict[str, Any]]:
@@ -143,6 +174,8 @@ def run_job(options: argparse.Namespace, ranks: int, tokens: int, loss_tokens: i
         for name in ("tokens", "check", "prefix", "layers", "heads", "head_dim"):
             words += ["--" + name.replace("_", "-"), str(getattr(options, name))]
         words += ["--backend", options.backend] if options.backend else []
+        words += ["--platform", options.platform] if options.platform else []
+        words += ["--kernels", *options.kernels] if options.kernels else []
         base = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         base |= {"OMP_NUM_THREADS": str(options.threads), "MALLOC_ARENA_MAX": "1", "GLOO_SOCKET_IFNAME": "lo"}
         started = [
@@ -180,7 +213,7 @@ def assembled_prefix(ranks: list[dict[str, Any]], prefix: int) -> Any:
     logits = torch.zeros(prefix, 256)
     for seen in ranks:
         places, rows = seen["prefix"]
-        logits[places] = rows.cpu()
+        logits[places] = rows
     return logits
 
 
@@ -224,6 +257,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1, help="threads per rank")
     parser.add_argument("--backend", help="of torch.distributed; gloo keeps to the CPU")
+    parser.add_argument("--platform", help="of hetero-megatron plugins list; left out: the one that is here")
+    parser.add_argument("--kernels", nargs="+", default=[], help="as --kernels of pretrain_gpt.py")
     parser.add_argument("--limit", type=float, default=1e-4, help="largest relative error; more is a failure")
     for hidden in ("--run-tokens", "--loss-tokens"):
         parser.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
@@ -231,12 +266,18 @@ def main() -> None:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
-        one_rank_of_the_job(options)
+        from hetero_megatron.errors import UserError
+
+        try:
+            one_rank_of_the_job(options)
+        except UserError as error:
+            raise SystemExit(f"error: {error}") from None
         return
     print(f"{machine()}: {options.tokens:,} tokens, {options.ranks} ranks, {options.layers} layer(s) of "
           f"{options.heads} x {options.head_dim}", flush=True)  # fmt: skip
     many = run_job(options, options.ranks, options.tokens)
     seconds = max(seen["seconds"] for seen in many)
+    print(f"{many[0]['device']} ({many[0]['chip']}), attention by {many[0]['attention']}", flush=True)
     for rank, seen in enumerate(many):
         print(f"rank {rank}: {seen['owned']:>9,} tokens, {seen['peak'] / 2**20:8.1f} MiB above start, "
               f"busy {seen['busy'][rank]:.1f} s, sent {seen['sent'] / 2**20:.1f} MiB", flush=True)  # fmt: skip
@@ -245,6 +286,7 @@ def main() -> None:
     for name, value in errors.items():
         print(f"against one rank, {name}: {value:.3g}")
     result = {"tokens": options.tokens, "ranks": options.ranks, "seconds": seconds, "loss": many[0]["loss"],
+              "device": many[0]["device"], "attention": many[0]["attention"],
               "peak_mib": [round(seen["peak"] / 2**20, 1) for seen in many], **errors}  # fmt: skip
     print(json.dumps(result))
     if max(value for name, value in errors.items() if not name.startswith("one_rank")) > options.limit:

@@ -91,6 +91,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.plan import format_plan
     from hetero_megatron.plan.islands import format_islands
+    from hetero_megatron.planner.simulate.communicators import format_communicators
     from hetero_megatron.planner.simulate.memory_report import format_memory
 
     if launcher.rank != 0:
@@ -104,6 +105,8 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
             print(notice_line(sentence))
         memory = _memory(config)
         print(format_memory(memory), flush=True)
+        for line in format_communicators(config.plan, cluster) if cluster is not None else ():
+            print(line, flush=True)
     refuse_over_memory(config, memory, notify=True)
     if config.as_rank is not None:
         import_torch()
@@ -117,11 +120,15 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     """What every rank needs, by formula."""
     from hetero_megatron.plan.memory import moments_of
+    from hetero_megatron.planner.simulate.communicators import with_communicators
     from hetero_megatron.planner.simulate.memory_report import estimate_memory
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets
-    return estimate_memory(config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes)
+    found = estimate_memory(config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes)
+    if config.cluster is None:
+        return found
+    return with_communicators(found, config.plan, config.spec, buckets, config.cluster)
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:

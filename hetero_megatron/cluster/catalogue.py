@@ -7,11 +7,39 @@ table is printed by ``hetero-megatron doctor --chips``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GIB = 2**30
 DTYPES = ("fp64", "fp32", "bf16", "fp16")  # of weights
 CHIP_DTYPES = (*DTYPES, "fp8")
+
+
+@dataclass(frozen=True)
+class CommunicatorMemory:
+    """Bytes that a communication library takes on a chip for ``each`` communicator, and for each ``peer`` in it."""
+
+    each: int = 0
+    peer: int = 0
+    source: str = ""
+
+    def bytes(self, count: int, peers: int) -> int:
+        return count * self.each + peers * self.peer
+
+    @property
+    def least(self) -> int:
+        """What is set aside before it is known how many there will be, and at least: four, with 16 peers in all."""
+        return self.bytes(4, 16)
+
+
+# By vendor. Nothing here was measured: override it with ``communicators:`` of a chip.
+_NCCL = CommunicatorMemory(
+    64 << 20, 16 << 20, "assumed: 2 channels with buffers of NCCL_BUFFSIZE, 4 MiB by default, both ways per peer"
+)
+COMMUNICATORS = {
+    "NVIDIA": _NCCL, "AMD": _NCCL,
+    "Huawei": CommunicatorMemory(400 << 20, 0, "HCCL_BUFFSIZE, 200 MiB by default, both ways"),
+}  # fmt: skip
+OTHER_COMMUNICATORS = replace(_NCCL, source="assumed to be as NCCL's")
 
 
 @dataclass(frozen=True)
@@ -30,6 +58,7 @@ class Chip:
         memory_budget: bytes that an emulated chip may use; None: ``memory``.
         rates: measured rates, as calibration wrote them.
         cost_per_hour: in any currency, the same for all chips; None when unknown.
+        communicators: memory of its communication library; None: as its vendor's (:attr:`communicator`).
         vendor: whose communication library it speaks, as platform plugins name it; "" when unknown.
     """
 
@@ -46,6 +75,16 @@ class Chip:
     rates: Mapping[str, object] = field(default_factory=dict)
     cost_per_hour: float | None = None
     vendor: str = ""
+    communicators: CommunicatorMemory | None = None
+
+    @property
+    def communicator(self) -> CommunicatorMemory:
+        """What a communicator takes on it; nothing on emulated chips, whose transfers go by gloo."""
+        if self.communicators is not None:
+            return self.communicators
+        if self.speed is not None:
+            return CommunicatorMemory()
+        return COMMUNICATORS.get(self.vendor, OTHER_COMMUNICATORS)
 
 
 def _chip(

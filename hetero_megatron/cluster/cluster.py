@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from hetero_megatron.cluster.catalogue import CHIP_DTYPES, CHIPS, Chip
+from hetero_megatron.cluster.catalogue import CHIP_DTYPES, CHIPS, Chip, CommunicatorMemory
 from hetero_megatron.cluster.document import Entry, from_data
 from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.cluster.hosts import (
@@ -28,7 +28,7 @@ CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates", "launch")
 NODE_KEYS = ("name", "count", "chip", "chips_per_node", *HOST_KEYS)
 CHIP_KEYS = (
     "memory", "tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth", "dtypes", "emulate", "rates", "source",
-    "cost_per_hour", "vendor",
+    "cost_per_hour", "vendor", "communicators",
 )  # fmt: skip
 LINK_KEYS = ("bandwidth", "latency", "transport", "emulate")
 DIRECT, BRIDGE, STAGED = TRANSPORTS = ("direct", "bridge", "host-staged")
@@ -342,6 +342,10 @@ def _chip(name: str, entry: Entry) -> Chip:
         keys["rates"].any_mapping()
         check_numbers(keys["rates"])
         changes["rates"] = keys["rates"].plain()
+    if "communicators" in keys:
+        known = keys["communicators"].mapping(("each", "peer"), required=("each", "peer"))
+        each, peer = (int(quantity(known[key], "bytes")) for key in ("each", "peer"))
+        changes["communicators"] = CommunicatorMemory(each, peer, "cluster file")
     if "emulate" in keys:
         emulate = keys["emulate"].mapping(("speed", "memory"))
         if "speed" in emulate:

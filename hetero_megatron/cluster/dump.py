@@ -61,6 +61,8 @@ def _chip(chip: Chip) -> dict[str, Any]:
         data["rates"] = dict(chip.rates)
     if chip.vendor:
         data["vendor"] = chip.vendor
+    if chip.communicators is not None:
+        data["communicators"] = {key: f"{getattr(chip.communicators, key)} B" for key in ("each", "peer")}
     if chip.cost_per_hour is not None:
         data["cost_per_hour"] = chip.cost_per_hour
     return data

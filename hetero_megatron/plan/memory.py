@@ -52,6 +52,7 @@ class MemoryBytes:
             between stages.
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor.
+        communicators: buffers of the communication library.
         host: fp32 masters and moments of an offloaded optimizer: in the host's memory, so not part of ``total``.
     """
 
@@ -62,11 +63,12 @@ class MemoryBytes:
     buffers: int = 0
     overhead: int = 0
     host: int = 0
+    communicators: int = 0
 
     @property
     def lasting(self) -> int:
         """What is there all step long."""
-        return self.overhead + self.weights + self.gradients + self.optimizer
+        return self.overhead + self.communicators + self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:

@@ -59,6 +59,7 @@ def format_prediction(found: Prediction) -> str:
         if seconds or part != "jitter":
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / found.step_seconds:>8.1%}")
     lines += ["", "busy with compute", *_busy(found), "", format_memory(found.memory)]
+    lines += found.communicators
     free = min((found.limits[r] - m.total, r) for r, m in found.memory.items())
     if found.over:
         lines += [f"does not fit: {over}" for over in found.over[:4]]

@@ -44,7 +44,7 @@ def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
     logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
-    """Memory of every rank in bytes, without the framework's overhead.
+    """Memory of every rank in bytes, without the framework's overhead and communicators.
 
     Args:
         moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
@@ -217,6 +217,7 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
     help_by = {
         "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
         "overhead": "a chip with more memory",
+        "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",
     }
     more = f"; {plural(len(over), 'rank')} do not fit" if len(over) > 1 else ""
     return UserError(
@@ -234,8 +235,9 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     rows: dict[MemoryBytes, list[int]] = {}
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)
-    heads = ["weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total", "host"]
-    for head in ("overhead", "host"):
+    heads = ["weights", "gradients", "optimizer", "activations", "buffers"]
+    heads += ["overhead", "communicators", "total", "host"]
+    for head in ("overhead", "communicators", "host"):
         if not any(getattr(needs, head) for needs in rows):
             heads.remove(head)
     lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]

@@ -22,6 +22,7 @@ from hetero_megatron.plan.memory import MemoryBytes, state_bytes
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.cost.rates import source_of
+from hetero_megatron.planner.simulate.communicators import format_communicators, with_communicators
 from hetero_megatron.planner.simulate.grad_sync import BucketSpan, GradSync
 from hetero_megatron.planner.simulate.memory_report import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
@@ -55,6 +56,7 @@ class Prediction:
             summed, which the end of the step waits for.
         unsplit: other chips of a plan that splits backwards whose rates do not say what B_INPUT and W take: W is
             counted by FLOPs, and splitting costs nothing.
+        communicators: what of ``memory`` the communication libraries take, in words, and where that is from.
     """
 
     plan: Plan
@@ -74,6 +76,7 @@ class Prediction:
     assumed: Mapping[str, str]
     tails: Mapping[int, float]
     unsplit: tuple[str, ...] = ()
+    communicators: tuple[str, ...] = ()
 
     @property
     def pipeline_seconds(self) -> tuple[float, ...]:
@@ -261,6 +264,7 @@ class _Step:
                 for rank in stage.ranks
             },
             chips=self.chips,
+            communicators=tuple(format_communicators(self.plan, costs.cluster)),
             tails=times.tails,
             assumed={
                 c: source_of(costs.cluster.chips[c])
@@ -333,10 +337,11 @@ class _Step:
             if not costs.options.sharded and not needs.host:
                 held = self.sync.held[rank]
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
-            overhead = costs.overhead(self.chips[rank])
+            overhead = costs.context(self.chips[rank])
             memory[rank] = MemoryBytes(
                 needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead, needs.host
             )
+        memory = with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)
         return memory, {r: costs.memory_limit(self.chips[r]) for r in self.plan.ranks}
 
     def _mfu(self, seconds: float) -> float | None:
