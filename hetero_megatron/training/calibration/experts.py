@@ -134,7 +134,7 @@ def _exchanges(
     """(ranks, a call that exchanges tokens between them, how many one of them sends) of some sizes."""
     moe, first = spec.moe, job.comm.rank
     assert moe is not None
-    found = []
+    found = list[tuple[int, Callable[[], Sequence[float]], float]]()
     for members in MEMBERS:
         ranks = tuple(range(first, first + members))
         ends = [i * moe.num_experts // members for i in range(members + 1)]
