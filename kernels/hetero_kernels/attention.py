@@ -115,8 +115,11 @@ class _Call:
         block_q = min(chosen["block_q"], max(power_of_two(self.sizes[2]), smallest))
         block_k = min(chosen["block_k"], max(power_of_two(self.sizes[3]), smallest))
         stages, features = chosen["num_stages"], (*self.dims[2:], self.item_bytes, self.intervals is not None)
-        masks = self.dropout is not None  # a tile of them goes through on-chip memory, a byte for each element
-        while shared_bytes(op, block_q, block_k, stages, *features) + masks * block_q * block_k > self.limits.shared_bytes:
+        masked = self.dropout is not None  # a tile of masks goes through on-chip memory, a byte for each element
+        while (
+            shared_bytes(op, block_q, block_k, stages, *features) + masked * block_q * block_k
+            > self.limits.shared_bytes
+        ):
             moving_q = op == "attention_bwd_kv"
             if stages > 1:
                 stages -= 1
