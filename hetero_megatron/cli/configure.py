@@ -11,7 +11,7 @@ from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
 from hetero_megatron.cli.balance_flags import build_balancing
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
 from hetero_megatron.cli.hub import model_directory
-from hetero_megatron.cli.model_flags import build_spec
+from hetero_megatron.cli.model_flags import build_dropout, build_spec
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name, parse
 from hetero_megatron.cli.plan_flags import build_plan, take_defaults
 from hetero_megatron.cli.use import check_use
@@ -46,6 +46,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
     optimizer, evaluation = training.build_optimizer(args), training.build_evaluation(args)
     dtype, loss_scale = training.build_precision(args)
     fp8 = training.build_fp8(args)
+    dropout = build_dropout(args)
     stop, logging = training.build_exit(args), training.build_logging(args)
     distributed = training.build_distributed(args)
     data = _data(args)
@@ -75,6 +76,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         dtype=dtype,
         fp8=fp8,
         loss_scale=loss_scale,
+        dropout=dropout,
         optimizer=optimizer,
         evaluation=evaluation,
         exit=stop,

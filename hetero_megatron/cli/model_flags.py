@@ -8,7 +8,8 @@ from hetero_megatron.cli.moe_flags import build_moe, mlp_kinds, moe_family, said
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import LayerKind, ModelSpec, Rope, RopeScaling, load_model
+from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, RopeScaling, load_model
+from hetero_megatron.spec.dropout import DROPOUT_KEYS
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
@@ -23,6 +24,7 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         spec = _stretched(args, load_model(args[named], flag_name(named)))
         _check_agreement(args, spec)
         args.notices.extend(spec.notices)
+        _say_unused_dropout(args, spec)
         return spec
     for key in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if args[key] is None:
@@ -135,6 +137,28 @@ def _say_no_dropout(args: Arguments) -> None:
     absent = [flag_name(key) for key in ("attention_dropout", "hidden_dropout") if key not in args.given]
     if absent:
         args.notices.append(f"no dropout, as if by {' 0 '.join([*absent, ''])}(Megatron's default is 0.1)")
+
+
+def _say_unused_dropout(args: Arguments, spec: ModelSpec) -> None:
+    """What a model's configuration says about dropout counts only where a flag says it, too."""
+    for name, keys in DROPOUT_KEYS.items():
+        flag = f"{name}_dropout"
+        said = [(key, rate) for key, rate in spec.dropouts if key in keys]
+        if said and flag not in args.given:
+            rates = ", ".join(f"{key} {rate:g}" for key, rate in said)
+            args.notices.append(
+                f"{spec.name} says {rates}: trained without, as if by {flag_name(flag)} 0 "
+                f"({flag_name(flag)} {said[0][1]:g}: with it)"
+            )
+
+
+def build_dropout(args: Arguments) -> Dropout:
+    """The rates of --hidden-dropout and --attention-dropout."""
+    try:
+        return Dropout(args["hidden_dropout"], args["attention_dropout"])
+    except UserError as error:
+        key = f"{error.field}_dropout"
+        raise flag_error(key, args[key], error.problem, error.accepted) from None
 
 
 def _family(args: Arguments, window: int | None) -> str:

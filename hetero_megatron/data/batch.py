@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from hetero_megatron.data.sample import Dataset
+from hetero_megatron.ops.dropout import Draws
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Batch:
         documents: start offsets per row, where attention must not cross documents; None: one document per row.
             They count tokens of the whole sequence, also in a batch that holds only some of its tokens.
         counted: tokens that count in the loss, where the mask is on a device; None: the mask says.
+        draws: of dropout, in training; its sample is the global index of the first row.
     """
 
     tokens: torch.Tensor
@@ -39,6 +41,7 @@ class Batch:
     loss_mask: torch.Tensor | None = None
     documents: list[list[int]] | None = None
     counted: int | None = None
+    draws: Draws | None = None
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -55,7 +58,8 @@ class Batch:
             return torch.cat([x[:, a:b] for a, b in intervals], dim=1) if intervals else x[:, :0]
 
         mask = None if self.loss_mask is None else part(self.loss_mask)
-        return Batch(part(self.tokens), part(self.labels), part(self.positions), mask, self.documents)
+        tokens, labels, positions = map(part, (self.tokens, self.labels, self.positions))
+        return replace(self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask)
 
 
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:

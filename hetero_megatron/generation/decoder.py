@@ -35,6 +35,7 @@ class _Batch:
 
     positions: torch.Tensor
     documents: None = None
+    draws: None = None
     loss_mask: None = None
 
 

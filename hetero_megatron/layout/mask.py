@@ -48,14 +48,16 @@ class _Part(NamedTuple):
 
 
 def tiles(
-    queries: Sequence[Interval], keys: Sequence[Interval], starts: Sequence[int] = (0,), window: int | None = None
-) -> list[Tile]:
+    queries: Sequence[Interval], keys: Sequence[Interval], starts: Sequence[int] = (0,), window: int | None = None,
+    join: bool = True,
+) -> list[Tile]:  # fmt: skip
     """Tiles of queries x keys, ordered by query, that cover every visible pair once and little else.
 
     Args:
         queries, keys: ascending disjoint token intervals.
         starts: ascending starts of documents; tokens before the first one belong to it.
         window: a token sees itself and ``window - 1`` tokens before it; None: all.
+        join: full tiles side by side become one, whose tokens need not follow each other; else those of each tile do.
     """
     by_document = dict(_by_document(keys, starts))
     out: list[Tile] = []
@@ -63,7 +65,7 @@ def tiles(
         for q in parts:
             for k in by_document.get(document, ()):
                 out += _pair(q, k, window)
-    return _joined(out)
+    return _joined(out) if join else sorted(out)
 
 
 def _joined(found: list[Tile]) -> list[Tile]:

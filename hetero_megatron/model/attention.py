@@ -19,13 +19,13 @@ from hetero_megatron.model.layers import (
     turn,
 )
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.spec import LayerKind, ModelSpec, Share
+from hetero_megatron.spec import ModelSpec, Share
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, share: Share, kernels: KernelPlan, dropout: float = 0.0) -> None:
         super().__init__()
-        self.kernels, self.rope = kernels, kind.rope
+        self.kernels, self.rope = kernels, spec.layer(layer).rope
         d, h = spec.head_dim, spec.hidden_size
         (q0, q1), (kv0, kv1) = share.q_heads, share.kv_heads
         self.heads, self.kv_heads, self.head_dim = q1 - q0, kv1 - kv0, d
@@ -43,7 +43,7 @@ class Attention(nn.Module):
             self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
             self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)
         self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.sinks else None
-        self.core_attention = CoreAttention(spec, kind, kernels)
+        self.core_attention = CoreAttention(spec, layer, kernels, share.q_heads[0], dropout)
         # Scores are computed with 1 / sqrt(d); a family's other scale goes into the queries.
         self.query_scale = 1.0 if spec.attn_scale is None else spec.attn_scale * d**0.5
         self.growth, self.growth_length = spec.query_growth, spec.query_growth_length

@@ -20,7 +20,9 @@ from hetero_megatron.model.latent_attention import LatentAttention
 from hetero_megatron.model.layers import Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
-from hetero_megatron.spec import LayerKind, ModelSpec, Rope, Share
+from hetero_megatron.ops.dropout import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, Draws
+from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, Share
+from hetero_megatron.spec.dropout import NO_DROPOUT
 
 
 class StageBatch(Protocol):
@@ -29,6 +31,7 @@ class StageBatch(Protocol):
     positions: torch.Tensor  # [b, s] int64
     documents: Sequence[Sequence[int]] | None  # document starts per row
     loss_mask: torch.Tensor | None  # [b, s] bool, which tokens count in the loss; None: all
+    draws: Draws | None  # of dropout; None: there is none, as in evaluation and generation
 
 
 class MLP(nn.Module):
@@ -80,20 +83,25 @@ class Layer(nn.Module):
     """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream.
 
     The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for. Where
-    ``takes_sum``, the layer takes x and ``added`` of the layer before it, and elsewhere their sum.
+    ``takes_sum``, the layer takes x and ``added`` of the layer before it, and elsewhere their sum. ``number``: of the
+    layer in the model.
     """
 
-    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
+    def __init__(
+        self, spec: ModelSpec, number: int, share: Share, kernels: KernelPlan, dropout: Dropout = NO_DROPOUT
+    ) -> None:
         super().__init__()
-        self.residual_scale = spec.residual_scale
+        self.residual_scale, self.kernels = spec.residual_scale, kernels
+        self.number, self.dropout = number, dropout.hidden
         norm = partial(Norm, spec, spec.hidden_size, kernels)
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
-        self.self_attn = (Attention if spec.mla is None else LatentAttention)(spec, kind, share, kernels)
+        attention = Attention if spec.mla is None else LatentAttention
+        self.self_attn = attention(spec, number, share, kernels, dropout.attention)
         self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
-        self.mlp = _mlp(spec, kind, share, kernels)
+        self.mlp = _mlp(spec, spec.layer(number), share, kernels)
         if spec.norm_placement != "pre":
             self.post_feedforward_layernorm = norm()
         names: dict[str, tuple[str | None, ...]] = {
@@ -119,18 +127,19 @@ class Layer(nn.Module):
             y = before_attention(x)
         else:
             y, x = before_attention(added, x)
-        y = self._scaled(self.self_attn(y, context), after_attention)
+        y = self._added(self.self_attn(y, context), after_attention, AFTER_ATTENTION, context)
         if before_mlp is not None:
             y, x = before_mlp(y, x)
         else:
             y = x = x + y
         y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
-        return ResidualStream(x, self._scaled(y, after_mlp))
+        return ResidualStream(x, self._added(y, after_mlp, AFTER_MLP, context))
 
-    def _scaled(self, y: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def _added(self, y: torch.Tensor, norm: Norm | None, site: int, context: Context) -> torch.Tensor:
         """What a block adds to the residual stream."""
         y = y if norm is None else norm(y)
-        return y if self.residual_scale == 1.0 else y * self.residual_scale
+        y = y if self.residual_scale == 1.0 else y * self.residual_scale
+        return context.drop(y, self.kernels, self.dropout, self.number, site)
 
 
 class Head(nn.Module):
@@ -181,10 +190,11 @@ class GPTStage(nn.Module):
         layers: global indices of its decoder layers, ascending.
         kernels: which provider serves which operator; None: the default ones for ``dtype`` and ``device``.
         seq_length: of the run, which decides between the short and long factors of ``longrope``.
+        dropout: of training: of batches with ``draws``.
 
     ``forward(x, batch)`` maps tokens [b, s] (with ``embed``) or hidden states [b, s, h] to hidden states, or
     (with ``head``) to logits [b, s, vocabulary share]; with a ``part``, only that of it. Parameters are left
-    uninitialised.
+    uninitialised. ``token_numbers``: which tokens of each sequence a batch has, [s] int64, where not the first ones.
     """
 
     def __init__(
@@ -198,9 +208,11 @@ class GPTStage(nn.Module):
         device: torch.device | str = "cpu",
         kernels: KernelPlan | None = None,
         seq_length: int = 0,
+        dropout: Dropout = NO_DROPOUT,
     ) -> None:
         super().__init__()
-        self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device)
+        self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device, dropout=dropout)
+        self.dropout, self.token_numbers = dropout.hidden, cast(torch.Tensor | None, None)
         self.has_embed, self.has_head = embed, head
         self.own_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # [b, s] -> those between its blocks
         # As the dtype of the weights has it: Gemma was trained with that number.
@@ -220,7 +232,7 @@ class GPTStage(nn.Module):
                 self.model["embed_tokens"] = Embedding(rows, h)
             if embed and spec.position == "learned":
                 self.model["embed_positions"] = Embedding(spec.max_position_embeddings, h)
-            self.model["layers"] = nn.ModuleDict({str(i): Layer(spec, spec.layer(i), share, kernels) for i in layers})
+            self.model["layers"] = nn.ModuleDict({str(i): Layer(spec, i, share, kernels, dropout) for i in layers})
             if head:
                 self.model["norm"] = Norm(spec, h, kernels)
                 tied = cast(Embedding, self.model["embed_tokens"]).weight if spec.tied else None
@@ -231,13 +243,18 @@ class GPTStage(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: StageBatch, part: StagePart | None = None) -> torch.Tensor:
         layers = self.layers() if part is None else [self.model["layers"][str(i)] for i in part.layers]  # type: ignore[index]
-        if self.has_embed and (part is None or part.embed):
+        embedded = self.has_embed and (part is None or part.embed)
+        if embedded:
             x = self.model["embed_tokens"](x)
             x = x if self.embed_scale == 1.0 else x * self.embed_scale
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
-        context = Context(batch.documents, self._rope_tables(batch.positions, x.dtype), counted, batch.positions)
+        ropes, draws = self._rope_tables(batch.positions, x.dtype), batch.draws
+        tokens = None if draws is None else self._tokens(batch)
+        context = Context(batch.documents, ropes, counted, batch.positions, draws, tokens)
+        if embedded:
+            x = context.drop(x, self.kernels, self.dropout, 0, EMBEDDING)
         stream: ResidualStream | None = None
         for layer in layers:
             if stream is not None and layer.takes_sum:
@@ -249,6 +266,13 @@ class GPTStage(nn.Module):
             return x
         x = self.model["norm"](x)  # the logits are scaled through it, however head and loss are computed
         return self.lm_head(x if self.logit_scale == 1.0 else x * self.logit_scale)
+
+    def _tokens(self, batch: StageBatch) -> torch.Tensor:
+        """Numbers of the tokens between its blocks."""
+        length, found = batch.positions.shape[1], self.token_numbers
+        found = torch.arange(length, device=batch.positions.device) if found is None else found
+        assert len(found) == length, f"{len(found)} token numbers for {length} tokens"
+        return self.own_tokens(found[None])[0]
 
     def _rope_tables(
         self, positions: torch.Tensor, dtype: torch.dtype

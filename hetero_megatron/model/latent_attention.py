@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hetero_megatron.model.layers import Context, CoreAttention, Linear, Norm, turn
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.spec import LayerKind, ModelSpec, Share
+from hetero_megatron.spec import ModelSpec, Share
 
 
 class LatentAttention(nn.Module):
@@ -24,10 +24,10 @@ class LatentAttention(nn.Module):
     128 features of values beside 192 of keys that is 1.2 times the attention's FLOPs and 1.5 times the values' memory.
     """
 
-    def __init__(self, spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, share: Share, kernels: KernelPlan, dropout: float = 0.0) -> None:
         super().__init__()
         assert spec.mla is not None
-        self.mla, self.rope, self.kernels = spec.mla, kind.rope, kernels
+        self.mla, self.rope, self.kernels = spec.mla, spec.layer(layer).rope, kernels
         mla, h = self.mla, spec.hidden_size
         self.heads, self.head_dim = share.q_heads[1] - share.q_heads[0], spec.head_dim
         self.q_a_proj: nn.Module | None = None
@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = Norm(spec, mla.kv_rank, kernels, eps=mla.norm_eps)
         self.kv_b_proj = Linear(mla.kv_rank, self.heads * (mla.nope_dim + mla.v_dim), bias=False, kernels=kernels)
         self.o_proj = Linear(self.heads * mla.v_dim, h, bias=spec.out_bias, kernels=kernels)
-        self.core_attention = CoreAttention(spec, kind, kernels)
+        self.core_attention = CoreAttention(spec, layer, kernels, share.q_heads[0], dropout)
         # Scores are computed with 1 / sqrt(head_dim).
         scale = mla.qk_dim**-0.5 if spec.attn_scale is None else spec.attn_scale
         self.query_scale = scale * self.head_dim**0.5

@@ -10,20 +10,36 @@ import torch
 from torch import nn
 
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout
 from hetero_megatron.ops.gemm_fp8 import Maxima
-from hetero_megatron.spec import LayerKind, ModelSpec, Rope
+from hetero_megatron.spec import ModelSpec, Rope
 
 
 @dataclass(frozen=True)
 class Context:
-    """Per micro-batch values that all layers share; ropes: of each of the model's rotary embeddings (cos, sin), each
-    [b, s, 1, pairs of features]; counted: of the tokens between attention and MLP (under sequence parallelism a shard),
-    which ones count in the loss, None: all; positions: [b, s], as in ``ropes``, where queries grow with them."""
+    """Per micro-batch values that all layers share.
+
+    Attributes:
+        ropes: of each of the model's rotary embeddings (cos, sin), each [b, s, 1, pairs of features].
+        counted: of the tokens between attention and MLP (under sequence parallelism a shard), which ones count in the
+            loss; None: all.
+        positions: [b, s], as in ``ropes``, where queries grow with them.
+        draws: of dropout, None: there is none; tokens: with them the numbers of those same tokens, [s] int64.
+    """
 
     documents: Sequence[Sequence[int]] | None
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
     counted: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    draws: Draws | None = None
+    tokens: torch.Tensor | None = None
+
+    def drop(self, x: torch.Tensor, kernels: KernelPlan, rate: float, layer: int, site: int) -> torch.Tensor:
+        """Hidden states [b, s, h] under dropout."""
+        if self.draws is None or not rate:
+            return x
+        key, sample = self.draws.key(layer, site), self.draws.sample
+        return kernels.dropout(x, self.tokens, rate, key, sample, 0)  # type: ignore[no-any-return]
 
 
 class Linear(nn.Module):
@@ -124,16 +140,30 @@ def sum_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention: a module of its own, so it can be recomputed or distributed. ``sinks``: [heads] or none."""
+    """Softmax attention: a module of its own, so it can be recomputed or distributed. ``sinks``: [heads] or none.
 
-    def __init__(self, spec: ModelSpec, kind: LayerKind, kernels: KernelPlan) -> None:
+    Args:
+        layer: its number; first_head: that of its first query head; dropout: rate of the probabilities.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, kernels: KernelPlan, first_head: int = 0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.window, self.softcap, self.kernels = kind.window, spec.attn_softcap, kernels
+        self.window, self.softcap, self.kernels = spec.layer(layer).window, spec.attn_softcap, kernels
+        self.layer, self.first_head, self.dropout = layer, first_head, dropout
+
+    def score_dropout(self, draws: Draws | None, first_head: int) -> ScoreDropout | None:
+        """Of query heads from ``first_head`` on."""
+        if draws is None or not self.dropout:
+            return None
+        return ScoreDropout(self.dropout, draws.key(self.layer, SCORES), draws.sample, first_head)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
-        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap)
+        dropout = self.score_dropout(context.draws, self.first_head)
+        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap, dropout)
         return cast(torch.Tensor, out)
 
 

@@ -7,12 +7,15 @@ The log-sum-exp is in natural logarithms; a row that may see no key has out = 0 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from hetero_megatron.ops.attention_sinks import sink_gradient
 from hetero_megatron.ops.attn_merge import attn_merge_
+from hetero_megatron.ops.dropout import ScoreDropout, score_factors
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
 
@@ -58,6 +61,7 @@ def _repeat(q: torch.Tensor, k: torch.Tensor) -> int:
 def definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, documents: Documents = None,
     window: int | None = None, q_start: int = 0, k_start: int = 0, softcap: float | None = None,
+    dropout: ScoreDropout | None = None,
 ) -> Pair:  # fmt: skip
     """Causal attention: query i of a part that begins at ``q_start`` sees key j where k_start + j <= q_start + i.
 
@@ -67,6 +71,8 @@ def definition(
         documents: start offsets per row (only for q_start = k_start = 0 and s = t): tokens see their own document.
         window: a token sees itself and ``window - 1`` tokens before it.
         softcap: scores, already scaled, become softcap x tanh(score / softcap).
+        dropout: probabilities that are dropped become 0 after the softmax, the others are divided by 1 - rate; which,
+            see ``ops/dropout.py``. The log-sum-exp and a sink's probability know nothing of it.
 
     Returns:
         out [b, s, heads, d] and lse [b, heads, s] in at least fp32, which has the sink in it.
@@ -81,21 +87,27 @@ def definition(
     probs = torch.where(alive, scores, 0.0).softmax(-1) * alive
     values = v.repeat_interleave(_repeat(q, v), dim=2)
     probs = probs[..., : k.shape[1]]
+    if dropout is not None:
+        probs = probs * score_factors(dropout, probs)
     return torch.einsum("bhqk,bkhd->bqhd", probs, values.to(probs.dtype)).to(q.dtype), lse
 
 
 def reference_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, documents: Documents = None, window: int | None = None, q_start: int = 0,
-    k_start: int = 0, softcap: float | None = None,
+    k_start: int = 0, softcap: float | None = None, dropout: ScoreDropout | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Dao et al., 2022, unblocked. ``out`` and ``lse`` may be those of all parts together."""
     kind, repeat = wide(q.dtype), _repeat(q, k)
     scores = _scores(q, k, documents, window, q_start, k_start, softcap)
     probs = (scores - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()  # exp(-inf) = 0 in dead rows
     dout = dout.to(kind)
-    dv = torch.einsum("bhqk,bqhd->bkhd", probs, dout)
     dprobs = torch.einsum("bqhd,bkhd->bhqk", dout, v.repeat_interleave(repeat, dim=2).to(kind))
+    used = probs
+    if dropout is not None:  # delta, the sum over keys of probs x dprobs, is that of dout x out all the same
+        stays = score_factors(dropout, probs)
+        used, dprobs = probs * stays, dprobs * stays
+    dv = torch.einsum("bhqk,bqhd->bkhd", used, dout)
     delta = attn_delta(dout, out)[0]
     dscores = probs * (dprobs - delta[..., None]) / math.sqrt(q.shape[-1])
     if softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2; of a key that is not seen probs are 0
@@ -143,46 +155,92 @@ def _qkv(b: int, s: int, t: int, heads: int, kv: int, d: int) -> tuple[torch.Ten
 
 
 def _cases() -> Iterable[Case]:
-    yield Case("plain", (*_qkv(2, 13, 13, 4, 4, 16), None, None, None, 0, 0, None))
-    yield Case("grouped queries", (*_qkv(2, 13, 13, 6, 2, 16), None, None, None, 0, 0, None))
-    yield Case("one", (*_qkv(1, 1, 1, 1, 1, 8), None, None, None, 0, 0, None))
-    yield Case("longer than a block", (*_qkv(1, 150, 150, 2, 1, 16), None, None, None, 0, 0, None))
-    yield Case("window", (*_qkv(1, 40, 40, 2, 2, 16), None, None, 7, 0, 0, None))
-    yield Case("documents", (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), None, 0, 0, None))
-    yield Case("keys before", (*_qkv(1, 5, 11, 2, 2, 16), None, None, None, 11, 0, None))
-    yield Case("keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, None))
-    yield Case("rows that see nothing", (*_qkv(1, 9, 9, 2, 2, 16), None, None, None, 0, 5, None))
-    yield Case("nothing is seen", (*_qkv(1, 4, 6, 2, 1, 16), None, None, None, 0, 10, None))
-    yield Case("no tokens", (*_qkv(2, 0, 0, 2, 2, 16), None, None, None, 0, 0, None))
-    yield Case("no heads", (*_qkv(2, 5, 5, 0, 0, 16), None, None, None, 0, 0, None))
+    yield Case("plain", (*_qkv(2, 13, 13, 4, 4, 16), None, None, None, 0, 0, None, None))
+    yield Case("grouped queries", (*_qkv(2, 13, 13, 6, 2, 16), None, None, None, 0, 0, None, None))
+    yield Case("one", (*_qkv(1, 1, 1, 1, 1, 8), None, None, None, 0, 0, None, None))
+    yield Case("longer than a block", (*_qkv(1, 150, 150, 2, 1, 16), None, None, None, 0, 0, None, None))
+    yield Case("window", (*_qkv(1, 40, 40, 2, 2, 16), None, None, 7, 0, 0, None, None))
+    yield Case("documents", (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), None, 0, 0, None, None))
+    yield Case("keys before", (*_qkv(1, 5, 11, 2, 2, 16), None, None, None, 11, 0, None, None))
+    yield Case("keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, None, None))
+    yield Case("rows that see nothing", (*_qkv(1, 9, 9, 2, 2, 16), None, None, None, 0, 5, None, None))
+    yield Case("nothing is seen", (*_qkv(1, 4, 6, 2, 1, 16), None, None, None, 0, 10, None, None))
+    yield Case("no tokens", (*_qkv(2, 0, 0, 2, 2, 16), None, None, None, 0, 0, None, None))
+    yield Case("no heads", (*_qkv(2, 5, 5, 0, 0, 16), None, None, None, 0, 0, None, None))
     apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in _qkv(1, 12, 12, 2, 2, 16))
-    yield Case("transposed", (*apart, None, None, None, 0, 0, None))
+    yield Case("transposed", (*apart, None, None, None, 0, 0, None, None))
     q, k, v = _qkv(1, 12, 12, 2, 2, 16)
-    yield Case("large scores", (5 * q, k, v, None, None, None, 0, 0, None))
+    yield Case("large scores", (5 * q, k, v, None, None, None, 0, 0, None, None))
     sinks = normal(6, seed=4)
     grouped = _qkv(2, 13, 13, 6, 2, 16)
     capped = {"features": ("softcap",)}
-    yield Case("soft-capped", (*grouped, None, None, None, 0, 0, 1.5), **capped)
-    yield Case("soft-capped window", (*_qkv(1, 150, 150, 2, 1, 16), None, None, 70, 0, 0, 0.8), **capped)
-    yield Case("soft-capped documents", (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), 3, 0, 0, 2.0), **capped)
-    yield Case("soft-capped keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, 1.0), **capped)
-    yield Case("sinks", (*grouped, sinks, None, None, 0, 0, None), features=("sinks",))
-    yield Case("sinks, window", (*grouped, sinks, ((0, 4), (0, 9)), 5, 0, 0, None), features=("sinks",))
-    yield Case("sinks alone", (*_qkv(1, 9, 9, 2, 2, 16), sinks[:2], None, None, 0, 5, None), features=("sinks",))
-    yield Case("sinks and soft-capped", (*grouped, sinks, None, None, 0, 0, 1.5), features=("sinks", "softcap"))
+    yield Case("soft-capped", (*grouped, None, None, None, 0, 0, 1.5, None), **capped)
+    yield Case("soft-capped window", (*_qkv(1, 150, 150, 2, 1, 16), None, None, 70, 0, 0, 0.8, None), **capped)
+    packed = (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), 3, 0, 0, 2.0, None)
+    yield Case("soft-capped documents", packed, **capped)
+    yield Case("soft-capped keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, 1.0, None), **capped)
+    yield Case("sinks", (*grouped, sinks, None, None, 0, 0, None, None), features=("sinks",))
+    yield Case("sinks, window", (*grouped, sinks, ((0, 4), (0, 9)), 5, 0, 0, None, None), features=("sinks",))
+    nothing = (*_qkv(1, 9, 9, 2, 2, 16), sinks[:2], None, None, 0, 5, None, None)
+    yield Case("sinks alone", nothing, features=("sinks",))
+    both = (*grouped, sinks, None, None, 0, 0, 1.5, None)
+    yield Case("sinks and soft-capped", both, features=("sinks", "softcap"))
+    yield from _dropout_cases()
+
+
+def _dropout_cases() -> Iterable[Case]:
+    use, key = {"features": ("dropout",)}, 2**63 + 12345
+    nothing = (*_qkv(1, 9, 9, 2, 2, 16), None, None, None, 0, 5, None)
+    sinks = normal(6, seed=4)
+    for_whole = ScoreDropout(0.3, key, 3, 2)
+    grouped = _qkv(2, 13, 13, 6, 2, 16)
+    yield Case("dropout", (*grouped, None, None, None, 0, 0, None, for_whole), **use)
+    yield Case("dropout, blocks", (*_qkv(1, 150, 150, 2, 1, 16), None, None, None, 0, 0, None, for_whole), **use)
+    yield Case("dropout, window", (*_qkv(1, 150, 150, 2, 2, 16), None, None, 70, 0, 0, None, for_whole), **use)
+    packed = (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), None, 0, 0, None)
+    yield Case("dropout, documents", (*packed, for_whole), **use)
+    for name, q_start, k_start in (("aligned", 40, 32), ("unaligned", 38, 35)):
+        part = ScoreDropout(0.1, key, 2**32 - 1, 0, q_start, k_start)
+        across = (*_qkv(2, 17, 20, 2, 2, 16), None, None, None, q_start, k_start, None, part)
+        yield Case(f"dropout, keys across, {name}", across, **use)
+    every = {"features": ("sinks", "softcap", "dropout")}
+    yield Case("dropout, sinks and soft-capped", (*grouped, sinks, None, None, 0, 0, 1.5, for_whole), **every)
+    yield Case("dropout, rows that see nothing", (*nothing, ScoreDropout(0.5, 7, 0, 0, 0, 5)), **use)
 
 
 def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> int:
     return 2 * q.numel() * k.shape[1]  # 4 d per pair, half of the pairs are seen
 
 
+def _upgrade(kernel: Kernel) -> Kernel | None:
+    """Version 2 is version 3 without the last option, ``dropout``: such a kernel serves the calls without it."""
+    if kernel.version != 2:
+        return None
+
+    def without(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            *known, dropout = args
+            assert dropout is None, f"{kernel} knows no dropout, and does not say that it does"
+            return function(*known)
+
+        return call
+
+    parts = {name: without(part) if name == "share" else part for name, part in kernel.parts.items()}
+    return replace(
+        kernel, version=3, forward=without(kernel.forward), parts=parts,
+        backward=None if kernel.backward is None else without(kernel.backward),
+        apply=None if kernel.apply is None else without(kernel.apply),
+    )  # fmt: skip
+
+
 SPEC = OpSpec(
-    name="attention", version=2, tensors=("q", "k", "v", "sinks"), optional=("sinks",), features=("softcap", "sinks"),
-    options=("documents", "window", "q_start", "k_start", "softcap"), schema=None, results=("out", "lse"),
+    name="attention", version=3, tensors=("q", "k", "v", "sinks"), optional=("sinks",), upgrade=_upgrade,
+    features=("softcap", "sinks", "dropout"),
+    options=("documents", "window", "q_start", "k_start", "softcap", "dropout"), schema=None, results=("out", "lse"),
     fixed=("lse",), saves=("q", "k", "v", "sinks", "out", "lse"), gradients=("q", "k", "v", "sinks"),
     definition=definition, forward=reference_forward(definition), backward=reference_backward, fake=_fake,
     flops=_flops, cases=_cases, backward_flops=2.5, bounds=Bounds((2e-6, 5e-6), (1e-3, 2e-3), (8e-3, 1.2e-2)),
-    speed=lambda: Case("512 tokens, 8 heads of 64", (*_qkv(1, 512, 512, 8, 8, 64), None, None, None, 0, 0, None)),
+    speed=lambda: Case("512 tokens, 8 heads of 64", (*_qkv(1, 512, 512, 8, 8, 64), None, None, None, 0, 0, None, None)),
 )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hetero_megatron.layout.mask import BAND, Tile
+from hetero_megatron.layout.mask import BAND, Interval, Tile
 from hetero_megatron.ops.attn_merge import attn_merge_
+from hetero_megatron.ops.dropout import ScoreDropout
 
 RowTile = tuple[int | None, Tile]  # (batch row or None for all rows, tile)
 
@@ -24,12 +25,14 @@ class TileKernel(Protocol):
     Query i sees key j where 0 <= distance + i - j < window. ``forward`` returns out like q and lse [b, heads, sq]
     in at least fp32, natural logarithm; a row without keys has out 0 and lse -inf. ``backward`` takes the *whole*
     row's out and lse and returns this tile's share of (dq, dk, dv). ``delta`` is what backward can use of grad and out
-    for all tiles of a query, [b, heads, sq], or None; where it is not given, backward finds it itself.
+    for all tiles of a query, [b, heads, sq], or None; where it is not given, backward finds it itself. ``dropout``: of
+    the tile's probabilities.
     """
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None,
+        dropout: ScoreDropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     def backward(
         self,
@@ -42,6 +45,7 @@ class TileKernel(Protocol):
         distance: int,
         window: int | None,
         delta: torch.Tensor | None = None,
+        dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None: ...
@@ -76,12 +80,14 @@ class BlockAttention:
         heads: how the query heads find their key-value heads in a block.
         window: a token sees itself and ``window - 1`` tokens before it; None: all.
         merge: the operator ``attn_merge``, in place.
+        tokens: of the queries; what dropout needs, whose tiles are of tokens that follow each other.
     """
 
     def __init__(
-        self, kernel: TileKernel, heads: KeyHeads, window: int | None = None, merge: Callable[..., Any] = attn_merge_
-    ) -> None:
-        self.kernel, self.heads, self.window, self.merge = kernel, heads, window, merge
+        self, kernel: TileKernel, heads: KeyHeads, window: int | None = None, merge: Callable[..., Any] = attn_merge_,
+        tokens: Sequence[Interval] = (),
+    ) -> None:  # fmt: skip
+        self.kernel, self.heads, self.window, self.merge, self.tokens = kernel, heads, window, merge, tokens
         self._lookup: torch.Tensor | None = None
 
     def forward(
@@ -92,8 +98,12 @@ class BlockAttention:
         tiles: Iterable[RowTile],
         out: torch.Tensor,
         lse: torch.Tensor,
+        dropout: ScoreDropout | None = None,
     ) -> None:
-        """Let the queries see the keys of ``tiles`` too: updates ``out`` and ``lse`` (see :func:`accumulators`)."""
+        """Let the queries see the keys of ``tiles`` too: updates ``out`` and ``lse`` (see :func:`accumulators`).
+
+        ``dropout``: of the first row and query head; its tokens do not count.
+        """
         if q.numel() == 0 or k.numel() == 0:
             return
         for row, tile in tiles:
@@ -104,6 +114,7 @@ class BlockAttention:
                 self._spread(v[rows, keys]),
                 tile.distance,
                 self.window if tile.kind == BAND else None,
+                self._dropout(dropout, row, tile),
             )
             self.merge(out[rows, queries], lse[rows, :, queries], part, part_lse)
 
@@ -118,6 +129,7 @@ class BlockAttention:
         tiles: Iterable[RowTile],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         delta: torch.Tensor | None = None,
+        dropout: ScoreDropout | None = None,
     ) -> None:
         """Add what ``tiles`` contribute to (dq, dk, dv), which have at least fp32; out and lse are of all keys, and so
         is ``delta``, the kernel's of grad and out, which is worth making once where blocks come one by one."""
@@ -136,10 +148,26 @@ class BlockAttention:
                 tile.distance,
                 self.window if tile.kind == BAND else None,
                 None if delta is None else delta[rows, :, queries],
+                self._dropout(dropout, row, tile),
             )
             dq[rows, queries] += parts[0]
             self._collect(dk[rows, keys], parts[1])
             self._collect(dv[rows, keys], parts[2])
+
+    def _dropout(self, dropout: ScoreDropout | None, row: int | None, tile: Tile) -> ScoreDropout | None:
+        """Of one tile."""
+        if dropout is None:
+            return None
+        place, first = tile.q0, None
+        for a, b in self.tokens:
+            if place < b - a:
+                first = a + place
+                assert tile.q1 - tile.q0 <= b - first, "a tile whose tokens do not follow each other"
+                break
+            place -= b - a
+        assert first is not None, f"{tile} beyond the tokens {self.tokens}"
+        sample = dropout.sample + (row or 0)
+        return dropout._replace(sample=sample, q_start=first, k_start=first - tile.distance)
 
     def _index(self, device: torch.device) -> torch.Tensor | None:
         """``heads.lookup`` on the device, where it stays: a list would be uploaded at every use."""

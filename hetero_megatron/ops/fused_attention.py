@@ -15,11 +15,13 @@ import torch
 
 from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
+from hetero_megatron.ops.dropout import ScoreDropout
 from hetero_megatron.ops.kernel import VENDOR, Capability, Kernel, Signature
 
 Documents = Sequence[Sequence[int]] | None
 Tensors = tuple[torch.Tensor, ...]
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+NO_DROPOUT = "it says that it has no dropout: every call would be the other provider's"
 
 
 class FusedKernel(NamedTuple):
@@ -76,11 +78,12 @@ def fused_attention(
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
         documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
-        softcap: float | None = None,
+        softcap: float | None = None, dropout: ScoreDropout | None = None,
     ) -> Tensors:  # fmt: skip
+        assert dropout is None, NO_DROPOUT
         causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
         if causal is None:
-            return rest.forward(q, k, v, sinks, documents, window, q_start, k_start, softcap)
+            return rest.forward(q, k, v, sinks, documents, window, q_start, k_start, softcap, None)
         out, lse = kernel.forward(*map(_adjacent, (q, k, v)), causal)
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
@@ -94,11 +97,12 @@ def fused_attention(
     def backward(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, documents: Documents = None, window: int | None = None,
-        q_start: int = 0, k_start: int = 0, softcap: float | None = None,
+        q_start: int = 0, k_start: int = 0, softcap: float | None = None, dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        assert dropout is None, NO_DROPOUT
         causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
         if causal is None:
-            options = (documents, window, q_start, k_start, softcap)
+            options = (documents, window, q_start, k_start, softcap, None)
             return rest_backward(dout, q, k, v, sinks, out, lse, *options)
         found = gradients(dout, q, k, v, out, lse, causal)
         return *found, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
@@ -106,10 +110,12 @@ def fused_attention(
     def share(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
         delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None = None,
+        dropout: ScoreDropout | None = None,
     ) -> Tensors:  # fmt: skip
+        assert dropout is None, NO_DROPOUT
         causal = None if softcap is not None else square(q, k, None, window, q_start, k_start)
         if causal is None:
-            made = rest.parts["share"](dout, q, k, v, out, lse, delta, window, q_start, k_start, softcap)
+            made = rest.parts["share"](dout, q, k, v, out, lse, delta, window, q_start, k_start, softcap, None)
             return made  # type: ignore[return-value]
         return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
 
@@ -119,10 +125,10 @@ def fused_attention(
         return supports(signature) + (without if lacking else [])
 
     parts = {"share": share, "delta": rest.parts["delta"]}
-    able = replace(capability, features=rest.capability.features)
+    able = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))
     return Kernel(
         "attention", provider, kind, forward, backward, able, reasons, parts=parts, priority=priority,
-        interpreted=rest.interpreted, version=2,
+        interpreted=rest.interpreted, version=3,
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ class OpSpec:
         parts: further functions that every kernel of it must bring, by name.
         features: parts of the contract that a kernel may lack (``Capability.features``): then it serves no stage that
             needs them.
+        upgrade: makes a kernel of an earlier version one of this; None: of one that cannot serve any more.
         schema: types of the options for torch.library, e.g. ``float eps``; None: not offered as a torch operator.
     """
 
@@ -112,6 +113,7 @@ class OpSpec:
     schema: str | None = ""
     optional: tuple[str, ...] = ()  # tensor arguments that may be None
     features: tuple[str, ...] = ()
+    upgrade: Callable[[Any], Any] | None = None
 
     @property
     def args(self) -> tuple[str, ...]:

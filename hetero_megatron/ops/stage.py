@@ -13,7 +13,8 @@ from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.operators import torch_registry
 from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.spec import ModelSpec, Share
+from hetero_megatron.spec import Dropout, ModelSpec, Share
+from hetero_megatron.spec.dropout import NO_DROPOUT
 
 Dims = dict[str, tuple[int, ...]]
 
@@ -62,10 +63,11 @@ def default_kernels(
     chunked: bool = False,
     tiled: bool = False,
     fp8: Fp8 | None = None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> KernelPlan:
     """The kernel plan of a stage from torch's own providers, without plugins; see :func:`stage_signatures`."""
     base = Signature("", torch.device(device).type, dtype, compiled=compiled)
-    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked, tiled, fp8)
+    signatures = stage_signatures(base, spec, share, head, tp, requests or (), chunked, tiled, fp8, dropout)
     return resolve(torch_registry(), signatures, requests, field)
 
 
@@ -78,7 +80,7 @@ _IN_LAYERS = (
 
 def stage_signatures(
     base: Signature, spec: ModelSpec, share: Share, head: bool, tp: int, wanted: Iterable[str] = (),
-    chunked: bool = False, tiled: bool = False, fp8: Fp8 | None = None,
+    chunked: bool = False, tiled: bool = False, fp8: Fp8 | None = None, dropout: Dropout = NO_DROPOUT,
 ) -> list[Signature]:  # fmt: skip
     """A signature per operator of a stage; device, dtype and the like are those of ``base``.
 
@@ -88,11 +90,14 @@ def stage_signatures(
             ``linear_cross_entropy`` for a whole vocabulary, else ``vocab_cross_entropy``.
         tiled: attention goes through context groups, which merge partial results.
         fp8: what the linear modules of the stage's layers compute in; None: as head and router do.
+        dropout: of training.
 
     Raises:
         UserError: an operator is asked for that this stage cannot call.
     """
     operators = dict(stage_operators(spec, share, head, tp))
+    if dropout.hidden:
+        operators["dropout"] = {"width": (spec.hidden_size,)}
     if tiled:
         operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
     if "linear_cross_entropy" in wanted and head:
@@ -119,8 +124,9 @@ def stage_signatures(
         operators["vocab_cross_entropy" if apart else "linear_cross_entropy"] = operators.pop("cross_entropy")
     if fp8 is not None:
         operators[fp8.operator] = operators["gemm"]
+    of_attention = {"softcap": spec.attn_softcap is not None, "sinks": spec.sinks, "dropout": dropout.attention > 0}
     features: dict[str, tuple[str, ...]] = {
-        "attention": tuple(n for n, on in (("softcap", spec.attn_softcap is not None), ("sinks", spec.sinks)) if on),
+        "attention": tuple(name for name, on in of_attention.items() if on),
         **({fp8.operator: (HYBRID,)} if fp8 is not None and fp8.hybrid else {}),
     }
     return [

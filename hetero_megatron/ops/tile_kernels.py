@@ -12,6 +12,7 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.block_attention import TileKernel
+from hetero_megatron.ops.dropout import ScoreDropout, score_factors
 from hetero_megatron.ops.kernel import ATEN, REFERENCE, Kernel
 
 SCORES = 1 << 24  # scores that the reference kernel materialises at once
@@ -21,11 +22,15 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class FlashCpuKernel:
-    """aten's flash attention for the CPU; 16-bit key-value heads are copied per query head (see ops/attention.py)."""
+    """aten's flash attention for the CPU; 16-bit key-value heads are copied per query head (see ops/attention.py). It
+    knows no dropout of ours: those calls are the reference's."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None,
+        dropout: ScoreDropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if dropout is not None:
+            return ReferenceKernel().forward(q, k, v, distance, window, dropout)
         repeat, (causal, mask) = _copies(q, k), _kind(q, k, distance, window)
         out, lse = _flash(
             q.transpose(1, 2), _repeat(k, repeat), _repeat(v, repeat), 0.0, causal, attn_mask=_bias(mask, q)
@@ -48,7 +53,10 @@ class FlashCpuKernel:
         distance: int,
         window: int | None,
         delta: torch.Tensor | None = None,
+        dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if dropout is not None:
+            return ReferenceKernel().backward(grad, q, k, v, out, lse, distance, window, delta, dropout)
         repeat, (causal, mask) = _copies(q, k), _kind(q, k, distance, window)
         if mask is not None:  # a row that sees nothing at all: exp(-inf - 0) is 0, exp(-inf + inf) no number
             lse = lse.masked_fill(lse == -math.inf, 0.0)
@@ -115,8 +123,9 @@ class ReferenceKernel:
         self.softcap = softcap
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None,
+        dropout: ScoreDropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         wide, repeat = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
         keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
         outs, sums = [], []
@@ -125,6 +134,8 @@ class ReferenceKernel:
             scores = _scores(q[:, a:b].to(wide), keys, mask, self.softcap)
             lse = scores.logsumexp(-1)
             weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+            if dropout is not None:
+                weights *= score_factors(dropout.of(0, a, 0), weights)
             outs.append(torch.einsum("bhqk,bkhd->bqhd", weights, values).to(q.dtype))
             sums.append(lse)
         return torch.cat(outs, 1), torch.cat(sums, 2)
@@ -140,6 +151,7 @@ class ReferenceKernel:
         distance: int,
         window: int | None,
         delta: torch.Tensor | None = None,
+        dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide, repeat = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
         keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
@@ -152,12 +164,14 @@ class ReferenceKernel:
             scores = _scores(rows, keys, mask, self.softcap)
             total = lse[:, :, a:b]
             weights = (scores - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()
-            ds = weights * (torch.einsum("bqhd,bkhd->bhqk", g, values) - delta[:, :, a:b, None]) * scale
+            dweights = torch.einsum("bqhd,bkhd->bhqk", g, values)
+            stays = None if dropout is None else score_factors(dropout.of(0, a, 0), weights)
+            ds = weights * ((dweights if stays is None else dweights * stays) - delta[:, :, a:b, None]) * scale
             if self.softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2
                 ds *= 1 - (scores.masked_fill_(~mask, 0.0) / self.softcap).square()
             dq.append(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
             dk += torch.einsum("bhqk,bqhd->bkhd", ds, rows)
-            dv += torch.einsum("bhqk,bqhd->bkhd", weights, g)
+            dv += torch.einsum("bhqk,bqhd->bkhd", weights if stays is None else weights * stays, g)
         parts = (x.unflatten(2, (-1, repeat)).sum(3) for x in (dk, dv))
         return torch.cat(dq, 1), *parts  # type: ignore[return-value]
 
@@ -182,8 +196,9 @@ class OperatorKernel:
     """The attention operator of a kernel plan as a tile kernel, without sinks: they are merged when all keys were seen.
 
     Args:
-        parts: the kernel may have ``share(grad, q, k, v, out, lse, delta, window, q_start, k_start, softcap)``, a
-            backward whose gradients are in at least fp32, because they are added up, and ``delta(grad, out)`` for it.
+        parts: the kernel may have ``share(grad, q, k, v, out, lse, delta, window, q_start, k_start, softcap,
+            dropout)``, a backward whose gradients are in at least fp32, because they are added up, and
+            ``delta(grad, out)`` for it.
     """
 
     def __init__(
@@ -196,10 +211,13 @@ class OperatorKernel:
         self._forward, self._backward, self._parts, self._softcap = forward, backward, parts, softcap
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None,
+        dropout: ScoreDropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         starts = (max(distance, 0), max(-distance, 0))
-        return self._forward(q, k, v, None, None, window, *starts, self._softcap)  # type: ignore[no-any-return]
+        return self._forward(  # type: ignore[no-any-return]
+            q, k, v, None, None, window, *starts, self._softcap, dropout
+        )
 
     def backward(
         self,
@@ -212,13 +230,14 @@ class OperatorKernel:
         distance: int,
         window: int | None,
         delta: torch.Tensor | None = None,
+        dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         starts = (max(distance, 0), max(-distance, 0))
         if "share" in self._parts:
             return self._parts["share"](  # type: ignore[no-any-return]
-                grad, q, k, v, out, lse, delta, window, *starts, self._softcap
+                grad, q, k, v, out, lse, delta, window, *starts, self._softcap, dropout
             )
-        found = self._backward(grad, q, k, v, None, out, lse, None, window, *starts, self._softcap)
+        found = self._backward(grad, q, k, v, None, out, lse, None, window, *starts, self._softcap, dropout)
         return found[:3]  # type: ignore[no-any-return]
 
     def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from torch import nn
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout.mask import tiles, visible
 from hetero_megatron.model.gpt import GPTStage
-from hetero_megatron.model.layers import Context
+from hetero_megatron.model.layers import Context, CoreAttention
 from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
@@ -39,13 +39,13 @@ PROGRAMS = 8  # kept by documents: a micro-batch's layers, its backward, and som
 
 class StageAttention:
     """What all layers with one window of a context-parallel stage share on one rank: exchanges, and programs by
-    documents."""
+    documents. ``dropout``: there may be some, which needs tiles of tokens that follow each other."""
 
     def __init__(
         self, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None,
-        merge: Callable[..., Any] = attn_merge_,
+        merge: Callable[..., Any] = attn_merge_, dropout: bool = False,
     ) -> None:  # fmt: skip
-        self.context, self.comm, self.window = context, comm, window
+        self.context, self.comm, self.window, self.dropout = context, comm, window, dropout
         self.member = context.member(comm.rank)
         self.group = next(g for g in context.groups if g.index == self.member.group)
         ranks, queries, keys = head_moves(context, self.group)
@@ -65,7 +65,8 @@ class StageAttention:
         self.leave = HeadExchange(group, [queries.adjoint()], [(q_shapes[1], q_shapes[0])])
         spec = context.spec
         users = [i // spec.queries_per_kv - computed.kv_heads[0] for i in range(*computed.q_heads)]
-        self.attention = BlockAttention(kernel or tile_kernel(comm.device), key_heads(users), window, merge)
+        kernel = kernel or tile_kernel(comm.device)
+        self.attention = BlockAttention(kernel, key_heads(users), window, merge, self.group.tokens)
         self.blocks = self._blocks()
         self.hops = HeadHops(context, comm.rank)
         self._programs: OrderedDict[tuple[tuple[int, ...], ...] | None, Program] = OrderedDict()
@@ -109,10 +110,12 @@ class StageAttention:
         per_block: list[list[RowTile]] = []
         for block in self.blocks:
             if documents is None:
-                found = tiles(self.group.tokens, block.tokens, (0,), self.window)
+                found = tiles(self.group.tokens, block.tokens, (0,), self.window, not self.dropout)
                 per_block.append([(None, tile) for tile in found])
             else:
-                found_by = {s: tiles(self.group.tokens, block.tokens, s, self.window) for s in rows}
+                found_by = {
+                    s: tiles(self.group.tokens, block.tokens, s, self.window, not self.dropout) for s in rows
+                }
                 per_block.append([(row, tile) for row, s in enumerate(documents) for tile in found_by[s]])
         return Program(self.comm, self.group.index, schedule, self.hops, per_block, self.attention)
 
@@ -127,11 +130,16 @@ def _size(interval: tuple[int, int]) -> int:
 
 class ContextAttention(nn.Module):
     """Stands in for a layer's ``core_attention``: q [b, own tokens, held heads, d], k, v alike, out like q; sinks [held
-    heads]."""
+    heads].
 
-    def __init__(self, shared: StageAttention) -> None:
+    Args:
+        core: what it stands in for; None: without dropout.
+    """
+
+    def __init__(self, shared: StageAttention, core: CoreAttention | None = None) -> None:
         super().__init__()
         self.shared = shared
+        self.score_dropout = (lambda *_: None) if core is None else core.score_dropout
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
@@ -139,7 +147,8 @@ class ContextAttention(nn.Module):
         shared = self.shared
         sinks = None if sinks is None else shared.sinks(sinks, q)
         q, k, v = shared.enter(q, k, v)
-        out = RingAttention.apply(q, k, v, sinks, shared.program(context.documents))
+        dropout = self.score_dropout(context.draws, shared.member.computed.q_heads[0])
+        out = RingAttention.apply(q, k, v, sinks, shared.program(context.documents), dropout)
         return shared.leave(out)[0]
 
 
@@ -150,8 +159,9 @@ def apply_context_parallel(
     """Make the layers of ``stage`` attend across the context groups, by ``kernel`` and the operator ``attn_merge``."""
     shared: dict[int | None, StageAttention] = {}  # by window
     for layer in stage.layers():
-        window = layer.self_attn.core_attention.window
+        core = layer.self_attn.core_attention
+        window, dropout = core.window, core.dropout > 0
         if window not in shared:
-            shared[window] = StageAttention(context, comm, window, kernel, merge)
+            shared[window] = StageAttention(context, comm, window, kernel, merge, dropout)
         layer.self_attn.kv_of_query = None  # keys travel as they are; heads are matched where they are computed
-        setattr(layer.self_attn, "core_attention", ContextAttention(shared[window]))  # noqa: B010 (another type)
+        setattr(layer.self_attn, "core_attention", ContextAttention(shared[window], core))  # noqa: B010 (another type)

@@ -20,6 +20,7 @@ from hetero_megatron.layout.mask import Interval
 from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, accumulators
+from hetero_megatron.ops.dropout import ScoreDropout
 from hetero_megatron.plan.context_plan import Hop, RingSchedule, StageContext, head_hop
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, or their gradients: [b, tokens, kv_heads, d] each
@@ -299,21 +300,22 @@ class GradientRing:
 
 
 class RingAttention(torch.autograd.Function):
-    """q [b, group tokens, heads, d], k, v [b, group tokens, kv_heads, d], sinks [heads] or None, program -> out like
-    q."""
+    """q [b, group tokens, heads, d], k, v [b, group tokens, kv_heads, d], sinks [heads] or None, program,
+    dropout -> out like q."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, program: Program
-    ) -> torch.Tensor:
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, program: Program,
+        dropout: ScoreDropout | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         out, lse = accumulators(q)
         for visit in KeyValueRing(program, k, v).visits():
-            program.attention.forward(q, *visit.pair, program.tiles[visit.block], out, lse)
+            program.attention.forward(q, *visit.pair, program.tiles[visit.block], out, lse, dropout)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.program = program
+        ctx.program, ctx.dropout = program, dropout
         return out
 
     @staticmethod
@@ -325,8 +327,8 @@ class RingAttention(torch.autograd.Function):
         for visit in KeyValueRing(program, k, v).visits(ring.end_of_round):
             target = ring.target(visit)
             tiles = program.tiles[visit.block]
-            program.attention.backward(grad, q, *visit.pair, out, lse, tiles, (dq, *target), delta)
+            program.attention.backward(grad, q, *visit.pair, out, lse, tiles, (dq, *target), delta, ctx.dropout)
             ring.computed(visit, target)
         ring.finish()
         dsinks = None if sinks is None else sink_gradient(attn_delta(grad, out)[0], lse, sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None

@@ -1,5 +1,6 @@
 """What a model is, without torch: configuration, logical tensors, how they are shared, what they cost."""
 
+from hetero_megatron.spec.dropout import Dropout
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.spec.lora import Lora
@@ -14,6 +15,7 @@ from hetero_megatron.spec.tensors import Axis, LogicalTensor, adapted, logical_t
 __all__ = [
     "Axis",
     "adapted",
+    "Dropout",
     "MLA",
     "LayerKind",
     "LogicalTensor",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.dropout import DROPOUT_KEYS, check_rate
 from hetero_megatron.spec.families import FAMILIES, Family
 from hetero_megatron.spec.families.refused import why
 from hetero_megatron.spec.hf_keys import check_keys
@@ -28,7 +31,21 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
     check_keys(config, family.model_type, family.keys, where)
     read = ConfigReader(config, where)
     _check_architectures(read, family)
-    return family.read(read, name or family.model_type)
+    return replace(family.read(read, name or family.model_type), dropouts=_dropouts(read, family))
+
+
+def _dropouts(read: ConfigReader, family: Family) -> tuple[tuple[str, float], ...]:
+    """Keys and values of the dropout rates that are not 0."""
+    found = []
+    for key in (key for keys in DROPOUT_KEYS.values() for key in keys if key in family.keys):
+        rate = read.value(key, family.absent_dropout, family.null_dropout)
+        try:
+            check_rate(rate, key)
+        except UserError as error:
+            raise read.refuse(error.problem, key, error.accepted) from None
+        if rate:
+            found.append((key, float(rate)))
+    return tuple(found)
 
 
 def _check_architectures(read: ConfigReader, family: Family) -> None:

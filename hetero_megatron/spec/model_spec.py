@@ -54,7 +54,7 @@ MLP_KINDS = ("dense", "moe")
 _CONSTANTS = (
     "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
     "logit_scale", "attn_scale", "query_growth", "query_growth_length", "swiglu_alpha", "swiglu_limit", "init_std",
-    "notices",
+    "notices", "dropouts",
 )  # fmt: skip
 
 
@@ -63,7 +63,8 @@ class ModelSpec:
     """One decoder-only model; ``hf_model_type`` is the Hugging Face family whose config and names say it.
 
     ``num_kv_heads`` < ``num_heads`` is grouped-query attention. ``tied``: the output head is the embedding matrix.
-    ``notices``: what reading the configuration changed, for the user to see; no part of the model's identity.
+    ``notices``: what reading the configuration changed, for the user to see; no part of the model's identity. Nor are
+    ``dropouts``: keys and rates that the configuration says for training; a run has those of its flags.
 
     Args:
         layer_kinds: of layer i, entry i modulo their number; stored as the shortest such period.
@@ -124,6 +125,7 @@ class ModelSpec:
     lora: Lora | None = None
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
+    dropouts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         sizes = (

@@ -13,7 +13,7 @@ from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import Dropout, ModelSpec
 from hetero_megatron.spec.balance import UNBALANCED, Balancing
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.batch_size import BatchSize
@@ -237,6 +237,7 @@ class RunConfig:
     dtype: str = "fp32"
     fp8: Fp8 | None = None
     loss_scale: LossScale = LossScale()
+    dropout: Dropout = Dropout()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     exit: ExitConfig = ExitConfig()

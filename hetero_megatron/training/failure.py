@@ -75,12 +75,12 @@ class StepGuard:
             UserError: it was not finite (on all ranks; the weights are as before).
         """
         rates = (lr, weight_decay, clip_grad, loss_scale, stop)
-        stats = runtime.train_step(fetch, first, size, *rates, veto=self._suspicious)
+        stats = runtime.train_step(fetch, first, size, *rates, veto=self._suspicious, step=number)
         if self._verdict(stats.loss, stats.grad_norm):
-            again, place = watched_run(runtime, fetch, first, size, loss_scale)
+            again, place = watched_run(runtime, fetch, first, size, loss_scale, number)
             assert self.rows is not None
             self._explain(runtime, number, stats, self.rows, again, place)
-            stats = runtime.train_step(fetch, first, size, *rates)
+            stats = runtime.train_step(fetch, first, size, *rates, step=number)
         if math.isfinite(stats.loss):
             self.history.append(stats.loss)
         return stats
@@ -147,8 +147,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: float) -> tuple[torch.Tensor, str]:
-    """Forward, backward and gradient sums of a step, without the step. Called on all ranks.
+def watched_run(
+    runtime: Runtime, fetch: Fetch, first: int, size: int, scale: float, step: int = 0
+) -> tuple[torch.Tensor, str]:
+    """Forward, backward and gradient sums of step number ``step``, without the step. Called on all ranks.
 
     Returns:
         ([ranks, 3] as in ``StepGuard.rows``, where the first value that is not finite arose, or "").
@@ -158,7 +160,7 @@ def watched_run(runtime: Runtime, fetch: Fetch, first: int, size: int, scale: fl
         if not torch.isfinite(param.detach()).all():
             found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
-        work = replace(runtime.work(fetch, first, size), seed=scale / (size * runtime.plan.seq_length))
+        work = replace(runtime.work(fetch, first, size, step=step), seed=scale / (size * runtime.plan.seq_length))
         if runtime.balance is not None:
             runtime.balance.begin(work.seed)
         result = runtime.executor.run(work, runtime.sync)

@@ -18,7 +18,8 @@ from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.plan.fp8 import Fp8, stage_fp8
 from hetero_megatron.platform import Platform
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import Dropout, ModelSpec
+from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.dry_experts import with_expected_rows
@@ -37,6 +38,7 @@ def rank_kernels(
     deterministic: bool = False,
     logits_bytes: int = LOGITS_BYTES,
     fp8: Fp8 | None = None,
+    dropout: Dropout = NO_DROPOUT,
 ) -> KernelPlan:
     """The kernels of one rank's stage.
 
@@ -63,7 +65,7 @@ def rank_kernels(
     in_fp8 = stage_fp8(stage, fp8) if stage.num_layers else None
     if in_fp8 is not None:
         _require_fp8(registry, replace(base, op=in_fp8.operator), in_fp8, requests, path, rank)
-    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled, in_fp8)
+    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled, in_fp8, dropout)
     return resolve(registry, signatures, requests, f"{path}.kernels")
 
 

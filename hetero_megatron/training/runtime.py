@@ -24,6 +24,7 @@ from hetero_megatron.model.gpt import MLP
 from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan, default_kernels
+from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.balance import LoadBalance, Routing
@@ -56,8 +57,9 @@ from hetero_megatron.plan.fp8 import Fp8, stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.progress import tracked
 from hetero_megatron.schedule import Action, receive_order
-from hetero_megatron.spec import LogicalTensor, logical_tensors, stage_tensors, tensor_box
+from hetero_megatron.spec import Dropout, LogicalTensor, logical_tensors, stage_tensors, tensor_box
 from hetero_megatron.spec.balance import UNBALANCED, Balancing
+from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
@@ -104,6 +106,7 @@ class Runtime:
         logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
         balancing: of experts, where the model has some.
         fp8: of the kernels that are made where none are given.
+        dropout: in training; seed: of its masks.
     """
 
     def __init__(
@@ -118,9 +121,12 @@ class Runtime:
         logits_bytes: int = LOGITS_BYTES,
         balancing: Balancing = UNBALANCED,
         fp8: Fp8 | None = None,
+        dropout: Dropout = NO_DROPOUT,
+        seed: int = 0,
     ) -> None:
         plan, spec = compiled.plan, compiled.spec
         self.compiled, self.plan, self.spec, self.comm, self.dtype = compiled, plan, spec, comm, dtype
+        self.dropout, self.seed = dropout, seed
         self.place = locate(plan, comm.rank)
         self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
         self.share = rank_shares(spec, self.stage)[comm.rank]
@@ -130,7 +136,7 @@ class Runtime:
         self.kernels = kernels or default_kernels(
             spec, self.share, self.stage.head, dtype, comm.device, self.unit.tp, dict(self.stage.kernels),
             f"pipelines[{self.place.pipeline}].stages[{self.place.stage}].kernels", compile_backend is not None,
-            chunk is not None, bool(contexts), stage_fp8(self.stage, fp8),
+            chunk is not None, bool(contexts), stage_fp8(self.stage, fp8), dropout,
         )  # fmt: skip
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         self.model, self.boxes = self._build_model(initialize)
@@ -163,7 +169,7 @@ class Runtime:
         stage, spec = self.stage, self.spec
         model = GPTStage(
             spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype,
-            device=self.comm.device, kernels=self.kernels, seq_length=self.plan.seq_length,
+            device=self.comm.device, kernels=self.kernels, seq_length=self.plan.seq_length, dropout=self.dropout,
         )  # fmt: skip
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
@@ -178,6 +184,8 @@ class Runtime:
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)
+        intervals = [torch.arange(a, b, device=self.comm.device) for a, b in self.unit.tokens or ((0, 0),)]
+        model.token_numbers = torch.cat(intervals)
         if self.context is not None:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
@@ -286,15 +294,27 @@ class Runtime:
             return vocab_parallel_cross_entropy(out, labels, group, vocab, kernels.vocab_cross_entropy)
         return kernels.cross_entropy(out, labels)  # type: ignore[no-any-return]
 
-    def work(self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False) -> StageWork:
-        """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``."""
+    def work(
+        self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False, step: int = 0
+    ) -> StageWork:
+        """What this rank does for the global samples ``[first_sample, first_sample + batch_size)``.
+
+        Args:
+            forward_only: for evaluation: there is no dropout.
+            step: number of the optimizer step, which dropout depends on.
+        """
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
+        dropped = not forward_only and self.dropout != NO_DROPOUT
+        make = [
+            partial(_selected, fetch, indices, tokens, Draws(self.seed, step, indices[0]) if dropped else None)
+            if indices else None
+            for indices in rows
+        ]  # fmt: skip
         batches: Sequence[Batch | None]
         if self.uploader is None:
-            batches = [fetch(indices).select(tokens) if indices else None for indices in rows]
+            batches = [None if each is None else each() for each in make]
         else:
-            make = [partial(_selected, fetch, indices, tokens) if indices else None for indices in rows]
             batches = UploadedBatches(make, self.uploader)
         actions, receives = self._actions(batch_size, forward_only)
         return StageWork(actions, batches, sizes, receives)
@@ -334,19 +354,23 @@ class Runtime:
         loss_scale: float = 1.0,
         stop: bool = False,
         veto: Callable[[torch.Tensor, float, float], bool] | None = None,
+        step: int = 0,
     ) -> StepStats:
-        """One optimizer step; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks.
+        """Optimizer step number ``step``; ``clip_grad`` 0 means no clipping; ``stop`` is told to all ranks.
 
         ``veto`` is asked before the weights change, with the same values on all ranks: (loss sum, tokens and squared
         norm of each rank [ranks, 3], loss, norm); True: the step is not taken.
         """
         rates = (lr, weight_decay, clip_grad, loss_scale)
         with self.comm.clock.counting():
-            return self._train_step(fetch, first_sample, batch_size, rates, stop, veto)
+            # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
+            work = self.work(fetch, first_sample, batch_size, step=step)
+            work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
+            return self._train_step(work, first_sample, batch_size, rates, stop, veto)
 
     def _train_step(
         self,
-        fetch: Fetch,
+        work: StageWork,
         first_sample: int,
         batch_size: int,
         rates: tuple[float, float, float, float],
@@ -356,8 +380,6 @@ class Runtime:
         lr, weight_decay, clip_grad, loss_scale = rates
         assert self.optimizer is not None
         nominal = batch_size * self.plan.seq_length
-        # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied below.
-        work = replace(self.work(fetch, first_sample, batch_size), seed=loss_scale / nominal)
         if self.balance is not None:
             self.balance.begin(work.seed)
         result = self.executor.run(work, self.sync)
@@ -404,5 +426,7 @@ class Runtime:
         return self.world.gather_vectors(torch.tensor(row + seconds + routed, dtype=torch.float64))
 
 
-def _selected(fetch: Fetch, indices: Sequence[int], tokens: Sequence[tuple[int, int]]) -> Batch:
-    return fetch(indices).select(tokens)
+def _selected(
+    fetch: Fetch, indices: Sequence[int], tokens: Sequence[tuple[int, int]], draws: Draws | None
+) -> Batch:
+    return replace(fetch(indices).select(tokens), draws=draws)

@@ -20,6 +20,7 @@ import torch
 
 from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.cross_entropy import NO_LABEL
+from hetero_megatron.ops.dropout import ScoreDropout
 from hetero_megatron.ops.grouped_gemm import bias_gradient
 from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi, load_plugins, source_file
@@ -207,6 +208,7 @@ def _intervals(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, documents: Any = None,
     window: int | None = None, q_start: int = 0, k_start: int = 0, softcap: float | None = None,
+    dropout: ScoreDropout | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     out, lse = _kernels().attention_fwd(
         q, k, v, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window),
@@ -218,7 +220,7 @@ def _attention(
 def _attention_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, documents: Any = None, window: int | None = None, q_start: int = 0,
-    k_start: int = 0, softcap: float | None = None,
+    k_start: int = 0, softcap: float | None = None, dropout: ScoreDropout | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     delta = _kernels().attention_delta(dout, out)
     grads = _kernels().attention_bwd(
@@ -231,6 +233,7 @@ def _attention_backward(
 def _attention_share(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None,
+    dropout: ScoreDropout | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Partial gradients, unrounded: the caller adds them up."""
     return _kernels().attention_bwd(  # type: ignore[no-any-return]
@@ -298,7 +301,7 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "linear_cross_entropy": {"fwd_bwd": _linear_cross_entropy_fwd_bwd},
 }
 # Of the operators' contracts; others: 1.
-_VERSIONS = {"attention": 2, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
+_VERSIONS = {"attention": 3, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
 _FEATURES = {"attention": ("softcap", "sinks")}
 _OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}
 # operator, file of hetero_kernels, forward, backward

@@ -22,12 +22,15 @@ from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, from_hf_config, logical_tensors
 
 
-def make_hf(config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.nn.Module, ModelSpec]:
+def make_hf(
+    config: dict[str, Any], seed: int, dtype: torch.dtype = torch.float64, attention: str | None = None
+) -> tuple[torch.nn.Module, ModelSpec]:
     """A random Hugging Face model, its weights large enough that every term matters, and its spec."""
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config)
     hf_config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention_of(config))
+    attention = attention or attention_of(config)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, dtype=torch.float32)
@@ -49,18 +52,21 @@ def attention_of(config: dict[str, Any]) -> str:
 
 
 def _exact_attention(
-    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor, scaling: float,
-    softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor,
+    scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """transformers' eager attention of Gemma 2 and gpt-oss, without its casts."""
+    """transformers' eager attention of Gemma 2 and gpt-oss, without its casts; probabilities times what the module's
+    ``score_factors`` makes of them, where it has such."""
     repeat = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * scaling
+    scores = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * (scaling or q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + attention_mask
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     probs = scores.softmax(-1)[..., : k.shape[2]]
+    if hasattr(module, "score_factors"):
+        probs = probs * module.score_factors(probs)
     return (probs @ v.repeat_interleave(repeat, 1)).transpose(1, 2).contiguous(), None
 
 

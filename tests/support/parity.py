@@ -18,10 +18,11 @@ from hetero_megatron.ops import SPECS
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8 import Fp8, fp8_fits
-from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
 from hetero_megatron.spec.balance import Balancing
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
+from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
 from tests.support.random_plans import random_features, random_model, random_plan
@@ -48,6 +49,7 @@ class Case:
     weight_decay: float = 0.1
     clip_grad: float = 1.0
     chunked_loss: bool = False
+    dropout: Dropout = Dropout()
     balancing: Balancing | None = None  # of experts
     fp8: Fp8 | None = None
     router: dict[str, Any] = field(default_factory=dict)  # options that the family of the model does not have
@@ -55,11 +57,11 @@ class Case:
     def describe(self) -> str:
         kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, chunked={self.chunked_loss}"
         experts = f", balancing={self.balancing}, router={self.router}" if self.balancing is not None else ""
-        return f"{kind}, model={self.model}, plan={self.plan}{experts}"
+        return f"{kind}, {self.dropout}, model={self.model}, plan={self.plan}{experts}"
 
 
 def random_case(seed: int, dtype: str = "fp64") -> Case:
-    rng = random.Random(seed)
+    rng, rates = random.Random(seed), random.Random(f"dropout {seed}")
     model = random_model(rng)
     if dtype != "bf16" and model["model_type"] != "gpt2":
         # Of nearly equal scores another expert may be taken in fp32.
@@ -77,6 +79,7 @@ def random_case(seed: int, dtype: str = "fp64") -> Case:
         chunked_loss=rng.random() < 0.3,
         # AdamW turns a gradient that is rounding noise into a full step, so fp32 weights differ by a share of lr.
         lr=1e-2 if dtype == "fp64" else 1e-3,
+        dropout=Dropout(rates.choice([0.0, 0.1, 0.5]), rates.choice([0.0, 0.1, 0.5])),
     )  # fmt: skip
 
 
@@ -129,7 +132,8 @@ def _decays(name: str, param: torch.nn.Parameter) -> bool:
 
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
     """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
-    hf, spec = make_hf(case.model, case.seed, dtype=dtype)
+    hf, spec = make_hf(case.model, case.seed, dtype, "exact" if case.dropout.attention else None)
+    dropout = HFDropout(hf, case.dropout, case.seed)
     balanced = BalancedModel(hf, spec, case.router, case.balancing) if case.balancing is not None else None
     spec = spec if balanced is None else balanced.spec
     if case.fp8 is not None:
@@ -147,6 +151,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     for step in range(STEPS):
         batch = data.fetch(range(step * batch_size, (step + 1) * batch_size))
         optimizer.zero_grad()
+        dropout.begin(step + 1, step * batch_size)
         loss_sum = hf_loss_sum(hf, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
         loss = loss_sum / batch.num_loss_tokens()
         if balanced is None:
@@ -195,6 +200,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     options: dict[str, Any] = {"logits_bytes": 4000} if case.chunked_loss else {}
     options |= {"balancing": case.balancing} if case.balancing is not None else {}
     options |= {"fp8": case.fp8} if case.fp8 is not None else {}
+    options |= {"dropout": case.dropout, "seed": case.seed}
     runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
@@ -211,7 +217,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
     batch = plan.global_batch_size
     stats = [
-        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad)
+        runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad, step=i + 1)
         for i in range(STEPS)
     ]
     weights = [(n, runtime.boxes[n], p.detach().double().cpu().numpy().copy()) for n, p in runtime.sync.params.items()]

@@ -2,8 +2,7 @@
 
 from hetero_megatron.cli.flag import count, family, notice, only, refused, switch, value
 
-_DROPOUT = "dropout that is a function of (seed, step, layer, sample, token) is not built yet"
-_DROPOUT_DIFFERS = "0.1 in Megatron; here dropout is absent, because it would depend on the plan"
+_DROPOUT_DIFFERS = "0.1 in Megatron; here there is dropout only where it is asked for, as today's models have none"
 _ONE = "operators are chosen per chip, not by this flag"
 _GRAPH = "launches are not captured as graphs, which would not change results"
 
@@ -73,23 +72,15 @@ FLAGS = (
     count("--vocab-size", None, "size of the vocabulary; read from the tokenizer if left out", most=2**31 - 2),
     value("--init-method-std", float, 0.02, "standard deviation of initial weights", most=1e3),
     refused("--init-method-xavier-uniform", "initial weights are normal", "--init-method-std"),
-    only(
-        "--attention-dropout",
-        float,
-        (0.0,),
-        _DROPOUT,
-        "0.0, or leave the flag out",
-        default=0.0,
-        differs=_DROPOUT_DIFFERS,
+    value(
+        "--attention-dropout", float, 0.0, "probability with which attention probabilities are dropped in training",
+        least=0.0, differs=_DROPOUT_DIFFERS,
     ),
-    only(
-        "--hidden-dropout",
-        float,
-        (0.0,),
-        _DROPOUT,
-        "0.0, or leave the flag out",
-        default=0.0,
-        differs=_DROPOUT_DIFFERS,
+    value(
+        "--hidden-dropout", float, 0.0,
+        "probability with which elements of the embeddings, and of what attention and MLP add to the residual stream, "
+        "are dropped in training",
+        least=0.0, differs=_DROPOUT_DIFFERS,
     ),
     notice("--attention-softmax-in-fp32", "the softmax is always computed in fp32 or better"),
     notice(
@@ -136,7 +127,7 @@ FLAGS = (
     notice("--external-cuda-graph", _GRAPH),
     notice("--cuda-graph-impl", _GRAPH, nargs=1),
     notice("--cuda-graph-scope", _GRAPH, nargs="+"),
-    notice("--te-rng-tracker", "without dropout no generator runs during training"),
+    notice("--te-rng-tracker", "random numbers are a function of the place, so that no generator has a state"),
     only("--vocab-extra-ids", int, (0,), "ids beyond the tokenizer's are not supported", "0, or leave the flag out"),
     only("--softmax-type", str, ("vanilla",), "this softmax is not supported", "vanilla, or leave the flag out"),
     refused("--window-attn-skip-freq", "layers with and without a sliding window cannot be mixed", nargs=1),

@@ -108,12 +108,14 @@ def tiles(
 
     Queries, gradients and log-sum-exps of a tile are views: their rows are as far apart as the whole's.
     """
-    kernel, (q, k, v, sinks, documents, window, q_start, k_start, softcap) = subject.kernel, args
+    kernel, (q, k, v, sinks, documents, window, q_start, k_start, softcap, dropout) = subject.kernel, args
     if documents is not None or kernel.private or not q.numel() or not k.numel():
         return  # tiles end where documents do; private state is of one call, which training refuses in groups
     forward_cap, cap = subject.spec.bounds.of(subject.dtype)
     watched = _Watched(tile_kernel(subject.device, kernel, softcap))
-    attention = BlockAttention(watched, KeyHeads(q.shape[2] // k.shape[2]), window)
+    first = q_start if dropout is None else dropout.q_start
+    tokens = ((first, first + q.shape[1]),)
+    attention = BlockAttention(watched, KeyHeads(q.shape[2] // k.shape[2]), window, tokens=tokens)
     rows = [
         (None, Tile(a, b, c, d, BAND, q_start + a - k_start - c))
         for a, b in _halves(q.shape[1])
@@ -122,13 +124,13 @@ def tiles(
 
     def composed() -> list[torch.Tensor]:
         made = accumulators(q)
-        attention.forward(q, k, v, rows, *made)
+        attention.forward(q, k, v, rows, *made, dropout)
         return list(made if sinks is None else add_sinks(*made, sinks))
 
     def gradients(delta: torch.Tensor | None) -> list[torch.Tensor]:
         watched.narrow.clear()
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
-        attention.backward(dout, q, k, v, out, lse, rows, (dq, dk, dv), delta)
+        attention.backward(dout, q, k, v, out, lse, rows, (dq, dk, dv), delta, dropout)
         return [dq, dk, dv]
 
     box = Sandbox()

@@ -28,7 +28,6 @@ _DEFAULTS = Defaults(positions=2048, kv_heads=32, kv_nullable=False, eps=1e-5)
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     layers = num_layers(read)
     window = None if read.value("sliding_window", 4096) is None else read.integer("sliding_window", 4096)
     if window is None and read.value("layer_types", None) is None:

@@ -37,6 +37,7 @@ class Family:
         write: the inverse; what it cannot say is found by reading the result again.
         names: how it calls the logical tensors.
         examples: released models, for the documentation.
+        absent_dropout: what transformers takes for dropout rates that are absent; null_dropout: ``null`` is one for it.
     """
 
     model_type: str
@@ -46,6 +47,8 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]]
     names: NameTable = field(default_factory=NameTable)
     examples: str = ""
+    absent_dropout: float = 0.0
+    null_dropout: bool = False
 
     @property
     def mixture(self) -> bool:

@@ -38,7 +38,6 @@ _KEYS = DECODER_KEYS | words(
 
 
 def _read_gemma(read: ConfigReader, name: str) -> ModelSpec:
-    read.must_be("attention_dropout", 0)
     read.must_be("use_bidirectional_attention", False, None)
     given = read.value("hidden_act", "gelu_pytorch_tanh")
     given = "gelu_pytorch_tanh" if given == "gelu" else given  # of old files, which mean the approximation
@@ -62,7 +61,6 @@ def _write_gemma(spec: ModelSpec) -> dict[str, Any]:
 
 def _common(read: ConfigReader, defaults: Defaults) -> dict[str, Any]:
     """Fields that Gemma 2 and 3 say alike."""
-    read.must_be("attention_dropout", 0, None)
     read.must_be("use_bidirectional_attention", False, None)
     given = read.value("hidden_activation", "gelu_pytorch_tanh")
     activation = _GATES.get(ACTIVATIONS.get(given, given)) if isinstance(given, str) else None
@@ -129,10 +127,14 @@ def _write_gemma3(spec: ModelSpec) -> dict[str, Any]:
 GEMMA = Family(
     "gemma", "GemmaForCausalLM", read=_read_gemma, write=_write_gemma, examples="Gemma 2B, 7B, CodeGemma",
     keys=DECODER_KEYS | words("hidden_act hidden_activation attention_bias use_bidirectional_attention"),
+    null_dropout=True,
 )  # fmt: skip
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _KEYS, _read_gemma2, _write_gemma2, examples="Gemma 2 2B, 9B, 27B")
+GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM", _KEYS, _read_gemma2, _write_gemma2, examples="Gemma 2 2B, 9B, 27B",
+    null_dropout=True,
+)  # fmt: skip
 GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", read=_read_gemma3, write=_write_gemma3,
     examples="Gemma 3 270M, 1B; the text model of larger ones",
-    keys=_KEYS | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"),
+    keys=_KEYS | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"), null_dropout=True,
 )  # fmt: skip

@@ -19,7 +19,6 @@ _FUSED = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
 def _read(read: ConfigReader, model_type: str, name: str, **changes: Any) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     bias = read.flag("attention_bias", True)
     return decoder(read, model_type, name, _DEFAULTS, interleaved=True, qkv_bias=bias, **changes)
 

@@ -41,7 +41,6 @@ _KEYS = DECODER_KEYS | words(
 def _fixed(read: ConfigReader) -> None:
     refuse_quantised(read, "quantised")
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     read.must_be("num_local_experts", read.config.get("n_routed_experts"))  # the same by another name
 
 

@@ -23,9 +23,6 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("scale_attn_by_inverse_layer_idx", False)
     read.must_be("reorder_and_upcast_attn", False)
     read.must_be("add_cross_attention", False)
-    for key in DROPOUTS:
-        read.must_be(key, 0, 0.1)
-    dropped = [key for key in DROPOUTS if read.config.get(key, 0.1)]
     activation = read.config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise read.refuse("this activation is not supported", "activation_function", ", ".join(ACTIVATIONS))
@@ -52,7 +49,6 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
         tied=read.flag("tie_word_embeddings", True),
         position="learned",
         init_std=read.positive("initializer_range", 0.02),
-        notices=(f"{read.where}: trained without dropout ({', '.join(dropped)} = 0.1 ignored)",) if dropped else (),
     )
 
 
@@ -89,6 +85,7 @@ FAMILY = Family(
         " initializer_range tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx"
         " reorder_and_upcast_attn add_cross_attention"
     ) | {*DROPOUTS, *GPT2_ALIASES},
+    absent_dropout=0.1,
     names=NameTable(
         layer="transformer.h.{}",
         modules={

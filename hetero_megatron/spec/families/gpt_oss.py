@@ -41,7 +41,6 @@ _HOW = (
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     refuse_quantised(read, "quantised (MXFP4)", _HOW)
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     read.must_be("num_experts", read.config.get("num_local_experts"))  # the same by another name
     read.must_be("experts_per_token", read.config.get("num_experts_per_tok"))  # not read by transformers
     if read.config.get("rope_parameters") is None:

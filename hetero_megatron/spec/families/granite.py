@@ -14,7 +14,6 @@ _DEFAULTS = Defaults(positions=2048)
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     bias, scale = read.flag("attention_bias"), read.positive("attention_multiplier", 1.0)
     return decoder(
         read, "granite", name, _DEFAULTS, qkv_bias=bias, out_bias=bias, mlp_bias=read.flag("mlp_bias"),

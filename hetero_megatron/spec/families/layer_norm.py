@@ -25,8 +25,6 @@ def _activation(read: ConfigReader, default: str) -> str:
 
 
 def _read_starcoder2(read: ConfigReader, name: str) -> ModelSpec:
-    for key in ("attention_dropout", "residual_dropout", "embedding_dropout"):
-        read.must_be(key, 0)
     bias = read.flag("use_bias", True)
     window = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
     return decoder(
@@ -50,7 +48,6 @@ def _write_starcoder2(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _read_nemotron(read: ConfigReader, name: str) -> ModelSpec:
-    read.must_be("attention_dropout", 0)
     bias = read.flag("attention_bias")
     return decoder(
         read, "nemotron", name, _NEMOTRON, norm="layer", norm_offset=1.0, norm_eps=read.positive("norm_eps", 1e-5),

@@ -22,7 +22,6 @@ _DEFAULTS = Defaults(positions=2048, head_dim_nullable=True)
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0, None)
     head_sizes(read, _DEFAULTS, divides=True)
     bias, init_std = read.flag("attention_bias"), read.positive("initializer_range", 0.02)
     if init_std > 1:
@@ -43,7 +42,8 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "llama", "LlamaForCausalLM", read=_read, write=_write, examples="Llama 1 to 3.3, and what copies it",
+    "llama", "LlamaForCausalLM", read=_read, write=_write, null_dropout=True,
+    examples="Llama 1 to 3.3, and what copies it",
     keys=DECODER_KEYS | words(
         "hidden_act attention_bias mlp_bias sliding_window use_sliding_window max_window_layers layer_types"
     ),

@@ -36,7 +36,6 @@ _KEYS = DECODER_KEYS | words(
 
 def _fixed(read: ConfigReader) -> None:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     read.must_be("attention_bias", False, None)
     read.must_be("mlp_bias", False, None)
 
@@ -74,7 +73,6 @@ def _write_ministral(spec: ModelSpec) -> dict[str, Any]:
 
 def _read_ministral3(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     given = read.config.get(key)
     rope = ConfigReader(_YARN if given is None else given if isinstance(given, dict) else {}, read.where, f"{key}.")

@@ -57,7 +57,6 @@ def read_moe(read: ConfigReader, experts: str, **changes: Any) -> MoE:
 
 def _fixed(read: ConfigReader) -> None:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
 
 
 def _read_mixtral(read: ConfigReader, name: str) -> ModelSpec:

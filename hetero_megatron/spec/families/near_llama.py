@@ -18,7 +18,6 @@ _KEYS = DECODER_KEYS | words("hidden_act attention_bias mlp_bias")
 
 def _read_arcee(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "relu2")
-    read.must_be("attention_dropout", 0)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     if hidden % heads:
         raise read.refuse(f"does not divide hidden_size {hidden}", "num_attention_heads", f"a divisor of {hidden}")
@@ -36,8 +35,6 @@ def _write_arcee(spec: ModelSpec) -> dict[str, Any]:
 
 def _read_seed_oss(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    for key in ("attention_dropout", "residual_dropout"):
-        read.must_be(key, 0, 0.1)
     return decoder(
         read, "seed_oss", name, _SEED_OSS, qkv_bias=read.flag("attention_bias", True),
         out_bias=read.flag("attention_out_bias"), mlp_bias=read.flag("mlp_bias"),
@@ -53,7 +50,6 @@ def _write_seed_oss(spec: ModelSpec) -> dict[str, Any]:
 
 def _read_helium(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     heads, _, head_dim = head_sizes(read, _HELIUM)
     if heads * head_dim != read.integer("hidden_size"):  # of its output projection
         raise read.refuse("transformers wants hidden_size / num_attention_heads", "head_dim", "that quotient")
@@ -69,7 +65,6 @@ def _write_helium(spec: ModelSpec) -> dict[str, Any]:
 
 def _read_ernie(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     bias = read.value("use_bias", False)
     if not isinstance(bias, bool):
         raise read.refuse("must be true or false", "use_bias", "true or false")
@@ -85,7 +80,7 @@ def _write_ernie(spec: ModelSpec) -> dict[str, Any]:
 ARCEE = Family("arcee", "ArceeForCausalLM", _KEYS, _read_arcee, _write_arcee, examples="AFM-4.5B")
 SEED_OSS = Family(
     "seed_oss", "SeedOssForCausalLM", _KEYS | words("attention_out_bias residual_dropout"), _read_seed_oss,
-    _write_seed_oss, examples="Seed-OSS-36B",
+    _write_seed_oss, examples="Seed-OSS-36B", absent_dropout=0.1,
 )  # fmt: skip
 HELIUM = Family("helium", "HeliumForCausalLM", _KEYS, _read_helium, _write_helium, examples="Helium-1 2B")
 ERNIE = Family(

@@ -31,7 +31,6 @@ _KEYS = DECODER_KEYS | words("hidden_act attention_bias")
 
 def _common(read: ConfigReader) -> dict[str, Any]:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     bias = read.flag("attention_bias")
     return {"norm_placement": "post", "qk_norm": "projection", "qkv_bias": bias, "out_bias": bias}
 

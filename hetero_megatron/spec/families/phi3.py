@@ -15,8 +15,6 @@ _DEFAULTS = Defaults(positions=4096, eps=1e-5, partial_rotary=1.0, original=4096
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
-        read.must_be(key, 0)
     heads, _, head_dim = head_sizes(read, _DEFAULTS, divides=True)
     if head_dim * heads != read.integer("hidden_size"):
         raise read.refuse("transformers reads it in some places only", "head_dim", "hidden_size / num_attention_heads")

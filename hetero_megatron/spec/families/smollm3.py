@@ -38,7 +38,6 @@ def _turns(read: ConfigReader) -> list[bool]:
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    read.must_be("attention_dropout", 0)
     turns, used = _turns(read), read.flag("use_sliding_window")
     given = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
     window = given if used else None

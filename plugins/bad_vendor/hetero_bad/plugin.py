@@ -140,6 +140,7 @@ def _no_last_row(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _share(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None,
+    dropout: Any = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """A good one: in fp32; where ``delta`` is given, ``out`` is not looked at."""
     run = _good("attention").backward
@@ -148,7 +149,7 @@ def _share(
         given = delta.transpose(1, 2)[..., None]
         out = given * dout.float() / dout.float().square().sum(-1, keepdim=True)
     wide = (x.float() for x in (q, k, v))
-    return run(dout.float(), *wide, None, out.float(), lse, None, window, q_start, k_start, softcap)[:3]
+    return run(dout.float(), *wide, None, out.float(), lse, None, window, q_start, k_start, softcap, dropout)[:3]
 
 
 def _delta(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -117,8 +117,8 @@ def test_tile_kernels_agree(dtype: torch.dtype, distance: int, window: int | Non
         assert torch.equal(live, torch.isfinite(b))
         torch.testing.assert_close(b.double()[live], a[live], rtol=bound, atol=bound)
     via = OperatorKernel(
-        lambda q, k, v, sinks, documents, window, at, start, cap: exact.forward(q, k, v, at - start, window),
-        lambda g, q, k, v, sinks, o, e, documents, window, at, start, cap: exact.backward(
+        lambda q, k, v, sinks, documents, window, at, start, cap, drop: exact.forward(q, k, v, at - start, window),
+        lambda g, q, k, v, sinks, o, e, documents, window, at, start, cap, drop: exact.backward(
             g, q, k, v, o, e, at - start, window
         ),
     )

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from hetero_megatron.spec import Dropout
 from tests.support.parity import check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
@@ -142,4 +143,5 @@ HAND_WRITTEN = {
 def test_cases_that_peers_get_wrong(name: str, packed: bool) -> None:
     from dataclasses import replace
 
-    check_case(replace(HAND_WRITTEN[name], packed=packed, masked=packed), shared_pool())
+    rates = Dropout(0.25, 0.25) if packed else Dropout()
+    check_case(replace(HAND_WRITTEN[name], packed=packed, masked=packed, dropout=rates), shared_pool())

@@ -55,8 +55,9 @@ def micro_batch(vocab: int, documents: list[list[int]] | None, b: int = 3, s: in
         for start in starts:
             positions[row, start:] = torch.arange(s - start)
     return SimpleNamespace(
-        tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions, documents=documents, loss_mask=None
-    )
+        tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions, documents=documents, loss_mask=None,
+        draws=None,
+    )  # fmt: skip
 
 
 def build(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype, **changes: Any) -> GPTStage:
@@ -171,7 +172,8 @@ def test_a_rank_without_heads_and_without_vocabulary_runs() -> None:
     weights = {t.name: initial_values(t, Box.whole(t.shape), spec, 0) for t in logical_tensors(spec)}
     stage = build(spec, weights, torch.float32, share=share, layers=[0], embed=False)
     x = torch.randn(1, 5, 32, requires_grad=True)
-    logits = stage(x, SimpleNamespace(positions=torch.arange(5)[None], documents=[[0, 2]], loss_mask=None))
+    batch = SimpleNamespace(positions=torch.arange(5)[None], documents=[[0, 2]], loss_mask=None, draws=None)
+    logits = stage(x, batch)
     assert logits.shape == (1, 5, 0)
     logits.sum().backward()
 

@@ -108,7 +108,7 @@ def test_activation_bytes_are_those_that_autograd_keeps(name: str) -> None:
 
     x = torch.randn(2, 32, spec.hidden_size, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        built(x, SimpleNamespace(positions=torch.arange(32).expand(2, 32), documents=None, loss_mask=None))
+        built(x, SimpleNamespace(positions=torch.arange(32).expand(2, 32), documents=None, loss_mask=None, draws=None))
     want = layer_activation_bytes(spec, 64, itemsize=4)
     assert sum(saved.values()) == pytest.approx(want, rel=0.01)
 

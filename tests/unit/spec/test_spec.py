@@ -112,7 +112,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "model_type"),
     (LLAMA | {"model_type": ["llama"]}, "model_type"),
     (LLAMA | {"hidden_act": "relu"}, "hidden_act"),
-    (LLAMA | {"attention_dropout": 0.1}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": 1.0}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": float("nan")}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": -0.1}, "attention_dropout"),
+    (LLAMA | {"attention_dropout": "0.1"}, "attention_dropout"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
     (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "rope_scaling.factor"),
@@ -137,7 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"model_type": "qwen2", "mlp_bias": True}, "mlp_bias"),
     (LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
     (LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
-    (GPT2 | {"resid_pdrop": 0.2}, "resid_pdrop"),
+    (GPT2 | {"resid_pdrop": True}, "resid_pdrop"),
     (GPT2 | {"activation_function": "swish"}, "activation_function"),
     (GPT2 | {"n_head": 5}, "n_head"),
     (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -163,12 +166,16 @@ def test_sliding_windows_are_read_as_transformers_reads_them() -> None:
     assert from_hf_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).windows == (None,)
 
 
-def test_gpt2_default_dropout_is_ignored_with_a_notice() -> None:
+def test_dropout_rates_are_read_as_transformers_does_and_are_no_part_of_the_model() -> None:
+    transformers = pytest.importorskip("transformers")
     quiet = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    assert from_hf_config(quiet).notices == ()
-    spec = from_hf_config(GPT2 | {"resid_pdrop": 0.0})
-    assert "embd_pdrop, attn_pdrop = 0.1 ignored" in spec.notices[0]
-    assert spec == from_hf_config(quiet) and hash(spec) == hash(from_hf_config(quiet))
+    assert from_hf_config(quiet).dropouts == ()
+    for config in (GPT2, GPT2 | {"resid_pdrop": 0.0}, LLAMA | {"attention_dropout": 0.2}, LLAMA):
+        spec, theirs = from_hf_config(config), transformers.AutoConfig.for_model(**config)
+        for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+            assert dict(spec.dropouts).get(key, 0.0) == (getattr(theirs, key, 0.0) or 0.0)
+        assert spec == from_hf_config(config | dict.fromkeys(dict(spec.dropouts), 0.0))
+    assert hash(from_hf_config(GPT2)) == hash(from_hf_config(quiet))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +347,8 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
 
         x = torch.randn(2, 64, spec.hidden_size, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            stage(x, SimpleNamespace(positions=torch.arange(64).expand(2, 64), documents=None, loss_mask=None))
+            positions = torch.arange(64).expand(2, 64)
+            stage(x, SimpleNamespace(positions=positions, documents=None, loss_mask=None, draws=None))
         want = layer_activation_bytes(spec, 128, itemsize=4) - 128 * 4 * spec.num_heads  # lse is below the threshold
         assert sum(saved.values()) == pytest.approx(want, rel=0.02), spec
 

@@ -1,0 +1,140 @@
+"""Dropout as a pure function of (seed, step, layer, site, sample, token, feature), so that no plan changes it.
+
+No mask is ever stored: backward, and forward where it runs again, make it anew. Which elements stay is defined by
+``ops/philox.py``; a stream's key is that of (seed, step, layer, site), and the counters of an element are
+
+    of hidden states:  (feature // 8, token, 0, sample)
+    of attention:      (key token // 8, query token, query head, sample)
+
+all of them numbers in the whole model and the whole run, modulo 2**32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hetero_megatron.ops.kernel import ATEN, Kernel
+from hetero_megatron.ops.philox import WORD, derived_key, kept
+from hetero_megatron.ops.spec import Case, OpSpec, normal, reference_forward, wide
+from hetero_megatron.spec.dropout import UNITS, dropped_units
+
+Tensor = torch.Tensor
+# Where elements are dropped; part of the key. An adapter's number is ADAPTER + that of its projection.
+EMBEDDING, AFTER_ATTENTION, AFTER_MLP, SCORES, ADAPTER = range(5)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a micro-batch's random numbers depend on, besides the place in the model.
+
+    ``sample``: global index of its first row; those of the others follow it.
+    """
+
+    seed: int
+    step: int
+    sample: int
+
+    def key(self, layer: int, site: int) -> int:
+        """Of the stream of random numbers of one place in one step."""
+        return derived_key(self.seed, self.step & WORD, self.step >> 32, layer, site)
+
+
+class ScoreDropout(NamedTuple):
+    """Dropout of attention probabilities, as an option of the operator ``attention``.
+
+    Attributes:
+        rate: probability that one becomes 0; the others are divided by 1 - rate.
+        key: of the stream, 64 bits.
+        sample, head: global numbers of the first row and of the first query head.
+        q_start, k_start: global numbers of the first query token and of the first key token.
+    """
+
+    rate: float
+    key: int
+    sample: int
+    head: int
+    q_start: int = 0
+    k_start: int = 0
+
+    def of(self, row: int, query: int, key: int) -> ScoreDropout:
+        """That of a part which begins at these places of the whole."""
+        return self._replace(
+            sample=self.sample + row, q_start=self.q_start + query, k_start=self.k_start + key
+        )
+
+
+def scale_of(rate: float) -> float:
+    """What stays is multiplied by this: 1 / (1 - the rate, which is a multiple of 2**-16)."""
+    return UNITS / (UNITS - dropped_units(rate))
+
+
+def kept_scores(dropout: ScoreDropout, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    """[rows, heads, queries, keys] bool: the probabilities that stay."""
+    rows, heads, queries, keys = shape
+
+    def numbers(first: int, count: int, axis: int) -> Tensor:
+        return ((torch.arange(count, device=device) + first) & WORD).view([-1 if i == axis else 1 for i in range(3)])
+
+    counters = (
+        numbers(dropout.q_start, queries, 2), numbers(dropout.head, heads, 1), numbers(dropout.sample, rows, 0)
+    )  # fmt: skip
+    columns = (dropout.k_start, dropout.k_start + keys)
+    return kept(dropout.key, dropped_units(dropout.rate), columns, counters, (rows, heads, queries), device)
+
+
+def score_factors(dropout: ScoreDropout, like: Tensor) -> Tensor:
+    """What probabilities [rows, heads, queries, keys] are multiplied by, in the dtype of ``like``."""
+    rows, heads, queries, keys = like.shape
+    return kept_scores(dropout, (rows, heads, queries, keys), like.device).to(like.dtype).mul_(scale_of(dropout.rate))
+
+
+def definition(
+    x: Tensor, tokens: Tensor, rate: float, key: int, sample: int, feature: int
+) -> tuple[Tensor]:
+    """Elements of x [b, s, features] that are dropped become 0, the others are divided by 1 - rate.
+
+    Args:
+        tokens: [s] int64, the global number of each token.
+        rate: 0 <= rate < 1, rounded to a multiple of 2**-16.
+        key: of the stream, 64 bits; sample: global index of the first row; feature: number of the first one.
+    """
+    b, s, features = x.shape
+    rows = ((torch.arange(b, device=x.device) + sample) & WORD).view(b, 1)
+    counters = (tokens.view(1, s), 0, rows)
+    stay = kept(key, dropped_units(rate), (feature, feature + features), counters, (b, s), x.device)
+    return ((x.to(wide(x.dtype)) * scale_of(rate) * stay).to(x.dtype),)
+
+
+def _backward(dy: Tensor, tokens: Tensor, *options: object) -> tuple[Tensor]:
+    """The same as forward: no mask was kept."""
+    with torch.no_grad():
+        return definition(dy, tokens, *options)  # type: ignore[arg-type]
+
+
+def _cases() -> Iterable[Case]:
+    big = 2**63 + 12345
+    for name, shape, options in (
+        ("plain", (2, 5, 32), (0.25, 7, 0, 0)), ("odd", (3, 7, 13), (0.5, big, 11, 0)),
+        ("one", (1, 1, 1), (0.5, 3, 0, 0)), ("no tokens", (2, 0, 8), (0.1, 3, 0, 0)),
+        ("nothing dropped", (1, 4, 16), (0.0, 3, 0, 0)), ("nearly all dropped", (2, 16, 64), (0.99, 3, 0, 0)),
+        ("features from the middle", (2, 3, 19), (0.3, big, 5, 37)),
+        ("samples beyond 32 bits", (3, 2, 16), (0.3, big, 2**32 - 1, 8)), ("wide", (1, 3, 5003), (0.1, 9, 2, 0)),
+        ("many rows", (1, 65_537, 3), (0.1, 9, 2, 0)),
+    ):  # fmt: skip
+        yield Case(name, (normal(*shape, seed=1), torch.arange(shape[1]) * 3 + 1, *options))
+    yield Case("offset view", (normal(2, 6, 40, seed=1)[:, 1:5, 3:27], torch.tensor([9, 4, 2**31, 2**32 - 1]),
+                               0.4, big, 1, 0))  # fmt: skip
+
+
+SPEC = OpSpec(
+    name="dropout", tensors=("x", "tokens"), options=("rate", "key", "sample", "feature"), schema=None,
+    results=("y",), saves=("tokens",), gradients=("x",), definition=definition, forward=reference_forward(definition),
+    backward=_backward, fake=lambda x, *_: (torch.empty_like(x),), flops=lambda x, *_: 20 * x.numel(), cases=_cases,
+    backward_flops=1.0,
+    speed=lambda: Case("1024x1024", (normal(1, 1024, 1024, seed=0), torch.arange(1024), 0.1, 7, 0, 0)),
+)  # fmt: skip
+KERNELS = (Kernel("dropout", "aten", ATEN, SPEC.forward, _backward),)

@@ -1,0 +1,60 @@
+"""Dropout in Hugging Face models, at their own places, with masks that are given: of the whole batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetero_megatron.ops.dropout import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    EMBEDDING,
+    SCORES,
+    Draws,
+    ScoreDropout,
+    definition,
+    score_factors,
+)
+from hetero_megatron.spec import Dropout
+
+
+class HFDropout:
+    """Makes a Hugging Face model drop elements in every forward from :meth:`begin` on."""
+
+    def __init__(self, model: torch.nn.Module, dropout: Dropout, seed: int) -> None:
+        self.dropout, self.seed, self.draws = dropout, seed, Draws(seed, 0, 0)
+        inner: Any = model.base_model
+        gpt2 = model.config.model_type == "gpt2"
+        for i, layer in enumerate(inner.h if gpt2 else inner.layers):
+            attention = layer.attn if gpt2 else layer.self_attn
+            if dropout.attention:
+                attention.score_factors = self._scores(i)
+            if dropout.hidden:  # GPT-2 has modules for it; Llama's kind has none
+                self._after(attention.resid_dropout if gpt2 else attention, i, AFTER_ATTENTION)
+                self._after(layer.mlp.dropout if gpt2 else layer.mlp, i, AFTER_MLP)
+        if dropout.hidden:
+            self._after(inner.drop if gpt2 else inner.embed_tokens, 0, EMBEDDING)
+
+    def begin(self, step: int, sample: int) -> None:
+        """The next forward is of this step; its first row is this global sample."""
+        self.draws = Draws(self.seed, step, sample)
+
+    def _after(self, module: torch.nn.Module, layer: int, site: int) -> None:
+        def hook(_: Any, args: Any, out: Any) -> Any:
+            x = out[0] if isinstance(out, tuple) else out
+            tokens = torch.arange(x.shape[1])
+            (factors,) = definition(
+                torch.ones_like(x), tokens, self.dropout.hidden, self.draws.key(layer, site), self.draws.sample, 0
+            )
+            return (x * factors, *out[1:]) if isinstance(out, tuple) else x * factors
+
+        module.register_forward_hook(hook)
+
+    def _scores(self, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def factors(probs: torch.Tensor) -> torch.Tensor:
+            key = self.draws.key(layer, SCORES)
+            return score_factors(ScoreDropout(self.dropout.attention, key, self.draws.sample, 0), probs)
+
+        return factors
