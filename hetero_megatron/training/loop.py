@@ -66,6 +66,7 @@ COMPILED = (
     "--compile: weight gradients pass through autograd, so each needs memory of its own and an addition per "
     "micro-batch, and attention that torch cannot trace is a break in the graph of its layer"
 )
+COMPILED_MOE = "; routers and routed experts run as they are, for their rows are known only then"
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -216,7 +217,7 @@ def announce(config: RunConfig, world: int, platform: Platform, plugins: Plugins
     if platform.settings:
         print(f"settings: {', '.join(platform.settings)}", flush=True)
     if config.compile is not None:
-        print(notice_line(COMPILED), flush=True)
+        print(notice_line(COMPILED + (COMPILED_MOE if config.spec.moe is not None else "")), flush=True)
     if testbed:
         print(testbed, flush=True)
     for plugin in plugins.broken():

@@ -19,12 +19,14 @@ from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.plan import Plan, load_plan, locate, plan_from_dict, stage_at, unit_at
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
+from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config, shares
+from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.loop import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks
 from tests.support.selection import quick
@@ -58,7 +60,7 @@ def kernels_of(
 ) -> KernelPlan:
     place = locate(plan, rank)
     stage, unit = stage_at(plan, place), unit_at(plan, place)
-    share = shares(spec, unit.tp_split)[place.tp_rank]
+    share = rank_shares(spec, stage)[rank]
     requests = dict(stage.kernels)
     base = Signature("", "cpu", torch.float32, "cpu", compiled=compiled)
     tiled = bool(stage_contexts(spec, stage, plan.seq_length))
@@ -133,6 +135,17 @@ def test_compiled_layers_equal_uncompiled_ones(recompute: str) -> None:
     spec = from_hf_config(MODEL)
     plan = make_plan(spec, {"ranks": [0, 1], "layers": [0, 2], "tp": 2, "recompute": recompute})
     compare(plan, with_kernels(plan, ["rms_norm=triton"]), spec, backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_compiled_mixture_of_experts_equals_the_uncompiled(recompute: str) -> None:
+    """With a shared expert, and experts divided unequally."""
+    spec = from_hf_config(MOE_FAMILIES["qwen2_moe"] | {"vocab_size": 101})
+    experts = [{"ranks": [1, 0], "experts": [[0, 4], [4, 5]]}]
+    stage = {"ranks": [0, 1], "layers": [0, 2], "tp": 2, "recompute": recompute, "experts": experts}
+    plan = make_plan(spec, stage)
+    compare(plan, plan, spec, backend="aot_eager")
 
 
 @pytest.mark.slow  # a C++ compiler runs for every graph
