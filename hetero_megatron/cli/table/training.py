@@ -175,7 +175,11 @@ TRAINING = (
 
 PRECISION = (
     switch("--bf16", "bfloat16 weights and activations, fp32 masters and gradients"),
-    switch("--fp16", "half precision with loss scaling, fp32 masters and gradients"),
+    switch(
+        "--fp16", "half precision with loss scaling, fp32 masters and gradients",
+        differs="Megatron's learning rate stands still in a step that is skipped; here it is a function of the samples "
+        "that were read, skipped ones included, so that a run that goes on needs nothing else to know it",
+    ),
     switch("--fp64", "double precision, for proofs"),
     value("--loss-scale", float, None, "constant loss scale of --fp16; dynamic if left out", needs=_SCALED),
     value("--initial-loss-scale", float, 2.0**32, "dynamic loss scale at the start", needs=_DYNAMIC),

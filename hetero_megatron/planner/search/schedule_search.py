@@ -38,7 +38,7 @@ FEW = 64  # chips, up to which this is done without being asked for
 CHUNKS = (2, 3, 4)  # per stage, of the interleaved schedule
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CLIMBING = 300_000, 20_000  # actions that may be timed for one pipeline, at the end and while climbing
-CHUNKED_EFFORT = 60_000  # the same with several chunks, at the end
+CHUNKED_EFFORT, MOST_ADAPTED = 30_000, 2  # the same with several chunks, at the end; chunks of an adaptive schedule
 MOVES, NEAR, LEAST_GAIN = 60, 1.05, 1e-6  # plans that climbing tries; it starts from what is so near to the best
 STRUCTURES, OTHERS, OTHER_MOVES = 12, 2, 30  # that are tried; of those, how many are climbed from, and how far
 
@@ -160,7 +160,8 @@ class ScheduleSearch:
             cut = interleaved(plan, chunks)
             if cut is not None:
                 yield cut
-                made = adapted(cut, start.prediction, costs, CHUNKED_EFFORT) if supports("schedule.adaptive") else None
+                also = chunks <= MOST_ADAPTED and supports("schedule.adaptive")
+                made = adapted(cut, start.prediction, costs, CHUNKED_EFFORT) if also else None
                 if made is not None:
                     yield made
         if supports("schedule.adaptive"):
