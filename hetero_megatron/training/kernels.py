@@ -9,6 +9,7 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
+from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.parallel.long_loss import loss_chunk
@@ -126,5 +127,8 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
         stages = (stage for pipeline in runtime.plan.pipelines for stage in pipeline.stages)
         for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
             print(notice_line(f"kernels.{op} has no effect: this model never calls it"), flush=True)
+        some_in_fp8 = any(op in FP8_PRODUCTS for known in by_stage.values() for op in known)
         for (p, s), (digest, summary) in sorted(first.items()):
+            if some_in_fp8 and not any(op in FP8_PRODUCTS for op in by_stage[p, s]):
+                summary = f"all in {str(runtime.dtype).removeprefix('torch.')}; {summary}"
             print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)

@@ -39,6 +39,8 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
         (natural log; rows that see nothing: out 0, lse -inf; causal: k_start + j <= q_start + i;
          window: a token sees itself and window - 1 before it; bounds: see document_bounds, varlen_bounds)
     attention_bwd(dout, q, k, v, out, lse, *, delta=None, grad_dtype=None, <same>) -> dq, dk, dv
+        (attention's dropout=AttentionDropout(dropped, key, sample, head, q_start, k_start), and softcap=)
+    dropout(x[b, s, f], tokens[s], *, dropped, key, sample=0, feature=0) -> y; backward is the same of dy
     document_bounds(documents, sq, device, ...) / varlen_bounds(cu_seqlens_q, cu_seqlens_k, ...) -> bounds[b, 2, sq]
     KeyIntervals(bounds, sk, offset=0, causal=True, window=None): prepared once, for bounds= of many calls
     attention_delta(dout, out) -> delta[b, hq, sq]
@@ -56,7 +58,7 @@ Each ``<op>_reference`` is the definition in torch.
 
 from hetero_kernels.adamw import adamw_reference, adamw_step, adamw_table
 from hetero_kernels.add_rms_norm import add_rms_norm_bwd, add_rms_norm_fwd, add_rms_norm_reference
-from hetero_kernels.attention import attention_bwd, attention_fwd, attention_reference
+from hetero_kernels.attention import AttentionDropout, attention_bwd, attention_fwd, attention_reference
 from hetero_kernels.attention_mask import KeyIntervals, document_bounds, varlen_bounds
 from hetero_kernels.attention_rows import (
     attention_delta,
@@ -65,6 +67,7 @@ from hetero_kernels.attention_rows import (
     attention_merge_reference,
 )
 from hetero_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
+from hetero_kernels.dropout import dropout, dropout_reference
 from hetero_kernels.gelu import gelu_bwd, gelu_fwd, gelu_reference
 from hetero_kernels.gemm_fp8 import (
     gemm_fp8_blocks,
@@ -96,6 +99,7 @@ from hetero_kernels.vocab_parallel_cross_entropy import (
 )
 
 __all__ = [
+    "AttentionDropout",
     "INTERPRETED",
     "INTERPRETER",
     "KeyIntervals",
@@ -118,6 +122,8 @@ __all__ = [
     "cross_entropy_fwd",
     "cross_entropy_reference",
     "document_bounds",
+    "dropout",
+    "dropout_reference",
     "gelu_bwd",
     "gelu_fwd",
     "gelu_reference",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -13,6 +13,7 @@ from hetero_kernels.attention_backward import attention_backward_kv, attention_b
 from hetero_kernels.attention_forward import attention_forward
 from hetero_kernels.attention_mask import KeyIntervals
 from hetero_kernels.attention_rows import adjacent, attention_delta
+from hetero_kernels.dropout import dropout_keep_reference, signed
 from hetero_kernels.limits import (
     INTERPRETED,
     TRITON_DTYPES,
@@ -26,10 +27,26 @@ from hetero_kernels.limits import (
 )
 
 
+class AttentionDropout(NamedTuple):
+    """Which probabilities are dropped: see ``dropout.py``; column: key token, row: query token.
+
+    Args:
+        dropped: probability times 2**16; key: 64 bits.
+        sample, head, q_start, k_start: numbers of the first row, query head, query token and key token.
+    """
+
+    dropped: int
+    key: int
+    sample: int = 0
+    head: int = 0
+    q_start: int = 0
+    k_start: int = 0
+
+
 def attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
     q_start: int = 0, k_start: int = 0, window: int | None = None, bounds: torch.Tensor | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, dropout: AttentionDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See :func:`attention_fwd`; materialised scores in at least fp32."""
     dtype, group = wide(q.dtype), q.shape[2] // max(k.shape[2], 1)
@@ -47,6 +64,13 @@ def attention_reference(
     scores = scores.masked_fill(~keep[:, None], -math.inf)
     lse = scores.logsumexp(-1)
     p = (scores - lse.where(lse.isfinite(), 0.0)[..., None]).exp()
+    if dropout is not None:
+        b, heads, queries, keys = (torch.arange(n, device=q.device) for n in p.shape)
+        stays = dropout_keep_reference(
+            dropout.key, dropout.dropped, keys + dropout.k_start, (queries + dropout.q_start)[:, None],
+            (heads + dropout.head)[:, None, None], (b + dropout.sample)[:, None, None, None],
+        )  # fmt: skip
+        p = p * stays * (65536 / (65536 - dropout.dropped))
     return torch.einsum("bhqk,bkhd->bqhd", p, v).to(q.dtype), lse
 
 
@@ -75,6 +99,14 @@ class _Call:
     intervals: KeyIntervals | None
     limits: Limits
     item_bytes: int
+    dropout: AttentionDropout | None
+
+    def drop(self, block_k: int) -> tuple[int | bool, ...]:
+        """What the kernels take about dropout."""
+        found = self.dropout or AttentionDropout(0, 0)
+        numbers = (signed(x, 32) for x in (found.sample, found.head, found.q_start, found.k_start))
+        aligned = found.k_start % 8 == 0 and block_k % 8 == 0
+        return signed(found.key, 64), *numbers, found.dropped, aligned
 
     def blocks(self, op: str, dtype: torch.dtype) -> tuple[int, int, int, int]:
         """(BLOCK_Q, BLOCK_K, warps, stages) from the table, cut to the lengths and to the on-chip memory."""
@@ -83,7 +115,11 @@ class _Call:
         block_q = min(chosen["block_q"], max(power_of_two(self.sizes[2]), smallest))
         block_k = min(chosen["block_k"], max(power_of_two(self.sizes[3]), smallest))
         stages, features = chosen["num_stages"], (*self.dims[2:], self.item_bytes, self.intervals is not None)
-        while shared_bytes(op, block_q, block_k, stages, *features) > self.limits.shared_bytes:
+        masked = self.dropout is not None  # a tile of masks goes through on-chip memory, a byte for each element
+        while (
+            shared_bytes(op, block_q, block_k, stages, *features) + masked * block_q * block_k
+            > self.limits.shared_bytes
+        ):
             moving_q = op == "attention_bwd_kv"
             if stages > 1:
                 stages -= 1
@@ -106,7 +142,7 @@ class _Call:
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool, q_start: int, k_start: int,
     window: int | None, bounds: torch.Tensor | KeyIntervals | None, allow_tf32: bool, limits: Limits | None,
-    softcap: float | None,
+    softcap: float | None, dropout: AttentionDropout | None,
 ) -> _Call:  # fmt: skip
     b, queries, heads, dim = q.shape
     keys, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[3]
@@ -134,7 +170,7 @@ def _prepare(
             scale or 1 / math.sqrt(dim), softcap or 0.0, accumulator(q.dtype), dot, precision, causal, window or 0,
             bounds is not None,
         ),
-        (dim, dim_v, *blocks), bounds, limits or limits_of(q.device), q.element_size(),
+        (dim, dim_v, *blocks), bounds, limits or limits_of(q.device), q.element_size(), dropout,
     )  # fmt: skip
 
 
@@ -143,6 +179,7 @@ def attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = True,
     q_start: int = 0, k_start: int = 0, window: int | None = None, bounds: torch.Tensor | KeyIntervals | None = None,
     allow_tf32: bool = False, limits: Limits | None = None, softcap: float | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v over the keys that each query sees.
 
@@ -157,12 +194,14 @@ def attention_fwd(
             calls of a batch their preparations, has causal, window and positions in it: those given here do not count.
         allow_tf32: fp32 products with 10 bits of mantissa, where the chip has them.
         softcap: scores, scaled, become softcap x tanh(score / softcap).
+        dropout: of the probabilities; the log-sum-exp knows nothing of it. Where ``k_start`` of it is no multiple of 8,
+            every probability takes a block of random bits instead of an eighth of one.
 
     Returns:
         out [b, sq, hq, dv] in q's dtype; lse [b, hq, sq], natural logarithm, in at least fp32. Rows that see
         nothing: out 0, lse -inf.
     """
-    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits, softcap)
+    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits, softcap, dropout)
     heads, _, queries, keys, _ = call.sizes
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], heads, queries), dtype=wide(q.dtype), device=q.device)
@@ -175,7 +214,8 @@ def attention_fwd(
     call.launch(
         attention_forward, q_blocks * heads * q.shape[0],
         (q, k, v, out, lse, lse if call.intervals is None else call.intervals.bounds),
-        (*call.sizes, q_blocks, *strides, *call.flags, keys % block_k == 0, *call.dims, block_q, block_k),
+        (*call.sizes, q_blocks, *strides, *call.drop(block_k), *call.flags,
+         keys % block_k == 0, *call.dims, block_q, block_k),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
@@ -186,14 +226,14 @@ def attention_bwd(
     lse: torch.Tensor, *, scale: float | None = None, causal: bool = True, q_start: int = 0, k_start: int = 0,
     window: int | None = None, bounds: torch.Tensor | KeyIntervals | None = None, delta: torch.Tensor | None = None,
     grad_dtype: torch.dtype | None = None, allow_tf32: bool = False, limits: Limits | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, dropout: AttentionDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dq, dk, dv, contiguous, in ``grad_dtype`` (default: q's; fp32 to add up partial results).
 
     ``out`` and ``lse`` may be those of attention over more keys than ``k`` holds (merged): the result is then this
     part's share. ``delta``: attention_delta(dout, out), if it is there already (then ``out`` may be None).
     """
-    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits, softcap)
+    call = _prepare(q, k, v, scale, causal, q_start, k_start, window, bounds, allow_tf32, limits, softcap, dropout)
     heads, group, queries, keys, _ = call.sizes
     dtype = grad_dtype or q.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
@@ -213,7 +253,8 @@ def attention_bwd(
     call.launch(
         attention_backward_kv, k_blocks * (heads // group) * q.shape[0],
         (*inputs, dk, dv, bounds, stretches),
-        (*call.sizes, k_blocks, *strides, *call.flags, queries % block_q == 0, *call.dims, block_q, block_k),
+        (*call.sizes, k_blocks, *strides, *call.drop(block_k), *call.flags,
+         queries % block_q == 0, *call.dims, block_q, block_k),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     block_q, block_k, warps, stages = call.blocks("attention_bwd_q", q.dtype)
@@ -221,7 +262,8 @@ def attention_bwd(
     call.launch(
         attention_backward_q, q_blocks * heads * q.shape[0],
         (*inputs, dq, bounds),
-        (*call.sizes, q_blocks, *strides, *call.flags, keys % block_k == 0, *call.dims, block_q, block_k),
+        (*call.sizes, q_blocks, *strides, *call.drop(block_k), *call.flags,
+         keys % block_k == 0, *call.dims, block_q, block_k),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv

@@ -9,11 +9,13 @@ import triton.language as tl
 
 from hetero_kernels.attention_mask import intervals, key_stretches, query_stretches
 from hetero_kernels.device_math import LOG2E, narrow, tanh, widen
+from hetero_kernels.dropout import DROP_ARGUMENTS, keep_tile
 
 
 @triton.jit
 def _kv_stretch(
     dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, bounds_ptr, begin, end, key, queries, keys, offset, q_s, do_s,
+    drop_key, drop_q, drop_k, drop_head, drop_sample, DROPPED: tl.constexpr, ALIGNED: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOUNDS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -58,8 +60,16 @@ def _kv_stretch(
         if MASKED:
             low, high = intervals(bounds_ptr, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
-        dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
+        if DROPPED > 0:
+            keep = tl.trans(
+                keep_tile(drop_key, drop_k, drop_q + row, drop_head, drop_sample, DROPPED, ALIGNED, BLOCK_K)
+            )
+            used = tl.where(keep, p * (65536.0 / (65536.0 - DROPPED)), 0.0)
+            dp = tl.where(keep, dp * (65536.0 / (65536.0 - DROPPED)), 0.0)
+            dv = tl.dot(used.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
+        else:
+            dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
         ds = p * (dp - delta[None, :])
         if SOFTCAP > 0:
             ds = ds * (1.0 - turned * turned)
@@ -69,10 +79,11 @@ def _kv_stretch(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["first_program", "offset", "k_blocks"])
+@triton.jit(do_not_specialize=["first_program", "offset", "k_blocks", *DROP_ARGUMENTS])
 def attention_backward_kv(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr, stretch_ptr, first_program, heads,
     group, queries, keys, offset, k_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
+    drop_key, drop_sample, drop_head, drop_q, drop_k, DROPPED: tl.constexpr, ALIGNED: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BOUNDS: tl.constexpr, EVEN_Q: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -99,6 +110,7 @@ def attention_backward_kv(
         queries, offset, CAUSAL, WINDOW, BOUNDS, BLOCK_Q,
     )  # fmt: skip
     bounds_ptr += batch * 2 * queries
+    drop_sample += batch.to(tl.int32)
     dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_K, BLOCK_V], ACC)
     for member in range(group):
@@ -110,20 +122,26 @@ def attention_backward_kv(
         if CAUSAL or BOUNDS:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, begin, full_begin, key, queries, keys,
-                offset, q_s, do_s, SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
+                offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
+                drop_sample, DROPPED, ALIGNED,
+                SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
                 BLOCK_D,
                 BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
         dk, dv = _kv_stretch(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
-            offset, q_s, do_s, SCALE, SOFTCAP, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
+            offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
+                drop_sample, DROPPED, ALIGNED,
+                SCALE, SOFTCAP, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
             BLOCK_V,
             BLOCK_Q, BLOCK_K,
         )  # fmt: skip
         if BOUNDS or WINDOW > 0 or not EVEN_Q:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
-                offset, q_s, do_s, SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
+                offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
+                drop_sample, DROPPED, ALIGNED,
+                SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
                 BLOCK_D,
                 BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
@@ -135,6 +153,7 @@ def attention_backward_kv(
 @triton.jit
 def _q_stretch(
     dq, q, do, lse, delta, k_ptr, v_ptr, begin, end, k_s, v_s, keys, low, high,
+    drop_key, drop_k, drop_row, drop_head, drop_sample, DROPPED: tl.constexpr, ALIGNED: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -167,6 +186,11 @@ def _q_stretch(
         if MASKED:
             p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION, out_dtype=ACC)
+        if DROPPED > 0:
+            keep = keep_tile(
+                drop_key, drop_k + here, drop_row, drop_head, drop_sample, DROPPED, ALIGNED, BLOCK_K
+            )
+            dp = tl.where(keep, dp * (65536.0 / (65536.0 - DROPPED)), 0.0)
         ds = p * (dp - delta[:, None])
         if SOFTCAP > 0:
             ds = ds * (1.0 - turned * turned)
@@ -176,10 +200,11 @@ def _q_stretch(
     return dq
 
 
-@triton.jit(do_not_specialize=["first_program", "offset", "q_blocks"])
+@triton.jit(do_not_specialize=["first_program", "offset", "q_blocks", *DROP_ARGUMENTS])
 def attention_backward_q(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr, first_program, heads, group, queries, keys,
     offset, q_blocks, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
+    drop_key, drop_sample, drop_head, drop_q, drop_k, DROPPED: tl.constexpr, ALIGNED: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BOUNDS: tl.constexpr, EVEN_K: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -209,20 +234,24 @@ def attention_backward_q(
     k_ptr += batch * k_b + kv_head * k_h
     v_ptr += batch * v_b + kv_head * v_h
     low, high = intervals(bounds_ptr + batch * 2 * queries, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
+    drop_row, drop_head, drop_sample = drop_q + row, drop_head + head, drop_sample + batch.to(tl.int32)
     begin, full_begin, full_end, end = key_stretches(low, high, BLOCK_K)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
     if BOUNDS or WINDOW > 0:
         dq = _q_stretch(
             dq, q, do, lse, delta, k_ptr, v_ptr, begin, full_begin, k_s, v_s, keys, low, high,
+            drop_key, drop_k, drop_row, drop_head, drop_sample, DROPPED, ALIGNED,
             SCALE, SOFTCAP, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
         )  # fmt: skip
     dq = _q_stretch(
         dq, q, do, lse, delta, k_ptr, v_ptr, full_begin, full_end, k_s, v_s, keys, low, high,
+        drop_key, drop_k, drop_row, drop_head, drop_sample, DROPPED, ALIGNED,
         SCALE, SOFTCAP, ACC, DOT, PRECISION, False, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
     )  # fmt: skip
     if BOUNDS or CAUSAL or WINDOW > 0 or not EVEN_K:
         dq = _q_stretch(
             dq, q, do, lse, delta, k_ptr, v_ptr, full_end, end, k_s, v_s, keys, low, high,
+            drop_key, drop_k, drop_row, drop_head, drop_sample, DROPPED, ALIGNED,
             SCALE, SOFTCAP, ACC, DOT, PRECISION, True, DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_K,
         )  # fmt: skip
     target = dq_ptr + ((batch * queries + at) * heads + head)[:, None] * DIM + d[None, :]

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_kernels.device_math import narrow, widen
-from hetero_kernels.limits import Limits, accumulator, as_rows, cdiv, limits_of, power_of_two, wide
+from hetero_kernels.device_math import load_tile, store_tile
+from hetero_kernels.limits import INTERPRETED, Limits, accumulator, as_rows, cdiv, limits_of, power_of_two, wide
 
 _WORD = 0xFFFFFFFF
 # What attention's kernels take besides: a launch with other values is not another kernel.
@@ -47,7 +47,8 @@ def dropout_reference(
 
 @triton.jit
 def keep_blocks(key, group, row, head, sample, DROPPED: tl.constexpr):
-    """bool [rows, 8 x groups] of whole blocks: group [groups], row [rows]; head and sample are scalars."""
+    """bool [rows, 8 x groups] of whole blocks: group [groups], row [rows]; head and sample are scalars, or
+    [rows, 1]."""
     a, b, c, d = tl.philox(key, group[None, :], row[:, None], head, sample)
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     return tl.interleave((words & 0xFFFF) >= DROPPED, (words >> 16) >= DROPPED)
@@ -76,21 +77,20 @@ def keep_tile(
 
 @triton.jit(do_not_specialize=["key", "sample", "feature", "across", "tasks"])
 def _dropout(
-    x_ptr, y_ptr, tokens_ptr, key, sample, feature, tasks, across, length, width, x_stride,
-    DROPPED: tl.constexpr, ACC: tl.constexpr, GROUPS: tl.constexpr,
+    x_ptr, y_ptr, tokens_ptr, key, sample, feature, tasks, across, lines, length, width, x_stride,
+    DROPPED: tl.constexpr, ACC: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        line = task // across
+        line = (task // across) * LINES + tl.arange(0, LINES)
+        live = line < lines
         group = (feature >> 3) + (task % across) * GROUPS + tl.arange(0, GROUPS)
-        column = (feature // 8 + (task % across) * GROUPS) * 8 - feature + tl.arange(0, 8 * GROUPS)
-        token = tl.load(tokens_ptr + line % length).to(tl.int32) + tl.zeros([1], tl.int32)
-        keep = keep_blocks(key, group, token, 0, (line // length + sample).to(tl.int32), DROPPED)
-        keep = tl.reshape(keep, [8 * GROUPS])
+        column = ((feature >> 3) + (task % across) * GROUPS) * 8 - feature + tl.arange(0, 8 * GROUPS)
+        token = tl.load(tokens_ptr + line % length, mask=live, other=0).to(tl.int32)
+        keep = keep_blocks(key, group, token, 0, (line // length + sample)[:, None], DROPPED)
         inside = (column >= 0) & (column < width)
-        start = line.to(tl.int64)
-        x = widen(tl.load(x_ptr + start * x_stride + column, mask=inside, other=0.0), ACC)
-        y = tl.where(keep, x * (65536.0 / (65536.0 - DROPPED)), 0.0)
-        tl.store(y_ptr + start * width + column, narrow(y, y_ptr.dtype.element_ty), mask=inside)
+        at = line.to(tl.int64)
+        x = load_tile(x_ptr, at, live, column, inside, x_stride, ACC)
+        store_tile(y_ptr, at, live, column, inside, width, tl.where(keep, x * (65536.0 / (65536.0 - DROPPED)), 0.0))
 
 
 def dropout(
@@ -111,10 +111,11 @@ def dropout(
     limits, rows, last = limits or limits_of(x.device), as_rows(x), feature + width - 1
     groups = min(power_of_two(last // 8 - feature // 8 + 1), 128)
     across = cdiv(last // 8 - feature // 8 + 1, groups)
-    tasks = b * length * across
+    lines = min((16384 if INTERPRETED else 128) // groups, power_of_two(b * length))
+    tasks = cdiv(b * length, lines) * across
     _dropout[(min(tasks, limits.max_grid),)](
-        rows, y, tokens.contiguous(), signed(key, 64), signed(sample, 32), feature, tasks, across, length, width,
-        rows.stride(0), dropped, accumulator(x.dtype), groups, num_warps=4,
+        rows, y, tokens.contiguous(), signed(key, 64), signed(sample, 32), feature, tasks, across, b * length,
+        length, width, rows.stride(0), dropped, accumulator(x.dtype), lines, groups, num_warps=4,
     )  # fmt: skip
     return y
 

@@ -20,7 +20,7 @@ import torch
 
 from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.cross_entropy import NO_LABEL
-from hetero_megatron.ops.dropout import ScoreDropout
+from hetero_megatron.ops.dropout import ScoreDropout, dropped_units
 from hetero_megatron.ops.grouped_gemm import bias_gradient
 from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi, load_plugins, source_file
@@ -205,6 +205,19 @@ def _intervals(
     return package.KeyIntervals(package.document_bounds(documents, tokens, device), tokens, window=window)
 
 
+def _score_dropout(dropout: ScoreDropout | None) -> Any:
+    if dropout is None:
+        return None
+    return _kernels().AttentionDropout(dropped_units(dropout.rate), *dropout[1:])
+
+
+def _dropout(
+    x: torch.Tensor, tokens: torch.Tensor, rate: float, key: int, sample: int, feature: int
+) -> tuple[torch.Tensor, ...]:
+    """Backward too: of ``dy``."""
+    return (_kernels().dropout(x, tokens, dropped=dropped_units(rate), key=key, sample=sample, feature=feature),)
+
+
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, documents: Any = None,
     window: int | None = None, q_start: int = 0, k_start: int = 0, softcap: float | None = None,
@@ -212,7 +225,7 @@ def _attention(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     out, lse = _kernels().attention_fwd(
         q, k, v, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window),
-        softcap=softcap,
+        softcap=softcap, dropout=_score_dropout(dropout),
     )  # fmt: skip
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
@@ -225,7 +238,7 @@ def _attention_backward(
     delta = _kernels().attention_delta(dout, out)
     grads = _kernels().attention_bwd(
         dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, bounds=_bounds(q, documents, window),
-        delta=delta, softcap=softcap,
+        delta=delta, softcap=softcap, dropout=_score_dropout(dropout),
     )  # fmt: skip
     return *grads, None if sinks is None else sink_gradient(delta, lse, sinks)
 
@@ -238,7 +251,7 @@ def _attention_share(
     """Partial gradients, unrounded: the caller adds them up."""
     return _kernels().attention_bwd(  # type: ignore[no-any-return]
         dout, q, k, v, out, lse, q_start=q_start, k_start=k_start, window=window, delta=delta, grad_dtype=lse.dtype,
-        softcap=softcap,
+        softcap=softcap, dropout=_score_dropout(dropout),
     )  # fmt: skip
 
 
@@ -302,7 +315,7 @@ _PARTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 # Of the operators' contracts; others: 1.
 _VERSIONS = {"attention": 3, "adamw": 3, "attn_merge": 2, "linear_cross_entropy": 2, "rope": 2}
-_FEATURES = {"attention": ("softcap", "sinks")}
+_FEATURES = {"attention": ("softcap", "sinks", "dropout")}
 _OVERWRITTEN = {"cross_entropy": ("logits",), "vocab_cross_entropy": ("logits",), "rope": ("q", "k")}
 # operator, file of hetero_kernels, forward, backward
 _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ...] = (
@@ -318,6 +331,7 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("linear_cross_entropy", "linear_cross_entropy", _linear_cross_entropy, _linear_cross_entropy_backward),
     ("attention", "attention", _attention, _attention_backward),
     ("grouped_gemm", "grouped_gemm", _grouped_gemm, _grouped_gemm_backward),
+    ("dropout", "dropout", _dropout, _dropout),
     ("attn_delta", "attention", _delta, None),
     ("attn_merge", "attention", _merge, None),
     ("adamw", "adamw", _adamw, None),

@@ -16,6 +16,7 @@ class LinkTable:
     def __init__(self, pool: DevicePool, costs: CostModel) -> None:
         self.pool, self.model = pool, LinkModel(costs.rates)
         self._known: dict[tuple[int, int, bool], LinkPrice | None] = {}
+        self._best: dict[tuple[int, bool], tuple[float, float]] = {}
 
     def between(self, g: int, h: int, same_node: bool = False) -> LinkPrice | None:
         """The price of a link between two nodes of these groups, or inside one node; None where there is no such link.
@@ -31,6 +32,12 @@ class LinkTable:
     def best(self, g: int, same_node: bool) -> tuple[float, float]:
         """(least seconds per byte of a node's port in either direction, least latency in seconds) over all links of a
         group."""
+        key = (g, same_node)
+        if key not in self._best:
+            self._best[key] = self._least(g, same_node)
+        return self._best[key]
+
+    def _least(self, g: int, same_node: bool) -> tuple[float, float]:
         others: Sequence[int] = [g] if same_node else range(len(self.pool.groups))
         out, into = (
             [price for price in found if price is not None]

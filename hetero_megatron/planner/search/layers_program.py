@@ -8,14 +8,16 @@ in flight at that position. A geometric grid of taus is solved at once.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -52,6 +54,7 @@ class PipelineFamily:
         size: sequences per micro-batch.
         tau: seconds of the slowest stage and micro-batch; step: its position in the grid.
         replicas: number of such pipelines.
+        sync: estimated seconds that gradient reduction adds to a step, if stages have no inner data parallel.
     """
 
     mask: int
@@ -61,8 +64,10 @@ class PipelineFamily:
     stages: int
     replicas: int
     step: int  # place of tau in the grid
+    sync: float
 
     def seconds(self, micro_batches: float) -> float:
+        """Without gradient reduction."""
         return (micro_batches + self.stages - 1) * self.tau
 
 
@@ -106,6 +111,30 @@ class ProgramInputs:
         return self._rates[group, size]
 
 
+    def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int], taus: Floats) -> Floats:
+        """Estimated seconds that reducing gradients and spreading parameters adds to a step.
+
+        The holders of a stage send to each other bucket by bucket, inside a node where they fit into one; the last
+        backward, about two thirds of the bottleneck, hides a part of the reduction.
+
+        Args:
+            held: elements on a rank; holders: ranks with elements of the same stage; taus: bottleneck seconds. The last
+                two broadcast.
+        """
+        costs, links, message = self.scorer.costs, self.scorer.link_table, 0.0
+        port, latency = np.zeros_like(holders), np.zeros_like(holders)  # seconds per byte of a rank; seconds
+        for g in groups:
+            group = self.pool.groups[g]
+            (near, soon), (far, late) = links.best(g, True), links.best(g, False)
+            inside = (holders <= group.per_node) | math.isinf(far)
+            port = np.maximum(port, np.where(inside, near if math.isfinite(near) else 0.0, far * group.per_node))
+            latency = np.maximum(latency, np.where(inside, soon if math.isfinite(soon) else 0.0, late))
+            message = max(message, costs.message_seconds(group.chip))
+        each = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
+        reduce, spread = held * costs.wide * port + each, held * costs.item * port + each
+        return np.asarray(np.maximum(reduce - taus * (2 / 3), 0.0) + spread)
+
+
 class LayersProgram:
     """The program for one budget (chips per group), micro-batch size and number of pipelines."""
 
@@ -134,11 +163,22 @@ class LayersProgram:
             rate += budget * max((best for chips, best in known if chips <= budget), default=0.0)
         return self.inputs.model.num_layers / rate if rate else math.inf
 
-    def least_seconds(self, nominal: float) -> tuple[float, dict[int, float]]:
+    def sync_seconds(self, taus: Floats, mask: int) -> Floats:
+        """:meth:`ProgramInputs.sync_seconds` of pipelines over the groups in ``mask``: ``taus`` [..., stages]."""
+        groups = [g for g, n in enumerate(self.budget) if n and mask >> g & 1]
+        chips = sum(self.budget[g] for g in groups)
+        if self.replicas == 1 or not chips:
+            return np.zeros(self.depth + 1)
+        holders = self.replicas * chips / np.maximum(np.arange(self.depth + 1), 1)
+        elements = self.inputs.scorer.costs.most_trained(1, self.inputs.model.num_layers, True, True)
+        return self.inputs.sync_seconds(elements / chips, holders, groups, taus)
+
+    def least_seconds(self, nominal: float, sync: bool = False) -> tuple[float, dict[int, float]]:
         """Lower bounds (s) for ``nominal`` micro-batches: (pipelines over the whole budget, by group over that group
-        alone). For every number of stages, the chips are used by the options with the best rates."""
-        layers, count = self.inputs.model.num_layers, np.arange(self.depth + 1)
-        ticks = nominal + count[1:] - 1
+        alone). For every number of stages, the chips are used by the options with the best rates. ``sync``: with the
+        estimated seconds of gradient reduction, which makes estimates of the bounds."""
+        layers, count = self.inputs.model.num_layers, np.arange(self.depth + 1.0)
+        ticks: Floats = nominal + count[1:] - 1
         gains, alone = [], {}
         for g, budget in enumerate(self.budget):
             points = [(chips, chips * rate) for chips, rate in self.inputs.rates(g, self.size) if chips <= budget]
@@ -146,11 +186,16 @@ class LayersProgram:
                 chips, rates = _hull(points)
                 rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # concave in the number of stages
                 gains.append(np.diff(rate))
-                alone[g] = float(np.min(layers * ticks / np.maximum.accumulate(rate[1:])))
+                alone[g] = self._least(layers / np.maximum.accumulate(rate[1:]), ticks, 1 << g, sync)
         if not gains:
             return math.inf, {}
         best = np.cumsum(np.sort(np.maximum(np.concatenate(gains), 0.0))[::-1])[: self.depth]
-        return float(np.min(layers * ticks / best)), alone
+        return self._least(layers / best, ticks, -1, sync), alone
+
+    def _least(self, taus: Floats, ticks: Floats, mask: int, sync: bool) -> float:
+        """The least time of pipelines with 1, 2, … stages, whose bottlenecks are at least ``taus``."""
+        late = self.sync_seconds(np.concatenate([taus[:1], taus]), mask)[1:] if sync else 0.0
+        return float(np.min(taus * ticks + late))
 
     def capacity(self, option: StageOption, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; INFEASIBLE where it cannot hold any."""
@@ -237,26 +282,34 @@ class LayersProgram:
         return inner, whole, matrices
 
     def families(self, nominal: float) -> Iterator[PipelineFamily]:
-        """Per set of groups the fastest family for ``nominal`` micro-batches."""
+        """Per set of groups the fastest families for ``nominal`` micro-batches: without gradient reduction, and with
+        it."""
         least = self.least_tau()
         if not math.isfinite(least):
             return
         steps = grid(least)
         taus = tau_of(np.array(steps))
-        # By mask, smaller ones first: (seconds, tau, stages, grid position).
-        best = dict.fromkeys(self.masks(), (math.inf, math.inf, 0, 0))
+        # By mask, smaller ones first, without gradient reduction and with it: (seconds, tau, stages, grid position).
+        best = dict.fromkeys(itertools.product(self.masks(), (False, True)), (math.inf, math.inf, 0, 0))
         for start in range(0, len(steps), BLOCK):
             # Greater taus cannot improve masks whose best time is below nominal x tau.
-            within = [mask for mask, row in best.items() if nominal * taus[start] < row[0]]
+            within = sorted({mask for (mask, _), row in best.items() if nominal * taus[start] < row[0]})
             if not within:
                 break
             block = slice(start, start + BLOCK)
             for mask, layers in self.solve(steps[block], within)[1].items():
-                best[mask] = min(best[mask], self._fastest(layers, nominal, taus[block], steps[block]))
-        for mask, (seconds, tau, p, step) in best.items():
-            if math.isfinite(seconds):
-                budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-                yield PipelineFamily(mask, budget, self.size, tau, p, self.replicas, step)
+                sync = self.sync_seconds(taus[block, None], mask)
+                for added in (False, True):
+                    row = self._fastest(layers, nominal, taus[block], steps[block], sync if added else 0.0 * sync)
+                    best[mask, added] = min(best[mask, added], row)
+        found = dict.fromkeys((mask, *row[1:]) for (mask, _), row in best.items() if math.isfinite(row[0]))
+        for mask, tau, p, step in found:
+            yield self._family(mask, tau, p, step)
+
+    def _family(self, mask: int, tau: float, stages: int, step: int) -> PipelineFamily:
+        budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
+        sync = float(self.sync_seconds(np.full(self.depth + 1, tau), mask)[stages])
+        return PipelineFamily(mask, budget, self.size, tau, stages, self.replicas, step, sync)
 
     def families_by_stages(self, most_tau: float) -> Iterator[PipelineFamily]:
         """Per set of groups and number of stages from 2 on, the family with the least bottleneck, up to ``most_tau``
@@ -274,13 +327,14 @@ class LayersProgram:
                     if p > 1 and (mask, p) not in known:
                         known.add((mask, p))
                         step = block[int(np.argmax(enough[:, p]))]
-                        budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-                        yield PipelineFamily(mask, budget, self.size, RATIO**step, p, self.replicas, step)
+                        yield self._family(mask, RATIO**step, p, step)
 
-    def _fastest(self, layers: Layers, nominal: float, taus: Floats, steps: range) -> tuple[float, float, int, int]:
+    def _fastest(
+        self, layers: Layers, nominal: float, taus: Floats, steps: range, sync: Floats
+    ) -> tuple[float, float, int, int]:
         """(seconds, tau, stages, grid position) of the fastest pipelines that hold all layers."""
         ticks = nominal + np.arange(self.depth + 1) - 1
-        seconds = np.where(layers >= self.inputs.model.num_layers, ticks * taus[:, None], np.inf)
+        seconds = np.where(layers >= self.inputs.model.num_layers, ticks * taus[:, None] + sync, np.inf)
         t, p = divmod(int(np.argmin(seconds)), self.depth + 1)
         return float(seconds[t, p]), float(taus[t]), p, steps[t]
 

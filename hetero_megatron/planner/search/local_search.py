@@ -5,7 +5,7 @@ Moves: layers between stages, swapped stages, optimizers to host memory or back,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
@@ -18,7 +18,7 @@ from hetero_megatron.planner.template.plan_template import (
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
 
-STARTS = 2  # number of templates to start from
+STARTS = 2  # numbers of templates and of structures to start from
 EFFORT, LARGE = 240, 256  # neighbours evaluated per start; an eighth of that above LARGE chips
 LEAST_GAIN = 1e-9
 
@@ -34,7 +34,7 @@ class LocalSearch:
         effort = self.effort
         if effort is None:
             effort = EFFORT if incumbent.scorer.pool.chips <= LARGE else EFFORT // 8
-        return all(self.climb(row, problem.space, incumbent, effort) for row in list(incumbent.rows[:STARTS]))
+        return all(self.climb(row, problem.space, incumbent, effort) for row in _starts(incumbent.rows))
 
     @staticmethod
     def climb(start: Row, space: SearchSpace, incumbent: Incumbent, effort: int) -> bool:
@@ -53,6 +53,14 @@ class LocalSearch:
             if score is not None:
                 best, neighbours = score.step_seconds, _neighbours(scorer, other, space)
         return not incumbent.should_stop()
+
+
+def _starts(rows: Sequence[Row]) -> list[Row]:
+    """The best template, the next, and the best with other numbers of stages: climbing does not change these."""
+    found: dict[object, Row] = {}
+    for row in rows:
+        found.setdefault(tuple(sorted({len(part.shape.stages) for part in row[2].parts})), row)
+    return list(dict.fromkeys([*rows[:STARTS], *list(found.values())[:STARTS]]))
 
 
 def _neighbours(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import numpy as np
 
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
@@ -26,6 +29,7 @@ from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.planner.time_budget import ShouldStop, never
 
 CUT = 1.03  # programs with a lower bound above this multiple of the best so far are skipped
+SLOW = 2.0  # families whose estimate with gradient reduction is above this multiple of the least are not proposed
 FAR = 1.5  # the same for pipelines over a single group, as long as none was found
 
 
@@ -71,6 +75,23 @@ class EachTypeDP:
         return True
 
 
+class _Near:
+    """Which programs could have families near the best so far, over all groups or over a single one."""
+
+    def __init__(self, everything: int) -> None:
+        self.everything = everything
+        self.best: dict[int, float] = {}
+
+    def possible(self, bound: float, alone: Mapping[int, float]) -> bool:
+        least = self.best.get(self.everything, math.inf)
+        single = math.inf if bound < FAR * least else 0.0
+        return bound <= CUT * least or any(t <= CUT * self.best.get(1 << g, single) for g, t in alone.items())
+
+    def take(self, mask: int, seconds: float) -> None:
+        for key in (mask, self.everything):
+            self.best[key] = min(self.best.get(key, math.inf), seconds)
+
+
 class Programs:
     """The programs of one search, their families of pipelines, and combinations of these."""
 
@@ -93,7 +114,7 @@ class Programs:
 
     def least_seconds(self) -> float:
         """Lower bound (s) on a step with equal pipelines on these chips."""
-        return min((row[0] for row in self._bounded()), default=math.inf)
+        return min((program.least_seconds(nominal)[0] for nominal, program in self.all()), default=math.inf)
 
     def _pipeline_counts(self) -> list[int]:
         """Numbers of pipelines to try: the divisors of every group's chips, and a few per octave."""
@@ -120,44 +141,58 @@ class Programs:
             for size in self._sizes(d) if any(budget) else ():
                 yield max(1.0, self.inputs.batch / (d * size)), LayersProgram(self.inputs, budget, size, d)
 
-    def _bounded(self) -> list[tuple[float, int, int, float, dict[int, float], LayersProgram]]:
-        """(lower bound in seconds, replicas, micro-batch size, micro-batches, lower bounds by single group, program),
-        best first."""
-        programs = []
-        for nominal, program in self.all():
-            bound, alone = program.least_seconds(nominal)
-            programs.append((bound, program.replicas, program.size, nominal, alone, program))
-        return sorted(programs, key=lambda row: row[:3])
-
     def _families(self) -> list[PipelineFamily]:
-        """Families of all programs that could come near the best, over all groups or over a single group; fastest
-        first."""
-        found: list[tuple[float, PipelineFamily]] = []
-        best: dict[int, float] = {}
-        programs, everything = self._bounded(), self.everything
-        for bound, _, _, nominal, alone, program in programs:
+        """Families of all programs that could come near the best, over all groups or over a single group: without
+        gradient reduction, or with it."""
+        found: list[PipelineFamily] = []
+        near = {sync: _Near(self.everything) for sync in (False, True)}
+        programs = list(self.all())
+        rows = [([p.least_seconds(nominal, sync) for sync in near], nominal, p) for nominal, p in programs]
+        for bounds, nominal, program in sorted(rows, key=lambda row: (row[0][1][0], row[0][0][0])):
             if found and self.should_stop():
                 break
-            least = best.get(everything, math.inf)
-            near = any(t <= CUT * best.get(1 << g, math.inf if bound < FAR * least else 0.0) for g, t in alone.items())
-            if bound > CUT * least and not near:
-                continue
-            for family in program.families(nominal):
-                seconds = family.seconds(nominal)
-                found.append((seconds, family))
-                best[family.mask] = min(best.get(family.mask, math.inf), seconds)
-                best[everything] = min(best.get(everything, math.inf), seconds)
-        self.programs = {(p.budget, p.size, p.replicas): p for *_, p in programs}
-        found.sort(key=lambda row: (row[0], row[1].stages, row[1].budget))
-        return [family for _, family in found]
+            hopeless = bounds[True][0] > SLOW * near[True].best.get(self.everything, math.inf)
+            if near[True].possible(*bounds[True]) or not hopeless and near[False].possible(*bounds[False]):
+                for family in program.families(nominal):
+                    found.append(family)
+                    for sync in near:
+                        near[sync].take(family.mask, family.seconds(nominal) + family.sync * sync)
+        self.programs = {(p.budget, p.size, p.replicas): p for _, p in programs}
+        return found
 
     def _equal_pipelines(self) -> Iterator[list[PipelineOutline]]:
-        """The best families over all groups, and a few over each other set of groups."""
-        per_mask: dict[int, int] = {}
-        for family in self.families:
-            if per_mask.get(family.mask, 0) < (10 if family.mask == self.everything else 2):
-                per_mask[family.mask] = per_mask.get(family.mask, 0) + 1
+        """The best families over all groups, and a few over each other set of groups, with and without gradient
+        reduction; those that reduction makes slow are left out."""
+        chosen: dict[PipelineFamily, float] = {}
+        for sync in (False, True):
+            per_mask: dict[int, int] = {}
+            for family in sorted(self.families, key=partial(self._rank, sync)):
+                if per_mask.get(family.mask, 0) < (10 if family.mask == self.everything else 1 if sync else 2):
+                    per_mask[family.mask] = per_mask.get(family.mask, 0) + 1
+                    chosen[family] = self._seconds(family)
+        least = min(chosen.values(), default=0.0)
+        for family, seconds in sorted(chosen.items(), key=lambda row: row[1]):
+            if seconds <= SLOW * least:
                 yield [self._outline(family)]
+
+    def _nominal(self, family: PipelineFamily) -> float:
+        return max(1.0, self.inputs.batch / (family.replicas * family.size))
+
+    def _rank(self, sync: bool, family: PipelineFamily) -> tuple[float, int, tuple[int, ...]]:
+        seconds = family.seconds(self._nominal(family)) + family.sync * sync
+        return seconds, family.stages, family.budget
+
+    def _seconds(self, family: PipelineFamily) -> float:
+        """Estimated step of a family, with gradient reduction between the stages that it has."""
+        inputs, stages = self.inputs, self._outline(family).stages
+        held = inputs.scorer.costs.most_trained(1, inputs.model.num_layers, True, True) / len(stages)
+        late = 0.0
+        for stage in dict.fromkeys(stages):
+            holders = family.replicas * stage.dp * stage.tp
+            if holders > stage.tp:
+                tau, ranks = np.full(1, family.tau), np.full(1, float(holders))
+                late = max(late, float(inputs.sync_seconds(held / stage.tp, ranks, [stage.group], tau)[0]))
+        return family.seconds(self._nominal(family)) + late
 
     def _outline(self, family: PipelineFamily) -> PipelineOutline:
         if family not in self._traced:
@@ -167,6 +202,7 @@ class Programs:
 
     def _islands(self) -> Iterator[list[PipelineOutline]]:
         """The best division of the groups into islands."""
-        choice = divide_into_islands(self.families, len(self.inputs.pool.groups), self.inputs.batch)
-        if choice is not None:
-            yield [self._outline(f) for f in choice]
+        for sync in (True, False):
+            choice = divide_into_islands(self.families, len(self.inputs.pool.groups), self.inputs.batch, sync)
+            if choice is not None:
+                yield [self._outline(f) for f in choice]

@@ -48,7 +48,7 @@ def pipelines_of_each_structure(
             return
         for family in program.families_by_stages(limit * RATIO / nominal):
             key = ((family.replicas, family.stages, family.size),)
-            seconds = (nominal + FILL * (family.stages - 1)) * family.tau
+            seconds = (nominal + FILL * (family.stages - 1)) * family.tau + family.sync
             if key not in best or seconds < best[key][0]:
                 best[key] = seconds, family, program
     for _, family, program in sorted(best.values(), key=lambda row: (row[0], row[1].stages, row[1].size)):

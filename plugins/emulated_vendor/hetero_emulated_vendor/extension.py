@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import datetime
 import os
 
 from hetero_emulated_vendor import build
@@ -9,6 +11,8 @@ from hetero_emulated_vendor import build
 VENDOR = "HETERO_EMULATED_VENDOR"  # environment variable: ranks of unlike names cannot talk by emuccl
 
 extension = build.load()
+# What streams still have to do runs on threads of their own, which the end of the interpreter would cut off.
+atexit.register(extension.settle_all, datetime.timedelta(seconds=5))
 
 
 def vendor() -> str:

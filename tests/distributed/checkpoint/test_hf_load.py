@@ -27,6 +27,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model, logical_tensors
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import RandomSamples, fixed_case
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
@@ -44,6 +45,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | {"model_type": "qwen2"},
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 4},
     "gpt2": GPT2,
+    # All experts in one tensor, gate and up row by row; and heads of unlike sizes beside what no rank cuts.
+    "gpt_oss": MOE_FAMILIES["gpt_oss"] | {"num_hidden_layers": 3},
+    "deepseek_v3": MOE_FAMILIES["deepseek_v3"],
 }  # fmt: skip
 PLANS = {
     "one rank": plan([pipe(2, 2, stage([0], [0, 3]))]),

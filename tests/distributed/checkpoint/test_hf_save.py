@@ -19,7 +19,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.checkpoint.test_hf_load import MODELS, PLANS, save
-from tests.support.hf_reference import hf_loss_sum, make_exact
+from tests.support.hf_reference import attention_of, hf_loss_sum, make_exact
 from tests.support.parity import RandomSamples, build_optimizer, fixed_case
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
@@ -50,7 +50,9 @@ def test_transformers_goes_on_with_what_we_trained(name: str, tmp_path: Path) ->
         case, target = fixed_case(MODELS[name], spelled), str(tmp_path / f"out{number}")
         plan = plan_from_dict(spelled, spec)
         results = shared_pool().run(round_trip, plan, spec, str(tmp_path / "in"), target, case, 1, torch.float64)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, attn_implementation="sdpa")
+        attention = attention_of(MODELS[name])
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, attn_implementation=attention)
+        model.config._experts_implementation = "eager"  # torch's grouped product knows no fp64
         make_exact(model, torch.float64)
         batch = RandomSamples(case, spec.vocab_size).fetch(range(plan.global_batch_size))
         want = hf_loss_sum(model, batch.tokens, batch.labels, batch.positions, None, None).item()

@@ -17,6 +17,9 @@ from tests.support.selection import quick
 VOCAB, LENGTH, NEW = 330, 160, 64
 SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
          "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": LENGTH}  # fmt: skip
+LATENT = {**SMALL, "num_key_value_heads": 6, "n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 24, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": None,
+          "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL},
     "mistral": {"model_type": "mistral", **SMALL, "sliding_window": 9},
@@ -27,6 +30,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
                   "moe_intermediate_size": 24, "norm_topk_prob": True},
     "gpt_oss": {"model_type": "gpt_oss", **SMALL, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2,
                 "sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "deepseek_v2": {"model_type": "deepseek_v2", **LATENT, "topk_method": "greedy"},
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+                    "q_lora_rank": 20},
+    "ministral3": {"model_type": "ministral3", **SMALL, "head_dim": 8, "sliding_window": 11, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.2}},
+    "exaone4": {"model_type": "exaone4", **SMALL, "sliding_window": 9, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LENGTH},
 }
 UNEVEN = """

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import Signature, default_kernels, resolve, torch_registry
 from hetero_megatron.ops.gemm_fp8 import BLOCK, E4M3, E5M2, NAMES, largest_of, quantise_blocks, quantise_tensor
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.fp8 import Fp8, fp8_fits
+from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.plan.fp8 import Fp8, fp8_fits, stage_fp8
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model, shares
 from tests.support.small_plans import pipe, plan, stage
@@ -157,6 +159,25 @@ def test_what_would_depend_on_the_plan_is_refused(
         first = found.pipelines[0]
         kept = replace(first, stages=(replace(first.stages[0], dtype="bf16"),))
         fp8_fits(replace(found, pipelines=(kept,)), spec, fp8, "bf16", None)
+
+
+def test_a_chip_without_fp8_needs_a_stage_that_says_so() -> None:
+    """The stage, the chip and the field are named; where the plan says so, the stage stays in the weights' dtype."""
+    cluster = cluster_from_dict({
+        "version": 1, "nodes": [{"name": "new", "chip": "H100-SXM"}, {"name": "old", "chip": "A100-80-SXM"}],
+        "links": {"inter_node": {"bandwidth": "1 GB/s", "latency": "10 us"}},
+    })  # fmt: skip
+    spec, fp8 = load_model("tiny"), Fp8("hybrid", "blockwise")
+    plain = plan([pipe(1, 2, stage([0], [0, 3]), stage([1], [3, 6]))], seq_length=64)
+    said = plan([pipe(1, 2, stage([0], [0, 3]), stage([1], [3, 6], dtype="bf16"))], seq_length=64)
+    with pytest.raises(UserError, match="A100-80-SXM") as refused:
+        fp8_fits(plan_from_dict(plain, spec), spec, fp8, "bf16", cluster)
+    assert refused.value.field == "pipelines[0].stages[1].dtype" and "bf16" in refused.value.accepted
+    found = plan_from_dict(said, spec)
+    fp8_fits(found, spec, fp8, "bf16", cluster)
+    assert found.fingerprint() != plan_from_dict(plain, spec).fingerprint()
+    assert plan_from_dict(to_dict(found), spec) == found
+    assert [stage_fp8(s, fp8) for s in found.pipelines[0].stages] == [fp8, None]
 
 
 def test_blocks_are_the_plans() -> None:

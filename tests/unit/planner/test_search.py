@@ -477,3 +477,16 @@ def test_many_unlike_groups_are_cut_along_slow_links() -> None:
     for pipeline in result.best.plan.pipelines:
         nodes = {int(result.best.cluster.ranks[r].node[1:]) for r in pipeline.ranks}
         assert max(nodes) < 4 or min(nodes) >= 4
+
+
+def test_more_nodes_are_never_slower() -> None:
+    """Where gradients cross slow links, many pipelines reduce longer than they compute; the programs that propose
+    pipelines know it."""
+    model, options = load_model("llama2-13b"), SearchOptions(space=SearchSpace(more_schedules="never"))
+    seconds = []
+    for count in (16, 24, 32, 48, 64):
+        nodes = [{"name": "a", "count": count, "chip": "A100-80-SXM", "chips_per_node": 8}]
+        links = {"inter_node": {"bandwidth": "25 GB/s", "latency": "10 us"}}
+        cluster = cluster_from_dict({"nodes": nodes, "links": links})
+        seconds.append(search(PlanningProblem(model, cluster, 2048, 256, options)).best.step_seconds)
+    assert seconds == sorted(seconds, reverse=True)

@@ -29,6 +29,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         synchronize_device(device);
       },
       Unlocked());
+  module.def("settle_all", &settle_all, Unlocked());
   module.def("host_waits", &host_waits);
   module.def("total_memory", &total_memory);
   module.def("memory", [](int device) {

@@ -90,6 +90,11 @@ void Stream::drain() {
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
+bool Stream::settle(std::chrono::steady_clock::time_point deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_until(lock, deadline, [this] { return tasks_.empty() && !busy_; });
+}
+
 void Stream::follow(const std::shared_ptr<Mark>& mark) {
   if (!mark->done() || mark->error()) enqueue([mark] { mark->wait(); });
 }
@@ -223,6 +228,20 @@ void count_wait(const std::string& what) {
 std::map<std::string, int64_t> host_waits() {
   std::lock_guard<std::mutex> lock(waits_mutex);
   return waits();
+}
+
+bool settle_all(std::chrono::milliseconds time) {
+  std::vector<Stream*> all;
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    for (auto& device : streams().all) {
+      for (auto& stream : device) all.push_back(stream.get());
+    }
+  }
+  const auto deadline = std::chrono::steady_clock::now() + time;
+  bool settled = true;
+  for (Stream* stream : all) settled = stream->settle(deadline) && settled;
+  return settled;
 }
 
 void synchronize_stream(Stream& stream) {

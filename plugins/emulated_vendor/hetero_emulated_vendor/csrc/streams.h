@@ -51,6 +51,9 @@ class Stream {
   // Until everything queued has run. Throws what a task threw, once.
   void drain();
 
+  // Until then, or until the deadline; whether it has run.
+  bool settle(std::chrono::steady_clock::time_point deadline);
+
   // Run on the worker, or at once where nothing is queued.
   void follow(const std::shared_ptr<Mark>& mark);  // wait for it
   void mark(const std::shared_ptr<Mark>& mark);    // set it
@@ -85,6 +88,9 @@ c10::Stream exchange_stream(c10::Stream stream);
 Stream& new_stream(int device);
 void synchronize_stream(Stream& stream);
 void synchronize_device(int device);
+// Before the process ends: what is queued runs on threads that nobody joins, and must not find torch's global objects
+// or the interpreter gone. False where something (a transfer that nobody answers) does not end in time.
+bool settle_all(std::chrono::milliseconds time);
 
 // How often the host was held up until the device had done what was queued, by what held it up.
 void count_wait(const std::string& what);
