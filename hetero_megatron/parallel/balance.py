@@ -29,7 +29,7 @@ from hetero_megatron.spec.moe import MoE
 
 
 @dataclass(frozen=True)
-class Routing:
+class StepRouting:
     """Where the tokens of one step went, equal on all ranks.
 
     Attributes:
@@ -107,7 +107,7 @@ class LoadBalance:
         load = self._load.flatten().double()
         return torch.cat([self._losses, load, load.new_zeros(self._width - len(load))])
 
-    def routing(self, rows: torch.Tensor, tokens: float) -> Routing:
+    def routing(self, rows: torch.Tensor, tokens: float) -> StepRouting:
         """``rows``: [ranks, n] of the plan's ranks; ``tokens``: of the step that count in the loss."""
         experts, load = self.moe.num_experts, dict[int, torch.Tensor]()
         counts = rows[:, 2:].to(torch.int64).unflatten(1, (-1, experts))  # [ranks, layers of a rank, experts]
@@ -120,7 +120,7 @@ class LoadBalance:
         names = {"sequence loss": self.balancing.sequence_loss, "z-loss": self.balancing.z_loss}
         means = (rows[:, :2].sum(0) / (tokens * max(len(load), 1))).tolist()
         losses = {name: mean for (name, factor), mean in zip(names.items(), means, strict=True) if factor}
-        return Routing(dict(sorted(load.items())), rank_rows, losses)
+        return StepRouting(dict(sorted(load.items())), rank_rows, losses)
 
     @cached_property
     def _targets(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,7 +136,7 @@ class LoadBalance:
         return columns[0], columns[1], columns[2]
 
     @torch.no_grad()
-    def move_bias(self, owned: Iterable[tuple[str, Box, torch.Tensor]], routing: Routing) -> None:
+    def move_bias(self, owned: Iterable[tuple[str, Box, torch.Tensor]], routing: StepRouting) -> None:
         """Move the owners' values of the routers' biases by the load of a step; of exact counts, so that the sign does
         not depend on the order of a sum."""
         if not self.balancing.bias_rate:

@@ -11,7 +11,7 @@ from hetero_megatron.plan.routing_stats import RoutingStats
 if TYPE_CHECKING:
     import torch
 
-    from hetero_megatron.parallel.balance import Routing
+    from hetero_megatron.parallel.balance import StepRouting
 
 NAMES = {"sequence loss": "load_balancing_loss", "z-loss": "z_loss"}  # Megatron's
 
@@ -53,7 +53,7 @@ class ExpertFigures:
         return {**self.losses, "moe/busiest expert": self.worst, **ranks, **layers}
 
 
-def figures_of(routing: Routing) -> ExpertFigures:
+def figures_of(routing: StepRouting) -> ExpertFigures:
     busiest = {layer: _over_mean(load) for layer, load in routing.load.items()}
     losses = {NAMES[name]: value for name, value in routing.losses.items()}
     return ExpertFigures(busiest, routing.rank_rows.tolist(), losses)
@@ -70,7 +70,7 @@ class ExpertTotals:
     def __init__(self) -> None:
         self.load: dict[int, torch.Tensor] = {}
 
-    def add(self, routing: Routing) -> None:
+    def add(self, routing: StepRouting) -> None:
         for layer, load in routing.load.items():
             self.load[layer] = self.load[layer] + load if layer in self.load else load
 

@@ -27,7 +27,7 @@ from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
 from hetero_megatron.ops.tile_kernels import tile_kernel
-from hetero_megatron.parallel.balance import LoadBalance, Routing
+from hetero_megatron.parallel.balance import LoadBalance, StepRouting
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.experts import apply_expert_parallel
@@ -90,7 +90,7 @@ class StepStats:
     bubble: list[float]
     communication: list[float]
     actions: Sequence[TimedAction] = ()
-    routing: Routing | None = None
+    routing: StepRouting | None = None
 
 
 class Runtime:

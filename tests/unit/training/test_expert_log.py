@@ -12,7 +12,7 @@ import torch
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.errors import UserError
-from hetero_megatron.parallel.balance import Routing
+from hetero_megatron.parallel.balance import StepRouting
 from hetero_megatron.plan.routing_stats import RoutingStats, read_routing_stats, write_routing_stats
 from hetero_megatron.spec import ModelSpec, from_hf_config
 from hetero_megatron.training.console import COLUMNS, ConsoleLine, format_line, format_short
@@ -20,7 +20,7 @@ from hetero_megatron.training.expert_log import ExpertTotals, figures_of
 from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
 from tests.support.moe_models import MOE_FAMILIES
 
-ROUTING = Routing(
+ROUTING = StepRouting(
     {0: torch.tensor([4, 2, 0, 2]), 1: torch.tensor([2, 2, 2, 2])}, torch.tensor([12, 4]),
     {"sequence loss": 1.25, "z-loss": 3.5},
 )  # fmt: skip
@@ -35,7 +35,7 @@ def test_figures() -> None:
     assert found.busiest == {0: 2.0, 1: 1.0} and found.worst == 2.0
     assert found.losses == {"load_balancing_loss": 1.25, "z_loss": 3.5}
     assert found.scalars()["moe/busiest rank"] == 1.5
-    assert figures_of(Routing({0: torch.zeros(4, dtype=torch.int64)}, torch.zeros(1), {})).worst == 1.0
+    assert figures_of(StepRouting({0: torch.zeros(4, dtype=torch.int64)}, torch.zeros(1), {})).worst == 1.0
 
 
 def test_the_console_line_shows_them_and_stays_short() -> None:
