@@ -42,6 +42,39 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
         2,
         256,
     ),
+    "mixtral-30M": (
+        {
+            "model_type": "mixtral",
+            "hidden_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "intermediate_size": 512,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "vocab_size": 8192,
+        },
+        4,
+        256,
+    ),
+    "qwen3-moe-30M": (
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 128,
+            "num_experts": 32,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 8192,
+        },
+        4,
+        256,
+    ),
 }
 
 

@@ -41,7 +41,7 @@ from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.placement import renumbered
 from hetero_megatron.platform import detect_platform
-from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
 from hetero_megatron.testbed.clocks import worst_clock
 from hetero_megatron.training.calibration import Calibration, CalibrationOptions, Job, calibrate
 from hetero_megatron.training.calibration.pipelines import degrees
@@ -91,7 +91,8 @@ def main() -> None:
 def begin() -> tuple[dict[str, Any], ModelSpec, Cluster, Comm, Group, Emulation]:
     """(work from the file named on the command line, model, cluster, communication, all ranks, what is emulated)."""
     work = json.loads(Path(sys.argv[1]).read_text())
-    spec, cluster = ModelSpec(**work["model"]), cluster_from_dict(work["cluster"])
+    spec = from_hf_config(work["hf_config"]) if "hf_config" in work else ModelSpec(**work["model"])
+    cluster = cluster_from_dict(work["cluster"])
     launcher = read_launcher()
     rank = position(cluster, launcher)
     emulation = Emulation.of(launcher, rank, 300)

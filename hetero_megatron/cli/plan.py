@@ -24,6 +24,7 @@ from hetero_megatron.plan import dump_yaml
 from hetero_megatron.plan.export import FORMATS, export
 from hetero_megatron.plan.made_for import MadeFor, made_for
 from hetero_megatron.plan.memory import ITEM_BYTES, moments_of
+from hetero_megatron.plan.routing import routing_of
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
     for text in args.add or ():
         cluster = with_more(cluster, text)
-    problem = PlanningProblem(model, cluster, args.seq_length, args.global_batch_size, _options(args))
+    problem = PlanningProblem(model, cluster, args.seq_length, args.global_batch_size, _options(args, model))
     budget = TimeBudget(args.time_limit)
     deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
     with WorkLine("search", args.time_limit or 0.0, show=format_seconds) as line:
@@ -130,6 +131,8 @@ def _parser() -> ArgumentParser:
     add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
     add("--context", default="auto", choices=("auto", "always", "never"),
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
+    add("--routing-stats", metavar="FILE",
+        help="how often experts were chosen, as a run's --routing-stats wrote it (default: all alike)")  # fmt: skip
     add("--unlike-tp", action="store_true",
         help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
@@ -187,7 +190,7 @@ def _check_export(text: str) -> None:
     check_writable(name, "--export")
 
 
-def _options(args: Namespace) -> SearchOptions:
+def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
     sizes = None if args.micro_batch_size is None else (args.micro_batch_size,)
     return SearchOptions(
         dtype=args.dtype,
@@ -200,7 +203,9 @@ def _options(args: Namespace) -> SearchOptions:
             more_schedules=args.more_schedules,
             unlike_tp=args.unlike_tp,
         ),
-        costs=CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer)),
+        costs=CostOptions(
+            margin=args.memory_margin, moments=moments_of(args.optimizer), routing=routing_of(args.routing_stats, model)
+        ),
         seed=args.seed,
     )
 

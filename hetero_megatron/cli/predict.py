@@ -17,6 +17,7 @@ from hetero_megatron.plan.islands import add_islands, format_added, format_islan
 from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.plan.memory import ITEM_BYTES, moments_of
 from hetero_megatron.plan.program import format_step
+from hetero_megatron.plan.routing import routing_of
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.planner.report.page import html_page
 from hetero_megatron.planner.report.prediction import as_json, format_prediction
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--schedule", action="store_true",
                         help="also print what every stage does in a step, and which ranks meet in what")  # fmt: skip
     parser.add_argument("--width", type=int, default=100, metavar="N", help="columns of the printed timeline (100)")
+    parser.add_argument("--routing-stats", metavar="FILE",
+                        help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
     args = parser.parse_args(list(argv))
     if not 0 <= args.memory_margin < 1:
         raise UserError("out of range", field="--memory-margin", value=args.memory_margin, accepted="0 to below 1")
@@ -75,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
     less = made.less_memory(cluster, plan.ranks, args.plan) if made is not None else None
     if less is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(less.problem), file=sys.stderr)
-    options = CostOptions(margin=args.memory_margin, moments=moments_of(args.optimizer))
+    options = CostOptions(
+        margin=args.memory_margin, moments=moments_of(args.optimizer), routing=routing_of(args.routing_stats, model)
+    )
     costs = CostModel(model, cluster, plan.seq_length, args.dtype, options)
     found = predict(plan, model, cluster, args.dtype, costs, prepared=PreparedPlan(compiled))
     if args.html:

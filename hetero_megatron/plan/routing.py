@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Stage
 from hetero_megatron.plan.experts import destinations, expert_groups, rank_shares
+from hetero_megatron.plan.routing_stats import FLAG, read_routing_stats
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
 
@@ -22,12 +24,27 @@ class Routing:
 
     layers: tuple[tuple[int, Popularity], ...] = ()
 
-    def of(self, layer: int) -> Popularity | None:
-        """Of one layer; None: not measured, all experts alike."""
-        return dict(self.layers).get(layer)
+    @classmethod
+    def of(cls, counts: Mapping[int, Sequence[int]]) -> Routing:
+        """From how often each expert was chosen, by layer; layers that routed nothing are left out."""
+        rows = ((layer, sum(row), row) for layer, row in sorted(counts.items()))
+        return cls(tuple((layer, tuple(n / total for n in row)) for layer, total, row in rows if total))
 
 
 EVEN = Routing()
+
+
+def routing_of(path: str | None, spec: ModelSpec) -> Routing:
+    """As a run wrote it to a file; without one all experts are alike.
+
+    Raises:
+        UserError: a dense model, a malformed file, or one of another model.
+    """
+    if path is None:
+        return EVEN
+    if spec.moe is None:
+        raise UserError("the model has no experts", field=FLAG, value=path, accepted="no such file")
+    return Routing.of(read_routing_stats(path, spec).layers)
 
 
 @dataclass(frozen=True)

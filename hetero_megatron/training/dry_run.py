@@ -59,7 +59,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         runtime = Runtime(
             config.compiled, comm, DTYPES[config.dtype], lambda _, box: torch.empty(box.shape),
             optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
-            logits_bytes=config.logits_bytes,
+            logits_bytes=config.logits_bytes, balancing=config.balancing,
         )  # fmt: skip
         expect_routing(runtime)
         for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):

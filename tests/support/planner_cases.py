@@ -49,7 +49,10 @@ def cluster(
                 {"name": name, "count": nodes if not speeds else 1, "chip": f"c{i}", "chips_per_node": per_node}
                 for i, name in enumerate(names)
             ],
-            "chips": {f"c{i}": {"memory": memory, "dtypes": ["fp32"]} for i in range(len(kinds))},
+            "chips": {
+                f"c{i}": {"memory": memory, "dtypes": ["fp32"], "communicators": {"each": "1 B", "peer": "1 B"}}
+                for i in range(len(kinds))
+            },
             "rates": {
                 "chips": {f"c{i}": {"fp32": chip_rates(s, model, **more)} for i, s in enumerate(kinds)},
                 "links": links,

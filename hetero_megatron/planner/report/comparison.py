@@ -14,6 +14,7 @@ from hetero_megatron.planner.estimate.certificate import LowerBound, assumptions
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.report.experts import ExpertGain, expert_gain
 from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
 from hetero_megatron.planner.search.driver import SearchResult, search_types_alone
@@ -89,6 +90,7 @@ class Summary:
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
     losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
     tighter: bool = False  # whether the bound by prices, which was not computed, may be tighter
+    experts: ExpertGain | None = None  # where the plan divides experts
     seconds: float = 0.0  # that the comparisons took
 
     @property
@@ -126,6 +128,7 @@ def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline |
         result, problem.model.name, dtype=problem.dtype, deadline=deadline,
         unusable={chip: ranks for chip, ranks in lacking.items() if ranks},
         left_out=tuple(name for name in nodes if name not in there),
+        experts=expert_gain(result.best, result.scorer.costs),
     )  # fmt: skip
 
 
@@ -145,7 +148,9 @@ def compare(
     result, started = summary.result, time.monotonic()
     problem = problem.on(result.best.cluster)
     # Others are bound by their work alone.
-    plain = not (result.context_tried or result.unlike_groups or result.more_schedules)
+    plain = not (
+        result.context_tried or result.unlike_groups or result.more_schedules or bool(result.experts)
+    )
     prices = plain and (what.bound or result.method == "enumeration")
     summary.tighter = plain and not prices
     if prices and progress is not None:

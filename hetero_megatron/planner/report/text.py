@@ -42,6 +42,9 @@ def format_plan(summary: Summary) -> str:
     lines += _schedule_lines(summary)
     lines += _cost_lines(summary)
     lines.append(f"  context groups: {result.context}")
+    if result.experts:
+        gain = f"; {summary.experts}" if summary.experts is not None else ""
+        lines.append(f"  experts: {result.experts}{gain}")
     if summary.left_out:
         names = ", ".join(summary.left_out[:SHOWN]) + (", …" if len(summary.left_out) > SHOWN else "")
         idle = plural(len(summary.left_out), "node")
@@ -265,6 +268,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "hethub_bound_tokens_per_second": summary.hethub_tokens_per_second,
         "hetero_speedup_ratio": summary.speedup_ratio,
         "context": result.context,
+        "experts": summary.experts.as_json() if summary.experts is not None else None,
         "uniform": vars(summary.uniform) if summary.uniform else None,
         "alone": [vars(b) for b in summary.alone],
         "alone_skipped": summary.skipped,

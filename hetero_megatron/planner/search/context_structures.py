@@ -44,12 +44,12 @@ def structures(problem: PlanningProblem, pool: DevicePool) -> Iterator[ContextSt
             for copies in range(1, min(problem.global_batch_size, max(pool.counts)) + 1):
                 if problem.global_batch_size % copies:
                     continue
-                parts = [_divide(pool.groups[g], copies) for g in order]
+                parts = [divide(pool.groups[g], copies) for g in order]
                 if any(p is None for p in parts):
                     continue
                 together = list(order) == sorted(order)  # the order does not matter for one common stage
-                for ranks in _stagings([p for p in parts if p is not None], copies, together):
-                    for tp in _degrees(problem, pool, ranks):
+                for ranks in stagings([p for p in parts if p is not None], copies, together):
+                    for tp in tp_sizes(problem, pool, ranks):
                         one = ContextStructure(ranks, tp)
                         if (
                             one not in seen
@@ -66,7 +66,7 @@ def _joined(cluster: Cluster, structure: ContextStructure) -> bool:
     return all(len({library(r) for r in ranks}) == 1 for stages in structure.ranks for ranks in stages)
 
 
-def _degrees(problem: PlanningProblem, pool: DevicePool, ranks: tuple[tuple[Ranks, ...], ...]) -> Iterator[int]:
+def tp_sizes(problem: PlanningProblem, pool: DevicePool, ranks: tuple[tuple[Ranks, ...], ...]) -> Iterator[int]:
     """TP degrees that divide the ranks of every node of every stage."""
     sizes = set()
     for stage in ranks[0]:
@@ -85,7 +85,7 @@ def _degrees(problem: PlanningProblem, pool: DevicePool, ranks: tuple[tuple[Rank
             yield tp
 
 
-def _divide(group: DeviceGroup, copies: int) -> list[list[Ranks]] | None:
+def divide(group: DeviceGroup, copies: int) -> list[list[Ranks]] | None:
     """The chips of a group for each of ``copies`` pipelines, by node; None where they do not divide evenly."""
     if group.nodes % copies == 0:
         each = group.nodes // copies
@@ -96,7 +96,7 @@ def _divide(group: DeviceGroup, copies: int) -> list[list[Ranks]] | None:
     return [[node[i : i + size]] for node in group.ranks for i in range(0, group.per_node, size)]
 
 
-def _stagings(
+def stagings(
     parts: Sequence[list[list[Ranks]]], copies: int, together: bool
 ) -> Iterator[tuple[tuple[Ranks, ...], ...]]:
     """Ranks by pipeline and stage: all groups in one stage, or each group cut into the same number of stages."""

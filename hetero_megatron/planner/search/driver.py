@@ -4,7 +4,8 @@
 :mod:`graph_partition` for many kinds of nodes), local search; then complete enumeration where the space is small
 (:mod:`enumeration`), else the same on each chip type alone; optimizers in host memory if asked for or if nothing fits
 otherwise. The best few by estimate become concrete plans that the step simulator times. Plans with context groups
-(:mod:`context_stages`) and TP groups of unlike chips (:mod:`hetero_tp`) are compared with those.
+(:mod:`context_stages`), divided experts (:mod:`expert_stages`) and TP groups of unlike chips (:mod:`hetero_tp`) are
+compared with those.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer, make
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.enumeration import Enumeration
+from hetero_megatron.planner.search.expert_stages import ExpertStages
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS, GraphPartition
 from hetero_megatron.planner.search.hetero_tp import HeteroTP
 from hetero_megatron.planner.search.incumbent import (
@@ -59,6 +61,7 @@ class SearchResult:
     offload_tried: plans with optimizers in host memory were considered.
     unlike_groups: the best plan has TP groups of unlike chips; more_schedules: it splits backwards or stages.
     alone: by chip type, the result of searching its chips alone.
+    experts: outcome of trying plans that divide experts; empty for dense models.
     parts: outcome of searching parts of the cluster, for objectives other than speed."""
 
     best: JudgedPlan
@@ -76,6 +79,7 @@ class SearchResult:
     offload_tried: bool = False
     unlike_groups: bool = False
     more_schedules: bool = False
+    experts: str = ""
     ranked: tuple[PlanTemplate, ...] = ()
     alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
     parts: str = ""
@@ -127,6 +131,8 @@ def _search(
     found.incumbent.plans[:] = judge(found.rows, tried, scorer, budget)
     context = ContextStages()
     context.propose(tried, found.incumbent)
+    experts = ExpertStages()
+    experts.propose(tried, found.incumbent)
     plans, evaluated, margin = found.incumbent.plans, scorer.evaluated, problem.options.costs.margin
     while not plans and found.rows and margin < MARGIN:
         # States placed exactly take slightly more than the scorer's mean: search again with more memory kept free.
@@ -143,11 +149,12 @@ def _search(
         raise UserError("none of the plans found by then fits", field="--time-limit", accepted="a longer one, or none")
     if not plans:
         raise refuse(tried, scorer)
+    divided = any(stage.experts for pipeline in plans[0].plan.pipelines for stage in pipeline.stages)
     return SearchResult(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(found.incumbent.rejected), found.complete,
-        # The bound comes from estimates, which may be slightly above simulated seconds.
-        found.method, min(found.bound, plans[0].step_seconds), context.why, context.tried,
-        problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows),
+        # The bound comes from estimates, which may be slightly above simulated seconds; it covers no divided experts.
+        found.method, 0.0 if divided else min(found.bound, plans[0].step_seconds), context.why, context.tried,
+        problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
     )  # fmt: skip
 
 

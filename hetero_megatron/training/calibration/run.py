@@ -15,6 +15,7 @@ from hetero_megatron.planner.cost.rates import LinkRates, Rates, link_document, 
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.exchange import Phase, fit_phases, observe_exchange
+from hetero_megatron.training.calibration.experts import ExpertTables, measure_experts
 from hetero_megatron.training.calibration.layers import Job, StageTimes, fit_split, fit_stages, observe, stragglers
 from hetero_megatron.training.calibration.links import LinkKind, measure_links
 from hetero_megatron.training.calibration.measure import LEAST, robust_fit
@@ -80,11 +81,16 @@ def calibrate(
     slow, out, seen = _all_stages(observed, cluster, options, runs)
     log("attention alone")
     operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
+    if spec.moe is not None:
+        log("routed experts")
+    most = options.seq_length * max(options.micro_batch_sizes)
+    own = measure_experts(job, spec, options.tp, most, CALLS * options.steps)
+    experts = world.gather_objects(own, ExpertTables)
     log("exchange of gradients and parameters")
     phases: list[list[Phase]] = [[] for _ in everyone]
     for run in runs(1, 1, out).exchanges():
-        own = observe_exchange(run, job, EXCHANGES * options.steps)
-        phases = [a + b for a, b in zip(phases, world.gather_objects(own, list[Phase]), strict=True)]
+        phase = observe_exchange(run, job, EXCHANGES * options.steps)
+        phases = [a + b for a, b in zip(phases, world.gather_objects(phase, list[Phase]), strict=True)]
     network = LinkModel(Rates(cluster, options.dtype, {}, links))
     shape = model_fingerprint(spec), options.seq_length, options.seq_length * spec.hidden_size * job.dtype.itemsize
     chips: dict[str, Any] = {}
@@ -92,6 +98,10 @@ def calibrate(
         ranks = [rank.rank for rank in cluster.ranks if rank.chip == chip and rank.rank not in out]
         rates = _stage_rates([o for o in seen if o.chip == chip], network, (fixed or {}).get(chip), *shape)
         tables, spread = operators[ranks[0]]
+        of_experts, varied = experts[ranks[0]]
+        if of_experts:
+            tables = {**tables, "experts": of_experts}
+            rates["spread"]["layers"] = max(rates["spread"]["layers"], varied)
         if exchanged := [phase for rank in ranks for phase in phases[rank]]:
             betas, spread["exchange"] = fit_phases(exchanged)
             rates |= betas

@@ -75,6 +75,14 @@ def test_attention_loads_ahead_fits_and_spills_next_to_nothing_in_its_loops() ->
         assert large or row["loop_spills"] <= (0 if mask in ("causal", "full") else 2), name
 
 
+def test_grouped_products_spill_nothing_and_16_bit_ones_run_on_warp_groups() -> None:
+    grouped = {name: row for name, row in ROWS.items() if name.startswith("grouped_gemm_")}
+    assert {name.split()[0] for name in grouped} == {"grouped_gemm_fwd", "grouped_gemm_dx", "grouped_gemm_dw"}
+    for name, row in grouped.items():
+        assert row["loop_spills"] == row["spill_bytes"] == 0, name
+        assert "fp32" in name or row["wgmma"] > 0, name
+
+
 def test_the_memory_that_attention_is_cut_by_is_what_the_compiler_takes() -> None:
     blocks = json.loads((ROOT / "kernels" / "hetero_kernels" / "tables" / "cuda-90.json").read_text())["ops"]
     for name, kernel, dim, mask in ATTENTION:

@@ -1,0 +1,87 @@
+"""Bad input of fine-tuning, generation, preprocessing and conversion: one message that names what is wrong, no more."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hetero_megatron.cli.main import main
+from tests.support.chat import TEMPLATES, chat_tokenizer, turns
+from tests.support.paths import ROOT
+
+TABLE = ROOT / "tests" / "fixtures" / "bad_finetuning.txt"
+CASES = [
+    [cell.strip() for cell in line.split("|")]
+    for line in TABLE.read_text().splitlines()
+    if line[:1] not in ("", "#")
+]  # fmt: skip
+FILES = {
+    "plain.txt": "a text\n", "empty.jsonl": '{"messages": []}\n', "nothing.jsonl": "", "broken.jsonl": "{no\n",
+    "hollow.jsonl": '{"messages": [{"role": "user"}]}\n', "numbers.jsonl": "[1, 2]\n", "broken.jinja": "{% for %}",
+    "roles.jsonl": '{"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+    "plain.jsonl": '{"text": "a"}\n', "ia3/adapter_config.json": '{"peft_type": "IA3"}',
+    "torn/adapter_config.json": '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}',
+    "torn/adapter_model.safetensors": "torn", "hollow/notes": "", "deepspeed/latest": "global_step1",
+    "megatron/latest_checkpointed_iteration.txt": "9", "megatron/iter_0000001/mp_rank_00/model_optim_rng.pt": "torn",
+    "experts/mp_rank_00_000_001/model_optim_rng.pt": "x", "experts/mp_rank_00_000_000/model_optim_rng.pt": "x",
+    "deepspeed/global_step1/mp_rank_00_model_states.pt": "x",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    chats = [json.dumps({"messages": turns(f"how is fox {i}", "quick and brown")}) for i in range(8)]
+    (root / "chats.jsonl").write_text("\n".join(chats) + "\n")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=330, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    for folder in ("bare", "base"):
+        LlamaForCausalLM(config).save_pretrained(root / folder)
+    chat_tokenizer(root / "base", TEMPLATES["chatml"])
+    chat_tokenizer(root / "plain", None)
+    for source, target in (("base", "native"), ("bare", "bare_native")):
+        assert main(["convert", str(root / source), str(root / target)]) == 0
+    run = f"--load-hf {root}/base --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
+    return {
+        "TMP": str(root), "BASE": f"{root}/base", "CHATS": f"{root}/chats.jsonl", "NATIVE": f"{root}/native",
+        "BARE": f"{root}/bare_native", "PLAIN": f"{root}/plain", "PLAINS": f"{root}/plain.jsonl", "RUN": run,
+    }  # fmt: skip
+
+
+def filled(text: str, names: dict[str, str]) -> str:
+    for name, value in names.items():
+        text = text.replace("{" + name + "}", value)
+    return text
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_one_message_says_what_is_wrong(
+    case: list[str], names: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, field, also, words = (filled(cell, names) for cell in case)
+    root = Path(names["TMP"])
+    before = sorted(root.rglob("*"))
+    capsys.readouterr()
+    code = main(shlex.split(words))
+    err = capsys.readouterr().err
+    errors = [line for line in err.splitlines() if "error:" in line]
+    assert code == 2 and len(errors) == 1, err
+    assert field in errors[0] and also in errors[0] and "Traceback" not in err, err
+    kept = [path for path in sorted(root.rglob("*")) if path not in before]
+    assert not kept, "something was left behind"
+
+
+def test_there_are_enough() -> None:
+    doors = {case[3].split()[0] for case in CASES}
+    assert len(CASES) >= 40 and doors == {"finetune", "generate", "preprocess", "convert"}
