@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import NoReturn
 from hetero_megatron.launcher import is_first
 from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
 
+NOBODY_READS = 128 + signal.SIGPIPE  # as of any program that a closed pipe ends
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher.
 RANKS = ("pretrain", "finetune", "generate")
 
@@ -24,9 +26,14 @@ def console() -> int:
         outlive_terminal()
         with at_once():
             from hetero_megatron.cli.main import main
-        return main()
+        code = main()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads the output has enough, as in ``… | head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return NOBODY_READS
 
 
 def train(command: str, words: Sequence[str]) -> NoReturn:

@@ -70,3 +70,13 @@ def test_scripts_are_accepted_by_their_shells(shell: str, capsys: pytest.Capture
     assert all(name in script for name in COMMANDS)
     if (program := shutil.which(shell)) is not None:
         subprocess.run([program, "-n", "/dev/stdin"], input=script, text=True, check=True, env=os.environ)
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """``hetero-megatron … | head``: no traceback, and the code of a program that the closed pipe ended."""
+    command = [sys.executable, "-c", "import sys; from hetero_megatron.cli.start import console; sys.exit(console())"]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([*command, "plan", "--help"], stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
