@@ -36,10 +36,17 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("kind", quick(["packed", "streaming"], ["packed"]))
+KINDS = {
+    "packed": PACKING,
+    "dropout": [*PACKING, "--hidden-dropout", "0.1", "--attention-dropout", "0.2"],
+    "streaming": ["--dataloader-type", "streaming", "--split", "1", "--eval-iters", "0"],
+}
+
+
+@pytest.mark.parametrize("kind", quick(KINDS, ["packed"]))
 def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
     """Ramp-up, cosine decay and evaluation in the middle; --exit-interval saves."""
-    more = PACKING if kind == "packed" else ["--dataloader-type", "streaming", "--split", "1", "--eval-iters", "0"]
+    more = KINDS[kind]
     run(tmp_path / "whole", SINGLE, 1, *more)
     out, _ = run(tmp_path / "parts", ASYMMETRIC, 4, *more, "--exit-interval", "2")
     assert "stopped at step 2" in out and "saving checkpoint of step 2" in out
@@ -53,6 +60,19 @@ def test_four_ranks_stop_and_one_goes_on(kind: str, tmp_path: Path) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
     saved = sorted(p.name for p in (tmp_path / "parts" / "run").iterdir())
     assert saved == ["events.jsonl", "iter_0000003", "iter_0000004", "latest", "metrics.jsonl"]
+
+
+def test_dropout_is_for_training_only(tmp_path: Path) -> None:
+    """Validation of the same weights, with the flags and without."""
+    found = []
+    for name, more in (("with", KINDS["dropout"]), ("without", PACKING)):
+        fixed = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--exit-interval", "2"]
+        run(tmp_path / name, SINGLE, 1, *more, *fixed)
+        lines = [json.loads(line) for line in (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()]
+        found.append(([x["loss"] for x in lines if "loss" in x], [x for x in lines if "loss" not in x]))
+    (dropped, evaluated), (whole, wanted) = found
+    assert evaluated == wanted and evaluated, evaluated
+    assert all(a != b for a, b in zip(dropped, whole, strict=True))
 
 
 def test_flags_decide_what_is_read(tmp_path: Path) -> None:
