@@ -84,7 +84,7 @@ def measured_routing(spec: ModelSpec, length: int) -> Routing:
             module.register_forward_hook(count)
         tokens = torch.randint(0, spec.vocab_size, (SEQUENCES, length))
         positions = torch.arange(length).expand(tokens.shape)
-        built(tokens, SimpleNamespace(positions=positions, documents=None, loss_mask=None))
+        built(tokens, SimpleNamespace(positions=positions, documents=None, loss_mask=None, draws=None))
     assert spec.moe is not None
     layers = [i for i in range(spec.num_layers) if spec.layer(i).mlp == "moe"]
     return Routing.of({layers[i]: [row[e] for e in range(spec.moe.num_experts)] for i, row in counts.items()})
