@@ -60,7 +60,7 @@ def sides_of(platform: Platform, heads: int, kv: int, size: int) -> dict[str, Ca
         except UserError as error:
             sides[kernel.provider] = str(error)
         else:
-            sides[kernel.provider] = lambda q, k, v, run=plan.attention: run(q, k, v, None, None, None, 0, 0, None)[0]  # type: ignore[misc]
+            sides[kernel.provider] = lambda q, k, v, run=plan.attention: run(q, k, v, None, None, None, 0, 0, None, None)[0]  # type: ignore[misc]
 
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         turned = (x.transpose(1, 2) for x in (q, k, v))

@@ -16,7 +16,8 @@ MAX_INTEGER = 1 << 62  # beyond it sizes and counts do not fit int64
 
 def typed(value: Any, kind: Any, field: str) -> Any:
     """``value`` as ``kind``: ``Any``, ``None``, bool, int, float (finite), str, ``list[K]``, ``tuple[K, ...]``,
-    ``dict[str, K]``, ``K | L``, or a dataclass, whose keys are its fields (those with a default are optional).
+    ``tuple[K, L]``, ``dict[str, K]``, ``K | L``, or a dataclass, whose keys are its fields (those with a default are
+    optional).
 
     Raises:
         UserError: naming the path below ``field``.
@@ -30,7 +31,9 @@ def typed(value: Any, kind: Any, field: str) -> Any:
         others = [k for k in arguments if k is not type(None)]
         assert len(others) == 1, f"{kind}: one kind or None"
         return typed(value, others[0], field)
-    if origin in (list, tuple) and isinstance(value, list):
+    if origin is tuple and Ellipsis not in arguments and isinstance(value, list) and len(value) == len(arguments):
+        return tuple(typed(item, k, f"{field}[{i}]") for i, (item, k) in enumerate(zip(value, arguments, strict=True)))
+    if origin in (list, tuple) and isinstance(value, list) and (origin is list or Ellipsis in arguments):
         return origin(typed(item, arguments[0], f"{field}[{i}]") for i, item in enumerate(value))
     if origin is dict and isinstance(value, dict):
         return {key: typed(item, arguments[1], f"{field}.{key}") for key, item in value.items()}

@@ -11,7 +11,7 @@ from hetero_megatron.training.config import RunConfig
 
 ALIKE = (
     "spec", "schedule", "seed", "dtype", "loss_scale", "optimizer", "evaluation", "check_nan", "skip_train",
-    "logits_bytes", "save_hf_dtype", "balancing",
+    "logits_bytes", "save_hf_dtype", "balancing", "dropout", "fp8",
 )  # fmt: skip
 WATCHED = ("check_spikes", "rerun")  # of ``failure``: they decide about steps
 READ = (

@@ -156,7 +156,7 @@ def attention_rows(
 
     def arguments(length: int, scale: int) -> tuple[Any, ...]:
         q, k, v = (torch.randn(1, length * scale, 4 * scale, 64, device=device).to(dtype) for _ in range(3))
-        return q, k, v, None, None, None, 0, 0, None
+        return q, k, v, None, None, None, 0, 0, None, None
 
     def attend(length: int, scale: int) -> Callable[[], Any]:
         args = arguments(length, scale)

@@ -10,6 +10,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
+from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.failure import StepGuard, is_spike
@@ -41,14 +42,15 @@ def faulty(
     def spoil(grad: torch.Tensor) -> torch.Tensor:
         return grad * float("nan")
 
-    def hook(module: torch.nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+    def hook(module: torch.nn.Module, _: Any, output: ResidualStream) -> ResidualStream:
         left[0] -= 1
         if left[0] < 0 or not torch.is_grad_enabled():
             return output
         if where == "backward":
-            output.register_hook(spoil)
+            output.added.register_hook(spoil)
             return output
-        return output * float("inf") if where == "forward" else output * 3.0
+        factor = float("inf") if where == "forward" else 3.0
+        return ResidualStream(output.x * factor, output.added * factor)
 
     if comm.rank == 2:
         dict(runtime.model.named_modules())["model.layers.2"].register_forward_hook(hook)

@@ -185,7 +185,7 @@ def test_a_legacy_pickle_is_not_executed(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"num_experts": 8}, "--num-experts"), ({"multi_latent_attention": True}, "--multi-latent-attention"),
+    ({"num_experts": 8}, "mixtures of experts"), ({"multi_latent_attention": True}, "--multi-latent-attention"),
     ({"rotary_percent": 0.5}, "--rotary-percent"), ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
     ({"mtp_num_layers": 1}, "--mtp-num-layers"), ({"ffn_hidden_size": 44}, "does not fit the model"),
     ({"swiglu": False}, "does not fit the model"), ({"num_layers": 5}, "missing decoder.layers.4."),
