@@ -32,6 +32,9 @@ SHAPES = {  # batch, tokens, heads, KV heads, head size
 HERE = Path(__file__).resolve().parent
 
 
+WITHOUT = (None, None, None, 0, 0, None, None)  # attention's arguments from sinks on
+
+
 def seconds_of(platform: Platform, call: Callable[..., torch.Tensor], qkv: list[torch.Tensor]) -> tuple[float, float]:
     """(forward, backward) of attention; backward by keeping the graph."""
     forward = best_seconds(lambda: call(*qkv), platform.synchronize)
@@ -60,7 +63,7 @@ def sides_of(platform: Platform, heads: int, kv: int, size: int) -> dict[str, Ca
         except UserError as error:
             sides[kernel.provider] = str(error)
         else:
-            sides[kernel.provider] = lambda q, k, v, run=plan.attention: run(q, k, v, None, None, None, 0, 0, None, None)[0]  # type: ignore[misc]
+            sides[kernel.provider] = lambda q, k, v, run=plan.attention: run(q, k, v, *WITHOUT)[0]  # type: ignore[misc]
 
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         turned = (x.transpose(1, 2) for x in (q, k, v))
