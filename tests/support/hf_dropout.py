@@ -20,6 +20,18 @@ from hetero_megatron.ops.dropout import (
 from hetero_megatron.spec import Dropout
 
 
+def _added(layer: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The modules of a layer whose outputs are added to the residual stream: GPT-2 has some for dropout, others none,
+    so they are the blocks, or the norms after these."""
+    if hasattr(layer, "attn"):
+        return layer.attn.resid_dropout, layer.mlp.dropout
+    if hasattr(layer, "post_self_attn_layernorm"):  # GLM-4
+        return layer.post_self_attn_layernorm, layer.post_mlp_layernorm
+    if hasattr(layer, "post_feedforward_layernorm"):
+        return layer.post_attention_layernorm, layer.post_feedforward_layernorm
+    return layer.self_attn, layer.mlp
+
+
 class HFDropout:
     """Makes a Hugging Face model drop elements in every forward from :meth:`begin` on."""
 
@@ -31,9 +43,9 @@ class HFDropout:
             attention = layer.attn if gpt2 else layer.self_attn
             if dropout.attention:
                 attention.score_factors = self._scores(i)
-            if dropout.hidden:  # GPT-2 has modules for it; Llama's kind has none
-                self._after(attention.resid_dropout if gpt2 else attention, i, AFTER_ATTENTION)
-                self._after(layer.mlp.dropout if gpt2 else layer.mlp, i, AFTER_MLP)
+            if dropout.hidden:
+                for module, site in zip(_added(layer), (AFTER_ATTENTION, AFTER_MLP), strict=True):
+                    self._after(module, i, site)
         if dropout.hidden:
             self._after(inner.drop if gpt2 else inner.embed_tokens, 0, EMBEDDING)
 

@@ -184,7 +184,8 @@ def adapt(rng: random.Random, plan: dict[str, Any], heads: int) -> None:
         if found.name == "adaptive":
             made = True
             spelled["schedule"] = stored_schedule(replace(pipeline, orders=stored_orders(found)))
-    chunks = any(pipeline.chunks > 1 for pipeline in canonical.pipelines)
+    ranges = [stage["layers"] for pipeline in plan["pipelines"] for stage in pipeline["stages"]]
+    chunks = any(len(layers) > 1 and isinstance(layers[0], list) for layers in ranges)
     plan["schedule"] = "adaptive" if made else "interleaved" if chunks else "1f1b"
 
 

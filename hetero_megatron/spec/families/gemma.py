@@ -127,7 +127,6 @@ def _write_gemma3(spec: ModelSpec) -> dict[str, Any]:
 GEMMA = Family(
     "gemma", "GemmaForCausalLM", read=_read_gemma, write=_write_gemma, examples="Gemma 2B, 7B, CodeGemma",
     keys=DECODER_KEYS | words("hidden_act hidden_activation attention_bias use_bidirectional_attention"),
-    null_dropout=True,
 )  # fmt: skip
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", _KEYS, _read_gemma2, _write_gemma2, examples="Gemma 2 2B, 9B, 27B",
