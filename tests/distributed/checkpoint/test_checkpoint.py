@@ -147,7 +147,7 @@ def of_any_batch(described: dict[str, Any], size: int) -> dict[str, Any]:
     if described.get("schedule") != "adaptive" or described["global_batch_size"] == size:
         return described
     pipelines = [{k: v for k, v in pipeline.items() if k != "schedule"} for pipeline in described["pipelines"]]
-    return {**described, "schedule": "1f1b", "pipelines": pipelines}
+    return {**described, "schedule": "interleaved", "pipelines": pipelines}  # 1F1B where stages have one chunk
 
 
 def check_pair(a: Case, b: Case, path: Path) -> None:
