@@ -119,14 +119,14 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     step, loss = runtime.optimizer.step, chunk.loss
     assert loss is not None
 
-    def recording_loss(out: Any, part: Batch) -> Any:
+    def recording_loss(out: Any, part: Batch, seed: float) -> Any:
         """Keep the logits of the prefix's tokens that this rank owns."""
         own = [t for a, b in runtime.unit.tokens for t in range(a, min(b, options.prefix))]
         places = [i for i, t in enumerate(t for a, b in runtime.unit.tokens for t in range(a, b)) if t < options.prefix]
         hidden = out[0, places].detach()
         head = runtime.model.lm_head.matrix.detach()
         seen["prefix"] = (own, (hidden if runtime.loss_chunk is None else hidden @ head.t()).cpu())
-        return loss(out, part)
+        return loss(out, part, seed)
 
     def recording_step(grads: Any, coefficient: float) -> None:
         for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
