@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.cache import Log, cache_folder, say
 from hetero_megatron.data.chat.build import ChatData
 from hetero_megatron.data.chat.packed import PackedConversations
@@ -20,7 +18,7 @@ from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Dataset, Stream
-from hetero_megatron.data.splits import SplitPaths, find_split
+from hetero_megatron.data.splits import SplitPaths, find_split, split_dataset
 from hetero_megatron.data.streaming import StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
@@ -195,21 +193,17 @@ class _SplitBuilder:
             return None
         if config.dataloader_type == "streaming":
             return self._stream(split)
-        parts = []
-        for path in split.paths:
-            store = self._store(path, split.flag)
-            documents = split.documents(store.num_documents, path, "document")
-            if documents is None:
-                return None
-            parts.append(self._packed(store, documents, split.flag))
-        if len(parts) == 1:
-            return parts[0]
-        return BlendedDataset(parts, split.weights or [Fraction(p.num_tokens) for p in parts], split.flag)
+        return split_dataset(split, partial(self._packed, split), lambda data: data.num_tokens)
 
-    def _packed(self, store: TokenStore, documents: tuple[int, int], flag: str) -> PackedDataset:
+    def _packed(self, split: SplitPaths, path: str) -> PackedDataset | None:
+        store = self._store(path, split.flag)
+        documents = split.documents(store.num_documents, path, "document")
+        if documents is None:
+            return None
         return PackedDataset(
-            store, documents, self.seq_length, self.seed, self.tokenizer.eod, self.limit, self._cache(), self.log, flag
-        )
+            store, documents, self.seq_length, self.seed, self.tokenizer.eod, self.limit, self._cache(), self.log,
+            split.flag,
+        )  # fmt: skip
 
     def _store(self, path: str, flag: str) -> TokenStore:
         if path not in self._stores:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
 
+from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
+from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
 
+D = TypeVar("D", bound=Dataset)
 _ALL: tuple[Fraction, Fraction, Fraction] = (Fraction(1), Fraction(0), Fraction(0))
 _TEST = 2
 
@@ -53,6 +58,20 @@ class SplitPaths:
             accepted=f"a larger share, a --{self.name}-data-path of its own"
             + {"train": "", "valid": ", or --eval-iters 0"}.get(self.name, ", or no share (0)"),
         )
+
+
+def split_dataset(split: SplitPaths, part: Callable[[str], D | None], size: Callable[[D], int]) -> Dataset | None:
+    """The data set of a split's paths: one, or a blend by the given weights or by ``size``; None: ``part`` made none of
+    some path."""
+    parts = []
+    for path in split.paths:
+        made = part(path)
+        if made is None:
+            return None
+        parts.append(made)
+    if len(parts) == 1:
+        return parts[0]
+    return BlendedDataset(parts, split.weights or [Fraction(size(made)) for made in parts], split.flag)
 
 
 def find_split(config: DataConfig, which: int) -> SplitPaths | None:

@@ -20,7 +20,7 @@ from hetero_megatron.schedule.chunk_times import (
 )
 from hetero_megatron.schedule.generators import generate
 from hetero_megatron.schedule.pipeline_times import ROUNDING
-from hetero_megatron.schedule.stage_orders import chunk_orders_of, schedule_of, split_letter
+from hetero_megatron.schedule.stage_orders import chunk_orders_of, joined, keeps_order, schedule_of, split_letter
 
 EFFORT = 100_000  # 32 stages of two chunks x 256 micro-batches: two schedules, about a second
 RULES_TRIED, EXCHANGES_TRIED = 60, 400  # in succession, none of them faster
@@ -140,13 +140,13 @@ class _Search:
     def join_backwards(self) -> None:
         """Whole backwards where splitting them gains nothing: on all stages, then on single ones."""
         for stages in (range(len(self.orders)), *([s] for s in range(len(self.orders)))):
-            joined = tuple(_join(row) if s in stages else row for s, row in enumerate(self.orders))
-            if joined == self.orders or self.timed + self.size > self.effort:
+            orders = tuple(tuple(joined(row)) if s in stages else row for s, row in enumerate(self.orders))
+            if orders == self.orders or self.timed + self.size > self.effort:
                 continue
-            seconds = time_chunk_orders(self.times, joined)
+            seconds = time_chunk_orders(self.times, orders)
             self.timed += self.size
             if seconds is not None and seconds <= self.seconds * (1 + ROUNDING):
-                self.seconds, self.orders = seconds, joined
+                self.seconds, self.orders = seconds, orders
 
     def exchange(self) -> None:
         """Move single actions of a stage by a few places, from order to order that is no slower."""
@@ -184,33 +184,4 @@ def _may_pass(row: tuple[str, ...], at: int, to: int) -> bool:
     rest = row[:at] + row[at + 1 :]
     new = (*rest[:to], row[at], *rest[to:])
     chunk = split_letter(row[at])[1]
-    forwards = deferred = 0
-    for action in new:
-        letter, c = split_letter(action)
-        if c != chunk:
-            continue
-        if letter == "F":
-            forwards += 1
-        elif letter == "W":
-            deferred -= 1
-        else:
-            forwards -= 1
-            deferred += letter == "I"
-        if forwards < 0 or deferred < 0:
-            return False
-    return True
-
-
-def _join(row: tuple[str, ...]) -> tuple[str, ...]:
-    """The order with B for every B_INPUT that its own W follows at once."""
-    joined: list[str] = []
-    deferred = dict[str, int]()
-    for action in row:
-        chunk = action[1:]
-        waiting = deferred.get(chunk, 0)
-        if action[0] == "W" and waiting == 1 and joined[-1] == f"I{chunk}":
-            joined[-1] = f"B{chunk}"
-        else:
-            joined.append(action)
-        deferred[chunk] = waiting + {"I": 1, "W": -1}.get(action[0], 0)
-    return tuple(joined)
+    return keeps_order("".join(letter for letter, c in map(split_letter, new) if c == chunk))

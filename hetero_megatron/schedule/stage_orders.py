@@ -8,7 +8,7 @@ layers per stage a row is a tuple of such letters, with the number of the chunk 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -98,16 +98,23 @@ def keeps_order(row: str) -> bool:
 
 
 def join_backwards(row: str) -> str:
-    """The order with B for every B_INPUT that its own W follows at once."""
-    joined: list[str] = []
-    deferred = 0
-    for letter in row:
-        if letter == "W" and deferred == 1 and joined[-1] == "I":
-            joined[-1] = "B"
+    """:func:`joined` of a stage with one chunk."""
+    return "".join(joined(row))
+
+
+def joined(row: Iterable[str]) -> list[str]:
+    """The order with B for every B_INPUT that its own W follows at once; letters may have the number of a chunk."""
+    found: list[str] = []
+    deferred = dict[str, int]()
+    for action in row:
+        letter, chunk = action[0], action[1:]
+        waiting = deferred.get(chunk, 0)
+        if letter == "W" and waiting == 1 and found[-1] == f"I{chunk}":
+            found[-1] = f"B{chunk}"
         else:
-            joined.append(letter)
-        deferred += {"I": 1, "W": -1}.get(letter, 0)
-    return "".join(joined)
+            found.append(action)
+        deferred[chunk] = waiting + {"I": 1, "W": -1}.get(letter, 0)
+    return found
 
 
 class Timing(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hetero_megatron.data.chat.stream import StreamedConversations
 from hetero_megatron.data.config import DataConfig
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.sample import Dataset, Sample
-from hetero_megatron.data.splits import SplitPaths, find_split
+from hetero_megatron.data.splits import SplitPaths, find_split, split_dataset
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_text
@@ -65,16 +65,7 @@ class ChatData:
             return None
         if self.config.dataloader_type == "streaming":
             return self._streams(split)
-        packed = []
-        for path in split.paths:
-            store = self._store(path, split.flag)
-            documents = split.documents(store.num_documents, path, "conversation")
-            if documents is None:
-                return None
-            packed.append(self._packed(store, documents, path, split.name))
-        if len(packed) == 1:
-            return packed[0]
-        return BlendedDataset(packed, split.weights or [Fraction(p.num_packs) for p in packed], split.flag)
+        return split_dataset(split, partial(self._packed, split), lambda data: data.num_packs)
 
     def _store(self, path: str, flag: str) -> TokenStore:
         if path not in self._stores:
@@ -84,15 +75,19 @@ class ChatData:
             )
         return self._stores[path]
 
-    def _packed(self, store: TokenStore, documents: tuple[int, int], path: str, name: str) -> PackedConversations:
+    def _packed(self, split: SplitPaths, path: str) -> PackedConversations | None:
+        store = self._store(path, split.flag)
+        documents = split.documents(store.num_documents, path, "conversation")
+        if documents is None:
+            return None
         overlong = Overlong(self.config.overlong_samples, self.seq_length)
         packing = not self.config.no_packing
         data = PackedConversations(store, documents, self.seq_length, self.seed, self._tokens.pad, overlong, packing)
         self.log(
-            f"data: {name}: {plural(data.num_conversations, 'conversation')} of {path} in "
+            f"data: {split.name}: {plural(data.num_conversations, 'conversation')} of {path} in "
             f"{plural(data.num_packs, 'sample')}, {data.fill:.0%} full"
         )
-        if report := overlong.report(f"{name}: {path}"):
+        if report := overlong.report(f"{split.name}: {path}"):
             self.log(report)
         return data
 
