@@ -13,6 +13,7 @@ import torch
 import hetero_kernels as hk
 
 BF16, FP32 = torch.bfloat16, torch.float32
+DROPOUT = hk.AttentionDropout(6554, 1)  # one tenth
 Call = tuple[str, Callable[..., Any]]  # (name, function of limits=)
 
 
@@ -42,10 +43,11 @@ def elementwise() -> Iterator[Call]:
         name = f"14336{', tanh' * approximate}"
         yield f"gelu_fwd {name}", partial(hk.gelu_fwd, gate, approximate=approximate)
         yield f"gelu_bwd {name}", partial(hk.gelu_bwd, gate, gate, approximate=approximate)
+    positions = empty(8192, dtype=torch.int64)
+    yield "dropout 4096", partial(hk.dropout, empty(1, 8192, 4096), positions, dropped=6554, key=1)
     q, k, table = empty(1, 8192, 32, 128), empty(1, 8192, 8, 128), empty(8192, 64, dtype=FP32)
     yield "rope_fwd 32+8x128", partial(hk.rope_fwd, q, k, table, table)
     yield "rope_fwd 32+8x128, interleaved", partial(hk.rope_fwd, q, k, table, table, interleaved=True)
-    positions = empty(8192, dtype=torch.int64)
     part = table[:, :32]
     yield "rope_bwd 32+8x128, half, positions", partial(hk.rope_bwd, q, k, part, part, positions=positions)
 
@@ -86,6 +88,10 @@ def attentions() -> Iterator[Call]:
             yield f"attention_fwd {name}, {mask}", partial(hk.attention_fwd, q, k, k, **options)
             backward = partial(hk.attention_bwd, q, q, k, k, None, lse, delta=lse, **options)
             yield f"attention_bwd {name}, {mask}", backward
+        if dtype == BF16 and dim in (64, 128):
+            yield f"attention_fwd {name}, dropout", partial(hk.attention_fwd, q, k, k, dropout=DROPOUT)
+            backward = partial(hk.attention_bwd, q, q, k, k, None, lse, delta=lse, dropout=DROPOUT)
+            yield f"attention_bwd {name}, dropout", backward
         yield f"attention_delta {name}", partial(hk.attention_delta, q, q)
         yield f"attention_merge {name}", partial(hk.attention_merge, q, lse, q, lse)
 

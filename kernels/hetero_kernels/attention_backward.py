@@ -60,16 +60,16 @@ def _kv_stretch(
         if MASKED:
             low, high = intervals(bounds_ptr, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
+        used = p
         if DROPPED > 0:
             keep = tl.trans(
                 keep_tile(drop_key, drop_k, drop_q + row, drop_head, drop_sample, DROPPED, ALIGNED, BLOCK_K)
             )
             used = tl.where(keep, p * (65536.0 / (65536.0 - DROPPED)), 0.0)
+        dv = tl.dot(used.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)  # before dp: fewer registers
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION, out_dtype=ACC)
+        if DROPPED > 0:
             dp = tl.where(keep, dp * (65536.0 / (65536.0 - DROPPED)), 0.0)
-            dv = tl.dot(used.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
-        else:
-            dv = tl.dot(p.to(DOT), do, dv, input_precision=PRECISION, out_dtype=ACC)
         ds = p * (dp - delta[None, :])
         if SOFTCAP > 0:
             ds = ds * (1.0 - turned * turned)
@@ -123,27 +123,21 @@ def attention_backward_kv(
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, begin, full_begin, key, queries, keys,
                 offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
-                drop_sample, DROPPED, ALIGNED,
-                SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
-                BLOCK_D,
-                BLOCK_V, BLOCK_Q, BLOCK_K,
+                drop_sample, DROPPED, ALIGNED, SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS,
+                DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
         dk, dv = _kv_stretch(
             dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_begin, full_end, key, queries, keys,
             offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
-                drop_sample, DROPPED, ALIGNED,
-                SCALE, SOFTCAP, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V, BLOCK_D,
-            BLOCK_V,
-            BLOCK_Q, BLOCK_K,
+            drop_sample, DROPPED, ALIGNED, SCALE, SOFTCAP, ACC, DOT, PRECISION, False, CAUSAL, WINDOW, BOUNDS,
+            DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
         if BOUNDS or WINDOW > 0 or not EVEN_Q:
             dk, dv = _kv_stretch(
                 dk, dv, k, v, q_head, do_head, lse_head, delta_head, bounds_ptr, full_end, end, key, queries, keys,
                 offset, q_s, do_s, drop_key, drop_q, drop_k + block * BLOCK_K, drop_head + head.to(tl.int32),
-                drop_sample, DROPPED, ALIGNED,
-                SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS, DIM, DIM_V,
-                BLOCK_D,
-                BLOCK_V, BLOCK_Q, BLOCK_K,
+                drop_sample, DROPPED, ALIGNED, SCALE, SOFTCAP, ACC, DOT, PRECISION, True, CAUSAL, WINDOW, BOUNDS,
+                DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
     row = (batch * keys + at) * kv_heads + kv_head
     tl.store(dk_ptr + row[:, None] * DIM + d[None, :], narrow(dk * SCALE, dk_ptr.dtype.element_ty), mask=k_mask)
