@@ -67,7 +67,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_megatron.cluster import Chip, Cluster, Link
@@ -479,29 +479,3 @@ def _rows(value: Any, width: int, where: str, cluster: Cluster) -> tuple[tuple[A
         numbers = [_number(x, where, cluster, zero=False) for x in row[first:]]
         rows.append((*map(str, row[:first]), *numbers))
     return tuple(rows)
-
-
-def as_document(rates: ChipRates) -> dict[str, Any]:
-    """Rates as the mapping below ``<dtype>:`` in a cluster file; empty tables are left out."""
-    out: dict[str, Any] = {k: getattr(rates, k) for k in NUMBERS}
-    if rates.spread:
-        out["spread"] = dict(rates.spread)
-    for key in ROWS:
-        rows = getattr(rates, key)
-        if rows:
-            out[key] = [list(asdict(r).values()) if isinstance(r, LayerRow) else list(r) for r in rows]
-    return out
-
-
-def link_document(source: str, target: str, link: LinkRates) -> dict[str, Any]:
-    """A link's entry in ``rates.links``; what was not measured is left out."""
-    out: dict[str, Any] = {"within": source} if link.same_node else {"from": source, "to": target}
-    out |= {"alpha": link.alpha, "beta": link.beta}
-    if link.message_seconds is not None:
-        out["message_seconds"] = link.message_seconds
-    pairs = {name: getattr(link, name) for name in COLLECTIVES}
-    if any(pairs.values()):
-        out["collectives"] = {n: dict(zip(("alpha", "beta"), pair)) for n, pair in pairs.items() if pair}
-    if link.spread is not None:
-        out["spread"] = link.spread
-    return out
