@@ -191,7 +191,7 @@ class Runtime:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
             apply_context_parallel(model, self.context, self.comm, kernel, merge)
-        apply_expert_parallel(model, stage, self.comm)
+        apply_expert_parallel(model, stage, self.comm, self.plan.islands)
         apply_recompute(model, stage.recompute)
         return model, boxes
 
