@@ -75,7 +75,7 @@ def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[st
 
 
 def _along(
-    name: str, parts: Sequence[Part], put: Callable[[Sequence[torch.Tensor]], torch.Tensor], origin: object
+    name: str, parts: Sequence[Part], put: Callable[[list[torch.Tensor]], torch.Tensor], origin: object
 ) -> Part:
     """Of several experts, or of several ranks' experts."""
     first = parts[0]

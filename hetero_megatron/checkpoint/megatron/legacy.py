@@ -60,13 +60,13 @@ def read_legacy(step: Path) -> MegatronTensors:
             order of queries, keys and values from before version 2.
     """
     files = _files(step)
-    ranks = {numbers: _load(path) for numbers, path in files.items()}
-    first = ranks[min(ranks)]
+    loaded = {numbers: _load(path) for numbers, path in files.items()}
+    first = loaded[min(loaded)]
     version = first.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
         raise damaged(f"has checkpoint_version {version!s:.20}; from 2.0 on they are read", step)
     said = arguments(first.get("args"))
-    ranks = _places(ranks, said, step)
+    ranks = _places(loaded, said, step)
     tensor_ranks, _, expert_ranks = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
     experts = said.get("num_experts") or 0
     found: dict[str, list[Part]] = {}
