@@ -20,6 +20,7 @@ from hetero_megatron.plan.memory import (
     activation_bytes,
     buffer_bytes,
     chunk_limit,
+    graph_bytes,
     held_elements,
     host_bytes,
     kept_bytes,
@@ -42,7 +43,7 @@ Ints = NDArray[np.int64]
 
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
-    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
+    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, graphs: bool = False,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
     """Memory of every rank in bytes, without the framework's overhead and communicators.
 
@@ -51,9 +52,10 @@ def estimate_memory(
         buckets: those of the plan, if already made.
         logits_bytes: size of a micro-batch's logits on a rank above which head and loss run in chunks of tokens.
         routing: how tokens divide over experts, which what they keep depends on.
+        graphs: layers run as device graphs.
     """
     item = ITEM_BYTES[dtype]
-    out = plan_activations(plan, spec, item, logits_bytes, routing)
+    out = plan_activations(plan, spec, item, logits_bytes, routing, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
@@ -86,7 +88,8 @@ def estimate_memory(
         host = 0
         if rank in offloading:
             optimizer, host = 0, host_bytes(owns, moments)
-        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
+        of_graphs = out[rank].graphs
+        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host, graphs=of_graphs)
     return out
 
 
@@ -109,9 +112,10 @@ def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
 
 
 def plan_activations(
-    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN
-) -> dict[int, MemoryBytes]:
-    """Only the activations of every rank."""
+    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
+    graphs: bool = False,
+) -> dict[int, MemoryBytes]:  # fmt: skip
+    """Only the activations of every rank, and what ``graphs`` take beside them."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
@@ -129,7 +133,8 @@ def plan_activations(
                     chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
                     if (chunks, held) not in known:
                         activations = activation_bytes(spec, chunks, held)
-                        known[chunks, held] = MemoryBytes(activations=activations)
+                        beside = graph_bytes(spec, chunks, held) if graphs else 0
+                        known[chunks, held] = MemoryBytes(activations=activations, graphs=beside)
                     out[rank] = known[chunks, held]
             out |= context_activations(plan, spec, stage, chunks, held, item)
     return out
@@ -216,6 +221,7 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
     bytes_ = format_bytes(memory[worst.rank].parts()[largest])
     help_by = {
         "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "graphs": "the run without --cuda-graph-impl local, or fewer micro-batches in flight",
         "overhead": "a chip with more memory",
         "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",
     }
@@ -236,8 +242,8 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)
     heads = ["weights", "gradients", "optimizer", "activations", "buffers"]
-    heads += ["overhead", "communicators", "total", "host"]
-    for head in ("overhead", "communicators", "host"):
+    heads += ["graphs", "overhead", "communicators", "total", "host"]
+    for head in ("graphs", "overhead", "communicators", "host"):
         if not any(getattr(needs, head) for needs in rows):
             heads.remove(head)
     lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]
