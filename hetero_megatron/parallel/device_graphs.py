@@ -16,6 +16,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.recompute import keep_inputs
 from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.graphs import Graph, GraphPool
 
@@ -42,6 +43,7 @@ class LayerGraphs:
         self.backward = GraphPool(accelerator, self.stream)
         self._forward: dict[tuple[int, int], GraphPool] = {}
         self.anchor: Tensor | None = None  # needs a gradient, so that backward comes whatever is trained
+        keep_inputs(stage)  # of modules that are recomputed: what backward's graph reads is not to be released
         self.layers: list[GraphedLayer] = []
         for layer in stage.layers():
             chunk = next(i for i, (a, b) in enumerate(chunks) if a <= layer.number < b)
