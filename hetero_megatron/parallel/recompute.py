@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ def apply_recompute(stage: GPTStage, recompute: Recompute) -> None:
 def keep_inputs(stage: GPTStage) -> None:
     """Have recomputed modules hold their inputs until backward's graph goes, for whoever goes through it again."""
     for module in filter(is_recomputed, stage.modules()):
-        run = module.forward.args[0]  # type: ignore[union-attr]
+        run = cast(partial[Any], module.forward).args[0]
         module.forward = partial(run_again_in_backward, run, lasting=True)  # type: ignore[method-assign]
 
 
