@@ -95,14 +95,14 @@ CASES = {
     "one rank": (case_of(LLAMA, [ONE]), [1]),
     # 1F1B: the first stage has two micro-batches in flight, each of which needs activations of its own.
     "pipeline": (case_of(LLAMA, [TWO]), [2, 1]),
-    "chunks": (case_of(LLAMA, [CHUNKS]), None),
+    "chunks": (case_of(LLAMA, [CHUNKS], schedule="interleaved"), None),
     "all in flight": (case_of(LLAMA, [TWO], schedule="gpipe"), [4, 4]),
     "data parallel": (case_of(LLAMA, [ONE, [{"ranks": [1], "layers": [0, 4]}]]), [1, 1]),
     "recompute": (case_of(LLAMA, [recomputed(TWO, "full")]), [2, 1]),
     "recompute attention": (case_of(LLAMA, [recomputed(ONE, "selective")]), [1]),
     "bf16": (case_of(LLAMA, [TWO], "bf16"), [2, 1]),
     "fp16": (case_of(LLAMA, [ONE], "fp16"), [1]),
-    "biases and layer norms": (case_of(GPT2, [TWO]), [2, 1]),
+    "biases and layer norms": (case_of(GPT2, [ONE]), [1]),
 }
 
 
@@ -128,11 +128,13 @@ def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_what_graphs_take_is_in_the_estimate(how: str, pool: Pool) -> None:
-    """On a model whose tensors are many pages."""
-    model = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}
-    case = case_of(model, [recomputed(TWO, how)], seq_length=64)
+    """On a model whose tensors are pages, and whose attention scores, which only this device keeps, are not."""
+    model = {
+        **LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1
+    }  # fmt: skip
+    case = case_of(model, [recomputed(TWO, how)], seq_length=32)
     plain, graphed = (pool.run(trained, case, after) for after in (None, EAGER))
     spec = from_hf_config(model)
     predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True)
     for rank, (one, other) in enumerate(zip(plain, graphed, strict=True)):
-        assert 0.5 * predicted[rank].graphs < other["peak"] - one["peak"] < 1.1 * predicted[rank].graphs
+        assert 0.3 * predicted[rank].graphs < other["peak"] - one["peak"] < 1.1 * predicted[rank].graphs
