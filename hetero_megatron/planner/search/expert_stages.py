@@ -24,6 +24,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_structures import CUTS, Ranks, divide, stagings, tp_sizes
 from hetero_megatron.planner.search.expert_partition import divide_experts, divide_rows
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers
@@ -261,7 +262,7 @@ class _ExpertSearch:
             for stages in structure.ranks
         )  # fmt: skip
         plan = Plan(self.costs.seq_length, self.batch, self.space.schedules[0], pipelines)
-        return with_islands_where_quick(plan, self.model, self.cluster)
+        return with_islands_where_quick(with_dtypes(plan, self.costs), self.model, self.cluster)
 
     def _stage(
         self, ranks: Ranks, tp: int, rows: Sequence[int], experts: Sequence[tuple[int, int]], layers: tuple[int, int],
