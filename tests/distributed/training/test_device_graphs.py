@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -46,12 +47,13 @@ def pool(extension: None) -> Pool:
     return shared_pool(("emulated",) * 2)
 
 
-def case_of(model: dict[str, Any], pipelines: list[Stages], dtype: str = "fp32", **plan: Any) -> Case:
+def case_of(model: dict[str, Any], pipelines: list[Stages], dtype: str = "fp32", rows: int = 1, **plan: Any) -> Case:
     each = MICRO_BATCHES // len(pipelines)
-    rows = [{"micro_batch_size": 1, "num_micro_batches": each, "stages": stages} for stages in pipelines]
-    return Case(3, 2, model, {
-        "version": 1, "seq_length": 8, "global_batch_size": MICRO_BATCHES, "pipelines": rows, **plan
-    }, dtype, masked=True)  # fmt: skip
+    document = {
+        "version": 1, "seq_length": 8, "global_batch_size": MICRO_BATCHES * rows, **plan,
+        "pipelines": [{"micro_batch_size": rows, "num_micro_batches": each, "stages": s} for s in pipelines],
+    }  # fmt: skip
+    return Case(3, 2, model, document, dtype, masked=True)
 
 
 def recomputed(stages: Stages, how: str) -> Stages:
@@ -66,15 +68,16 @@ def trained(comm: Comm, case: Case, graphs_after: int | None) -> dict[str, Any]:
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
         return {}
+    emu, stats = torch.emu, []  # type: ignore[attr-defined]
+    gc.collect()  # of the cases before
+    held = emu.memory_allocated()
+    emu.reset_peak_memory_stats()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     runtime = Runtime(
         compiled, comm, dtype, lambda t, box: initial_values(t, box, spec, 0),
         lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), graphs_after=graphs_after,
     )  # fmt: skip
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
-    emu, stats = torch.emu, []  # type: ignore[attr-defined]
-    held = emu.memory_allocated()
-    emu.reset_peak_memory_stats()
     for step in range(STEPS):
         before = emu.launches(), emu.host_waits()
         stats.append(runtime.train_step(data.fetch, step * size, size, 1e-2, clip_grad=1.0, loss_scale=8.0))
@@ -127,14 +130,11 @@ def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("how", ["none", "full"])
-def test_what_graphs_take_is_in_the_estimate(how: str, pool: Pool) -> None:
-    """On a model whose tensors are pages, and whose attention scores, which only this device keeps, are not."""
-    model = {
-        **LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1
-    }  # fmt: skip
-    case = case_of(model, [recomputed(TWO, how)], seq_length=32)
-    plain, graphed = (pool.run(trained, case, after) for after in (None, EAGER))
+def test_the_estimate_counts_what_graphs_take(how: str, pool: Pool) -> None:
+    """Without their part it would be a fifth too small."""
+    model = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # tensors of many pages
+    case = case_of(model, [recomputed(ONE, how)], rows=2, seq_length=64)
     spec = from_hf_config(model)
-    predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True)
-    for rank, (one, other) in enumerate(zip(plain, graphed, strict=True)):
-        assert 0.3 * predicted[rank].graphs < other["peak"] - one["peak"] < 1.1 * predicted[rank].graphs
+    predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True)[0]
+    peak = pool.run(trained, case, EAGER)[0]["peak"]
+    assert 0.9 < peak / predicted.total < 1.1
