@@ -52,10 +52,11 @@ def main() -> None:
     plans: Any = None
     if comm.rank == 0:
         print(format_rates(found.rates), flush=True)
-        plans = choose(rated, spec, work, measured_routing(spec, length))
+        routing = measured_routing(spec, length)
+        plans = [(*plan, routing.layers) for plan in choose(rated, spec, work, routing)]
     plans = world.gather_objects(plans)[0]
     rows = []
-    for name, kind, data, seconds in plans:
+    for name, kind, data, seconds, routing_layers in plans:
         steps = run(plan_from_dict(data, spec, cluster), spec, comm, build, work["steps"], work["warm_up"])
         every = [s for s in world.gather_objects(steps, type(steps) | None) if s]
         if comm.rank == 0:
@@ -63,6 +64,7 @@ def main() -> None:
             rows.append({
                 "name": name, "kind": kind, "plan": data, "predicted": seconds, "steps": took_steps,
                 "measured": median(took_steps), "late": max(s.late for s in every),
+                "computed": [median(s.computed) for s in every], "routing": routing_layers,
             })  # fmt: skip
             print(f"{name}: {seconds:.3f} s predicted, {median(took_steps):.3f} s measured", flush=True)
     end(work, comm, world, rows, found, took)

@@ -10,6 +10,7 @@ An entry of ``ranks`` is a rank, or a list of ranks that share the columns of ea
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -98,6 +99,15 @@ def destinations(group: ExpertGroup, rank: int, num_experts: int) -> list[list[i
         own = [m for m in holders if rank in m.ranks]
         found.append(list((own or [holders[order % len(holders)]])[0].ranks))
     return found
+
+
+def replicated_experts(stage: Stage) -> list[int]:
+    """Experts that several members of one of its groups hold, ascending."""
+    found = set[int]()
+    for group in stage.experts:
+        held = Counter(e for member in group.members for e in range(*member.experts))
+        found |= {expert for expert, holders in held.items() if holders > 1}
+    return sorted(found)
 
 
 def sequence_group(stage: Stage, rank: int) -> tuple[int, ...]:
