@@ -3,96 +3,60 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hetero_megatron.checkpoint.adapter_config import ACCEPTED, CONFIG, WEIGHTS, adapter_config, gate_and_up_joined
+from hetero_megatron.checkpoint.adapter_experts import ExpertSource, expert_source, single_source
 from hetero_megatron.checkpoint.export import Export, Owned
 from hetero_megatron.checkpoint.export_folder import check_work, make_work, publish_work
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES, StoredTensor, lay_out, make_files
-from hetero_megatron.checkpoint.names import hf_source
+from hetero_megatron.checkpoint.names import hf_source, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object, require_regular
+from hetero_megatron.files import require_regular
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, trained_tensors
+from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
 from hetero_megatron.spec.hf_names import HFSource
-from hetero_megatron.spec.lora import EVERY_TARGET, TARGETS
+from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.words import plural
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SAVE, LOAD = "--save-adapter", "--load-adapter"
 _PREFIX = "base_model.model."
-_ACCEPTED = f"a directory with {CONFIG} and {WEIGHTS}, as peft writes it for LoRA"
-# Keys of PEFT that would change numbers, and the values with which they do not.
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []), "layers_to_transform": (None, []), "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}), "exclude_modules": (None, []), "target_parameters": (None, []),
-    "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None, []),
-    "trainable_token_indices": (None, {}), "alora_invocation_tokens": (None, []),
-}  # fmt: skip
+_SINGLE = re.compile(r"\.experts\.\d+\.")
 
 
 def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
-    """Where each adapter tensor is in adapter_model.safetensors.
+    """Where each adapter tensor is in the adapter_model.safetensors that is written.
 
     Raises:
         UserError: a family whose Hugging Face form has another matrix there (fused, transposed, or by another name).
     """
-    table = {}
-    for tensor in trained_tensors(spec):
-        module, adapter = tensor.name.split(".lora_")
-        source = hf_source(spec, f"{module}.weight")
-        if source != HFSource(source.name) or source.name.split(".")[-2] != module.rpartition(".")[2]:
-            raise UserError(
-                f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=SAVE,
-                accepted="--merge-lora and --save-hf, which need no adapter file",
-            )  # fmt: skip
-        table[tensor.name] = HFSource(f"{_PREFIX}{source.name.removesuffix('weight')}lora_{adapter}")
-    return table
-
-
-def adapter_config(lora: Lora, base: str | None) -> dict[str, Any]:
-    """adapter_config.json; ``base``: name or directory of the model that it belongs to."""
+    assert spec.lora is not None
+    if spec.moe is not None and ("gate_proj" in spec.lora.targets) != ("up_proj" in spec.lora.targets):
+        raise UserError(
+            "experts have gate_proj and up_proj in one parameter of Hugging Face's form, so that peft knows no adapter "
+            "of one of them", field=SAVE, accepted="adapters of both or neither, or --merge-lora and --save-hf",
+        )  # fmt: skip
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "use_rslora": lora.rslora,
-        "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": False,
-        "init_lora_weights": True, "modules_to_save": None,
-    }  # fmt: skip
+        tensor.name: expert_source(spec, tensor, _PREFIX, True) if tensor.per_expert else _source(spec, tensor, SAVE)
+        for tensor in trained_tensors(spec)
+    }
 
 
-def read_config(directory: str, field: str = LOAD) -> Lora:
-    """The adapters that a directory holds. UserError: not LoRA, or of a kind that is not supported."""
-    path = Path(directory)
-    if not (path / CONFIG).exists():
-        raise UserError(f"holds no {CONFIG}", field=field, value=directory, accepted=_ACCEPTED)
-    found = read_json_object(path / CONFIG, field)
-    for key, plain in _PLAIN.items():
-        if key in found and found[key] not in plain:
-            raise UserError(
-                "adapters of this kind are not supported", field=key, value=found[key], where=str(path / CONFIG),
-                accepted=", ".join(json.dumps(value) for value in plain),
-            )  # fmt: skip
-    targets = found.get("target_modules")
-    if targets == "all-linear":
-        targets = list(TARGETS)
-    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        accepted = f"a list of {', '.join(EVERY_TARGET)}"
-        where = str(path / CONFIG)
-        raise UserError("is no list of names", field="target_modules", value=targets, accepted=accepted, where=where)
-    rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)
-    if type(rank) is not int or not isinstance(alpha, int | float) or not isinstance(scaled, bool):
-        raise UserError("has no r, lora_alpha or use_rslora", field=field, value=str(path / CONFIG), accepted=_ACCEPTED)
-    try:
-        return Lora(rank, float(alpha), tuple(name.rpartition(".")[2] for name in targets), scaled)
-    except UserError as error:
-        name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}[error.field]
-        where = str(path / CONFIG)
-        raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where=where) from None
+def _source(spec: ModelSpec, tensor: LogicalTensor, field: str) -> HFSource:
+    module, adapter = tensor.name.split(".lora_")
+    source = hf_source(spec, f"{module}.weight")
+    if source != HFSource(source.name) or source.name.split(".")[-2] != module.rpartition(".")[2]:
+        raise UserError(
+            f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=field,
+            accepted="--merge-lora and --save-hf, which need no adapter file",
+        )  # fmt: skip
+    return HFSource(f"{_PREFIX}{source.name.removesuffix('weight')}lora_{adapter}")
 
 
 class AdapterWeights:
@@ -105,18 +69,18 @@ class AdapterWeights:
     def __init__(self, directory: str, spec: ModelSpec, field: str = LOAD) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self._table = adapter_table(spec)
-        path = Path(directory) / WEIGHTS
+        path, self._directory, self._field = Path(directory) / WEIGHTS, directory, field
         if not path.exists():
-            raise UserError(f"holds no {WEIGHTS}", field=field, value=directory, accepted=_ACCEPTED)
+            raise UserError(f"holds no {WEIGHTS}", field=field, value=directory, accepted=ACCEPTED)
         require_regular(path, field)
         try:
             self._file: Any = safe_open(path, "pt")
             shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             problem = f"is damaged ({' '.join(str(error).split())[:120]})"
-            raise UserError(problem, field=field, value=str(path), accepted=_ACCEPTED) from None
-        wanted = {self._table[t.name].name: t.shape for t in trained_tensors(spec)}
+            raise UserError(problem, field=field, value=str(path), accepted=ACCEPTED) from None
+        self._sources = self._find(spec, any(_SINGLE.search(name) for name in shapes))
+        wanted = {source.name: shape for source, shape in self._sources.values()}
         wrong = [
             f"missing {n}" if n not in shapes else f"{n} is {list(shapes[n])}, not {list(wanted[n])}"
             for n in wanted if shapes.get(n) != wanted[n]
@@ -124,13 +88,49 @@ class AdapterWeights:
         wrong += [f"unexpected {name[:120]}" for name in shapes if name not in wanted]
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise UserError(
-                f"does not fit {spec.name}: {'; '.join(wrong[:8])}{more}", field=field, value=str(path),
-                accepted="an adapter that was made for this model",
-            )  # fmt: skip
+            raise self._misfit(f"does not fit {spec.name}: {'; '.join(wrong[:8])}{more}")
+        self._check_joined(spec)
+
+    def _misfit(self, problem: str, accepted: str = "an adapter that was made for this model") -> UserError:
+        value = str(Path(self._directory) / WEIGHTS)
+        return UserError(problem, field=self._field, value=value, accepted=accepted)
+
+    def _find(self, spec: ModelSpec, single: bool) -> dict[str, tuple[HFSource, tuple[int, ...]]]:
+        """By logical name, or that of one expert's where each has tensors of its own: where it is, and the stored
+        tensor's shape."""
+        found: dict[str, tuple[HFSource, tuple[int, ...]]] = {}
+        joined = gate_and_up_joined(self._directory)
+        for tensor in trained_tensors(spec):
+            parts: Iterable[tuple[LogicalTensor, HFSource]]
+            if not tensor.per_expert:
+                parts = [(tensor, _source(spec, tensor, self._field))]
+            elif not single:
+                parts = [(tensor, expert_source(spec, tensor, _PREFIX, joined))]
+            else:
+                every = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
+                parts = [(one, single_source(spec, one, _PREFIX, self._field)) for one in every]
+            found |= {one.name: (source, source.shape(one.shape)) for one, source in parts}
+        return found
+
+    def _check_joined(self, spec: ModelSpec) -> None:
+        """An adapter of gate and up of experts, joined, must be one of each."""
+        assert spec.lora is not None
+        for source, _ in self._sources.values():
+            if isinstance(source, ExpertSource) and source.is_mixed(self._file, spec.lora.rank):
+                raise self._misfit(
+                    f"{source.name}: ranks of gate_proj count for up_proj, or the other way round",
+                    "one adapter of gate_proj and one of up_proj, as --save-adapter writes them",
+                )  # fmt: skip
 
     def read(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        values: torch.Tensor = self._file.get_slice(self._table[tensor.name].name)[box.slices()]
+        if not box.size:
+            return torch.empty(box.shape)
+        if tensor.name not in self._sources:
+            return torch.stack([self.read(one, inside) for one, inside in stored_boxes(tensor, box)])
+        source, _ = self._sources[tensor.name]
+        if isinstance(source, ExpertSource):
+            return source.read(self._file, box)
+        values: torch.Tensor = self._file.get_slice(source.name)[box.slices()]
         return values
 
     def read_masters(self, owned: Iterable[Owned], spec: ModelSpec) -> None:
@@ -151,7 +151,7 @@ def save_adapter(
     assert spec.lora is not None
     final, table = Path(directory), adapter_table(spec)
     plan = lay_out(trained_tensors(spec), table, dict.fromkeys(table, dtype), SHARD_BYTES, "adapter_model")
-    export, config = Export(SAVE, final, world, table, plan), adapter_config(spec.lora, base)
+    export, config = Export(SAVE, final, world, table, plan), adapter_config(spec, base)
     return export.run(lambda: _create(final, export.work, plan, config), owned, lambda: _publish(final, plan))
 
 
@@ -194,7 +194,7 @@ def merged(
         if (a := params.get(f"{module}.lora_A.weight")) is not None:
             wide = torch.promote_types(found.dtype, torch.float32)
             b = params[f"{module}.lora_B.weight"]
-            found = found.to(wide).addmm(b.detach().to(wide), a.detach().to(wide), alpha=spec.lora.scale)
+            found = found.to(wide).add(b.detach().to(wide) @ a.detach().to(wide), alpha=spec.lora.scale)
         held = boxes[name]
         for box in parts:
             inside = tuple(slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, held.lo))

@@ -138,7 +138,7 @@ class Export:
                 line.add(box.size * self.plan[self.table[name].name].dtype.itemsize)
 
     def _put(self, name: str, box: Box, stored: np.ndarray) -> None:
-        put_box(self.work, self.plan[self.table[name].name], self.table[name].slices(box), stored)
+        put_box(self.work, self.plan[self.table[name].name], self.table[name], box, stored)
 
     def _stored(self, values: torch.Tensor, source: HFSource) -> np.ndarray:
         """Values as stored in the files; names of tensors that are not finite are recorded."""
@@ -190,6 +190,6 @@ class Export:
             for name, box in offered:
                 flat = torch.empty(box.size * dtype.itemsize, dtype=torch.uint8, device=comm.device)
                 comm.irecv(flat, rank, tag=0).wait()
-                shape = box.shape[::-1] if self.table[name].transpose else box.shape
+                shape = [box.shape[axis] for axis in self.table[name].order(len(box.shape))]
                 out.append((name, box, flat.cpu().numpy().view(DTYPES[dtype][1]).reshape(shape)))
         return out

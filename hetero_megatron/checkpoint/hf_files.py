@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hetero_megatron.checkpoint.names import name_table, stored_tensors
+from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_names import HFSource
 
@@ -119,20 +120,20 @@ def make_files(work: Path, plan: Mapping[str, StoredTensor]) -> None:
                 os.posix_fallocate(out.fileno(), len(header), size)  # a full disk is noticed here, not half-way
 
 
-def put_box(work: Path, where: StoredTensor, slices: tuple[slice, ...], stored: np.ndarray) -> None:
-    """Write one box of a tensor (from :func:`bits`) into its file.
+def put_box(work: Path, where: StoredTensor, source: HFSource, box: Box, stored: np.ndarray) -> None:
+    """Write one box of a logical tensor, its values as :func:`bits` gives them, into the file of the stored one.
 
     Raises:
         OSError: the file is missing or cannot be written.
     """
-    array = np.memmap(work / where.file, stored.dtype, "r+", where.offset, where.shape)
-    array[slices] = stored
+    array = np.memmap(work / where.file, stored.dtype, "r+", where.offset, source.view(where.shape))
+    array[source.slices(box)] = stored
     array.flush()
 
 
 def as_stored(values: torch.Tensor, source: HFSource, dtype: torch.dtype) -> torch.Tensor:
     """Values in the orientation and dtype of the file, contiguous in host memory."""
-    return (values.T if source.transpose else values).detach().to(dtype).cpu().contiguous()
+    return values.permute(source.order(values.dim())).detach().to(dtype).cpu().contiguous()
 
 
 def bits(stored: torch.Tensor) -> np.ndarray:

@@ -32,9 +32,9 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
 
 
 def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:
-    from hetero_megatron.checkpoint.adapter import read_config  # imports torch
+    from hetero_megatron.checkpoint.adapter_config import read_config  # imports torch
 
-    lora = read_config(args["load_adapter"])
+    lora = read_config(args["load_adapter"], "--load-adapter")
     for name, key in _FLAGS.items():
         said = tuple(args[key]) if key == "lora_targets" and args[key] else args[key]
         if key in args.given and said != getattr(lora, name):

@@ -22,7 +22,8 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
 - *CP*: context groups, equal or not in tokens and heads.
 - *EP*: experts divided over ranks, equally or not ([Mixtures of experts](moe.md)).
 - *LoRA*: which projections may have adapters; *merged*: the family's files keep several projections in one matrix, or
-  call them otherwise, so that adapters are exported with their base (`--merge-lora`), not by themselves.
+  call them otherwise, so that adapters are exported with their base (`--merge-lora`), not by themselves. Of a mixture
+  of experts, `gate_proj`, `up_proj` and `down_proj` are the routed experts'.
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported
@@ -43,7 +44,7 @@ Any other `model_type` is refused too, without a reason of its own.
 def adapters(family: Family) -> str:
     """Which projections of the family may have adapters."""
     if family.mixture:
-        return "attention"
+        return "attention, experts"
     names = family.names
     merged = names.fused or names.transposed or any(module.startswith("mlp.") for module in names.modules)
     return "all, merged" if merged else "all"

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
             print(format_islands(compiled))
         print(format_timeline(found, args.width))
         if args.schedule:
-            print(format_step(plan, compiled.buckets))
+            print(format_step(plan, compiled.buckets, model))
     if found.over:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
         return 1

@@ -78,10 +78,10 @@ class Decoder:
         model = GPTStage(
             spec, share, layers, stage.embed, stage.head, self.dtype, self.comm.device, kernels, self.plan.seq_length
         )
-        if spec.lora is not None:
-            apply_lora(model, spec.lora, self.dtype, self.comm.device)
-        params = dict(model.named_parameters())
         held = {t.name: t for t in stage_tensors(spec, layers, stage.embed, stage.head)}
+        if spec.lora is not None:
+            apply_lora(model, spec.lora, held, self.dtype, self.comm.device)
+        params = dict(model.named_parameters())
         with torch.no_grad():
             weights.fill({n: (t, tensor_box(t, share), params[n]) for n, t in held.items()}, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab

@@ -35,8 +35,16 @@ class HFSource:
         whole = whole[::-1] if self.transpose else whole
         return whole if self.expert is None else (self.expert[1], *whole)
 
+    def view(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The form of the stored tensor, given its shape, in which ``slices`` are."""
+        return stored
+
+    def order(self, dims: int) -> tuple[int, ...]:
+        """Axes of the logical tensor in the order in which the stored one has them."""
+        return tuple(range(dims))[:: -1 if self.transpose else 1]
+
     def slices(self, box: Box) -> tuple[slice, ...]:
-        """Where a box of the logical tensor is in the stored one (to be transposed where ``transpose`` says so)."""
+        """Where a box of the logical tensor, its axes in ``order``, is in the stored one."""
         rows, *rest = box.slices()
         first = self.start + rows.start * self.step
         last = self.start + (rows.stop - 1) * self.step if rows.stop > rows.start else first - 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of experts, those of the routed experts
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
 # Of multi-head latent attention, where somebody names them.
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EVERY_TARGET = TARGETS + LATENT_TARGETS

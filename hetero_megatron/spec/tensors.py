@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.lora import EVERY_TARGET, Lora
+from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, Lora
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 
@@ -48,7 +48,7 @@ class LogicalTensor:
 
     @property
     def per_expert(self) -> bool:
-        """One matrix or bias of every expert."""
+        """One matrix, bias or adapter of every expert."""
         return self.axes[0].role == "experts"
 
     @property
@@ -56,7 +56,7 @@ class LogicalTensor:
         return self.name.endswith("bias")
 
 
-_HIDDEN = Axis("hidden")
+_HIDDEN, _RANK = Axis("hidden"), Axis("rank")
 
 
 @lru_cache(maxsize=64)
@@ -72,28 +72,31 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     out += _norm(spec, "model.norm", "head")
     if not spec.tied:
         out.append(LogicalTensor("lm_head.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "head"))
-    return tuple(out if spec.lora is None else _with_adapters(out, spec.lora))
+    return tuple(out if spec.lora is None else _with_adapters(out, spec, spec.lora))
 
 
-def _with_adapters(tensors: Iterable[LogicalTensor], lora: Lora) -> Iterator[LogicalTensor]:
-    """The frozen base, and after each adapted matrix its A and B, which are cut where it is."""
-    rank = Axis("rank")
+def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora) -> Iterator[LogicalTensor]:
+    """The frozen base, and after each adapted matrix its A and B, which are cut where it is; of the experts of a layer,
+    one of each per expert."""
     for tensor in tensors:
         yield replace(tensor, trained=False)
         module, _, kind = tensor.name.rpartition(".")
-        if kind == "weight" and len(tensor.shape) == 2 and module.rpartition(".")[2] in lora.targets:
-            (outputs, inputs), (rows, columns) = tensor.shape, tensor.axes
-            yield LogicalTensor(f"{module}.lora_A.weight", (lora.rank, inputs), (rank, columns), tensor.layer)
-            yield LogicalTensor(f"{module}.lora_B.weight", (outputs, lora.rank), (rows, rank), tensor.layer)
+        if kind == "weight" and module.rpartition(".")[2] in lora.targets and _may_be_adapted(tensor, spec):
+            (*experts, outputs, inputs), (*over, rows, columns) = tensor.shape, tensor.axes
+            for name, shape, axes in (
+                ("lora_A", (lora.rank, inputs), (_RANK, columns)), ("lora_B", (outputs, lora.rank), (rows, _RANK)),
+            ):  # fmt: skip
+                yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*over, *axes), tensor.layer)
+
+
+def _may_be_adapted(tensor: LogicalTensor, spec: ModelSpec) -> bool:
+    """Of a mixture of experts, adapters of the MLP are the routed experts': peft has no way to name these together with
+    dense layers or what all tokens share."""
+    return tensor.per_expert or spec.moe is None or tensor.name.split(".")[-2] not in MLP_TARGETS
 
 
 def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """The model with adapters. UserError for a projection that it does not have."""
-    inside = [name for name in lora.targets if name in ("gate_proj", "up_proj", "down_proj")]
-    if spec.moe is not None and inside:
-        raise UserError(
-            "experts cannot have adapters", field="targets", value=inside[0], accepted="q_proj, k_proj, v_proj, o_proj"
-        )
     found = replace(spec, lora=lora)
     has = {t.name.split(".")[-3] for t in logical_tensors(found) if t.trained}
     if lacking := [name for name in lora.targets if name not in has]:

@@ -174,7 +174,7 @@ class Runtime:
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
         if spec.lora is not None:
-            apply_lora(model, spec.lora, self.dtype, self.comm.device)
+            apply_lora(model, spec.lora, held, self.dtype, self.comm.device)
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
@@ -190,7 +190,7 @@ class Runtime:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
             apply_context_parallel(model, self.context, self.comm, kernel, merge)
-        apply_expert_parallel(model, stage, self.comm)
+        apply_expert_parallel(model, stage, self.comm, self.plan.islands)
         apply_recompute(model, stage.recompute)
         return model, boxes
 

@@ -171,7 +171,8 @@ class CostModel:
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
         }
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
-        self._activations: dict[tuple[StageChoice, int], tuple[int, int]] = {}
+        self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._held: dict[tuple[int, int, bool, bool], int] = {}
         self._units: dict[tuple[str, str, int, int, str], UnitSeconds] = {}
         self._buckets: dict[tuple[int, bool, bool], tuple[int, int]] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
@@ -339,8 +340,11 @@ class CostModel:
 
     def held_elements(self, stage: StageChoice) -> int:
         """Elements on the stage's rank that holds the most."""
-        what = (stage.layers, stage.embed, stage.head)
-        return max(held_elements(self.model, *what, share) for share in equal_shares(self.model, stage.tp))
+        key = (stage.tp, *(what := (stage.layers, stage.embed, stage.head)))
+        if key not in self._held:
+            shares = equal_shares(self.model, stage.tp)
+            self._held[key] = max(held_elements(self.model, *what, share) for share in shares)
+        return self._held[key]
 
     def trained_elements(self, stage: StageChoice) -> int:
         """Elements with gradients on the stage's rank that holds the most of them."""
@@ -394,9 +398,10 @@ class CostModel:
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
-        key = (stage, micro_batch_size)
+        rows = -(-micro_batch_size // stage.dp)
+        key = (stage.tp, rows, stage.layers, stage.embed, stage.head, stage.recompute, stage.first)
         if key not in self._activations:
-            tokens = -(-micro_batch_size // stage.dp) * self.seq_length
+            tokens = rows * self.seq_length
             limit = chunk_limit(self.model, [(tokens, (1,) * stage.tp)], self.item) if stage.head else None
             held = RankWork(
                 stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,

@@ -51,7 +51,7 @@ EVERY_SUBSET = 3  # up to so many chip types, every subset is tried with optimiz
 class SearchResult:
     """Attributes:
     others: the runners-up, best first.
-    ranked: the best templates by estimate, simulated or not.
+    ranked: the best templates by estimate, simulated or not; by_groups: the best on each set of node groups.
     seconds: duration of the search.
     evaluated: number of scored templates; rejected: numbers of rejected ones by reason.
     complete: nothing was cut short by the time limit or Ctrl-C.
@@ -81,6 +81,7 @@ class SearchResult:
     more_schedules: bool = False
     experts: str = ""
     ranked: tuple[PlanTemplate, ...] = ()
+    by_groups: tuple[PlanTemplate, ...] = ()
     alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
     parts: str = ""
 
@@ -155,6 +156,7 @@ def _search(
         # The bound comes from estimates, which may be slightly above simulated seconds; it covers no divided experts.
         found.method, 0.0 if divided else min(found.bound, plans[0].step_seconds), context.why, context.tried,
         problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
+        by_groups=tuple(row[2] for row in found.incumbent.by_groups.values()),
     )  # fmt: skip
 
 
@@ -231,7 +233,7 @@ def _add_schedules(result: SearchResult, problem: PlanningProblem, budget: TimeB
         return
     incumbent = Incumbent(problem, result.scorer, budget)
     incumbent.plans[:] = [result.best, *result.others]
-    ScheduleSearch().propose(problem, incumbent)
+    ScheduleSearch(result.by_groups).propose(problem, incumbent)
     if incumbent.plans[0] is not result.best:
         result.best, result.others = incumbent.plans[0], incumbent.plans[1:]
         result.lower_bound, result.more_schedules = 0.0, True  # the enumeration's bound does not cover these
@@ -299,7 +301,9 @@ def _add_types_alone(result: SearchResult, problem: PlanningProblem, budget: Tim
         # their links to other types are merged when searched alone, so indices may not correspond.
         alike = [_group_shape(g) for g in own.pool.groups] == [_group_shape(result.pool.groups[g]) for g in groups]
         if alike and not own.best.text:
-            plan = judge_template(own.best.template.on_groups(groups), problem, result.scorer)
+            template = own.best.template.on_groups(groups)
+            result.by_groups = (*result.by_groups, template)
+            plan = judge_template(template, problem, result.scorer)
             if plan is not None and not plan.prediction.over and all(plan.plan != x.plan for x in plans):
                 plans.append(plan)
     plans.sort(key=lambda plan: plan.step_seconds)

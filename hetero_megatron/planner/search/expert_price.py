@@ -40,7 +40,7 @@ class DivisionPrice:
         stage = divided(self.stage, intervals)
         ranks = dict.fromkeys(stage.ranks, 0.0)
         for popular, count in self.kinds:
-            for rank, load in layer_loads(self.model, stage, True, popular).of.items():
+            for rank, load in layer_loads(self.model, stage, True, popular, self.stages.plan.islands).of.items():
                 ranks[rank] += count * sum(self._operators(rank).experts(load))
         end = self._step_end(intervals) / self.rounds
         return Price(self.stages.stage_seconds(stage) + end, end, tuple(ranks.values()))

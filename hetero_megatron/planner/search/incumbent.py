@@ -51,6 +51,7 @@ class Incumbent:
         rows: the best templates, fastest first.
         plans: simulated concrete plans, fastest first.
         seeds: uniform plans, kept whatever else is found.
+        by_groups: the fastest template on each set of node groups.
         rejected: number of rejected offers: over "memory", or TP groups that do not pack into nodes ("packing").
     """
 
@@ -74,6 +75,7 @@ class Incumbent:
         self.rows: list[Row] = []
         self.plans: list[JudgedPlan] = []
         self.seeds: list[Row] = []
+        self.by_groups: dict[frozenset[int], Row] = {}
         self.rejected: Counter[str] = Counter()
         self._offers = itertools.count(1)
 
@@ -81,7 +83,7 @@ class Incumbent:
         """A view of the same incumbent whose offers are scored by another scorer."""
         other = Incumbent(self.problem, scorer, self.budget, keep=self.keep, progress=self.progress)
         other.part_of, other.rows, other.seeds, other.plans = self.part_of, self.rows, self.seeds, self.plans
-        other.rejected, other._offers = self.rejected, self._offers
+        other.by_groups, other.rejected, other._offers = self.by_groups, self.rejected, self._offers
         return other
 
     @cached_property
@@ -108,6 +110,9 @@ class Incumbent:
     def take(self, template: PlanTemplate, seconds: float) -> None:
         """Insert a template that fits, if it is among the best."""
         number, template = next(self._offers), _canonical(template)
+        groups = frozenset(stage.group for part in template.parts for stage in part.shape.stages)
+        if groups not in self.by_groups or seconds < self.by_groups[groups][0]:
+            self.by_groups[groups] = seconds, number, template
         if any(row[2] == template for row in self.rows):
             return
         if len(self.rows) >= self.keep and seconds >= self.rows[-1][0]:

@@ -122,7 +122,7 @@ def plan_activations(
             states = _held_states(plan.schedule, stages, count, pipeline.chunks, pipeline.in_flight)
         for stage, held in zip(pipeline.stages, states, strict=True):
             limit = _logits_limit(stage, spec, item, logits_bytes)
-            loads = [mean_loads(spec, stage, range(*chunk), routing) for chunk in stage.chunks]
+            loads = [mean_loads(spec, stage, range(*chunk), routing, plan.islands) for chunk in stage.chunks]
             for unit in stage.units:
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     mine = [load[rank] for load in loads]

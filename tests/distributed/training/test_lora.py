@@ -6,22 +6,21 @@ import random
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logical_tensors, trained_tensors
-from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logical_tensors
+from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, RandomSamples
+from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_model, random_plan
 from tests.support.selection import quick
@@ -35,38 +34,6 @@ def build(name: str) -> Any:
     if name == "sgd":
         return lambda groups: torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
     return lambda groups: torch.optim.AdamW(groups, lr=1e-2)
-
-
-def peft_name(logical: str) -> str:
-    return "base_model.model." + logical.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
-
-
-def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.ndarray]) -> Any:
-    """The Hugging Face model with peft's adapters, whose values are given by logical name."""
-    lora = spec.lora
-    assert lora is not None
-    config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), use_rslora=lora.rslora, lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    params = dict(wrapped.named_parameters())
-    names = {peft_name(t.name): t.name for t in trained_tensors(spec)}
-    assert names.keys() == {n for n, p in params.items() if p.requires_grad}
-    with torch.no_grad():
-        for theirs, ours in names.items():
-            params[theirs].copy_(torch.from_numpy(values[ours]))
-    return wrapped.double()
-
-
-def adapter_values(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
-    """A as we draw it; B not zero, so that every gradient is there."""
-    rng, out = np.random.default_rng(seed), {}
-    for tensor in trained_tensors(spec):
-        drawn = initial_values(tensor, Box.whole(tensor.shape), spec, seed).double().numpy()
-        assert (drawn == 0).all() == tensor.name.endswith("lora_B.weight")
-        out[tensor.name] = drawn if tensor.name.endswith("lora_A.weight") else rng.normal(0, 0.1, tensor.shape)
-    return out
 
 
 def run_rank(
@@ -103,9 +70,10 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
     initial |= adapter_values(spec, case.seed)
     assert initial.keys() == {t.name for t in logical_tensors(spec)}
     wrapped = peft_model(model, spec, initial)
-    params = dict(wrapped.named_parameters())
-    trained = {t.name: params[peft_name(t.name)] for t in trained_tensors(spec)}
-    optimizer = build(case.optimizer)([{"params": list(trained.values()), "weight_decay": WEIGHT_DECAY}])
+    keep_apart(wrapped, spec)
+    params = [p for p in wrapped.parameters() if p.requires_grad]
+    trained = peft_values(wrapped, spec)
+    optimizer = build(case.optimizer)([{"params": params, "weight_decay": WEIGHT_DECAY}])
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     plan = plan_from_dict(made, spec)
@@ -116,7 +84,7 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
         total = hf_loss_sum(wrapped, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
         loss = total / batch.num_loss_tokens()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         wanted.append([loss.item(), float(norm)])
     ranks = [r for r in shared_pool().run(run_rank, case, plan, spec, initial) if r[0]]
@@ -125,7 +93,7 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
         np.testing.assert_allclose(stats, wanted, rtol=1e-10, err_msg=str(made))
         assert changed == 0
         for name, box, values in weights:
-            error = np.abs(values - trained[name].detach().numpy()[box.slices()]).max(initial=0.0)
+            error = np.abs(values - trained[name].numpy()[box.slices()]).max(initial=0.0)
             assert error <= 1e-9, (name, error, made)
 
 
@@ -149,6 +117,27 @@ def test_latent_attention() -> None:
     made = plan([pipe(2, 2, stage([0, 1, 2], [0, 2], tp=3, tp_split=[2, 1, 1]), stage([3], [2, 3]))])
     targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     check(config, made, Lora(3, 6.0, targets), Case(2, 4, config, made, packed=True))
+
+
+@pytest.mark.parametrize("case", quick(range(5), [0, 1, 2]))
+def test_experts(case: int) -> None:
+    """Unequal expert parallelism, replicated experts, experts cut by columns, pipelines; attention alone; gate and up
+    alone; a layer of experts whose input has no gradient."""
+    dense = {"ranks": [0, 1], "experts": [[0, 1], [1, 5]]}
+    thirds = [{"ranks": [[0, 2], 1], "experts": [[0, 2], [2, 5]], "split": [[2, 1], [1]]}]
+    twice = [{"ranks": [2, 0, 1], "experts": [[0, 3], [], [2, 5]]}]
+    family, layers, stages, targets = [
+        ("qwen3_moe", 2, [stage([0, 1, 2], [0, 2], tp=3, tp_split=[2, 1, 1], experts=thirds)], TARGETS),
+        ("gpt_oss", 2, [stage([0, 1, 2], [0, 1], dp_split=[1, 1, 1], experts=twice), stage([3], [1, 2])], MLP_TARGETS),
+        ("qwen2_moe", 2, [stage([0, 1], [0, 1], tp=2, experts=[dense]), stage([2], [1, 2])], ("q_proj", "o_proj")),
+        ("mixtral", 2, [stage([0, 1], [0, 1], tp=2), stage([2], [1, 2])], ("gate_proj", "up_proj", "v_proj")),
+        ("deepseek_v3", 3, [stage([0, 1], [0, 2], tp=2, recompute="full"), stage([2], [2, 3])], ("down_proj",)),
+    ][case]
+    config = MOE_FAMILIES[family]
+    assert config["num_hidden_layers"] == layers
+    made = plan([pipe(3, 2, *stages)])
+    lora = Lora(2, 5.0, targets, rslora=case == 1)
+    check(config, made, lora, Case(case, 4, config, made, optimizer="sgd" if case == 2 else "adamw", packed=case == 1))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])

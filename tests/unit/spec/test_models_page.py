@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, adapted, from_hf_config
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.families.refused import REFUSED
-from hetero_megatron.spec.lora import all_linear
+from hetero_megatron.spec.lora import MLP_TARGETS, all_linear
 from tests.support.families import BASE, DENSE
 from tests.support.moe_models import MOE_FAMILIES
 
@@ -47,7 +47,12 @@ def test_adapters_and_experts_are_as_the_page_says(family: str) -> None:
 
     latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     outside = ATTENTION if spec.mla is None else latent
-    assert works(*outside) and works(*all_linear(spec.gated)) == said.startswith("all")
+    assert works(*outside) and works(*all_linear(spec.gated)) == (said.startswith("all") or spec.mla is None)
+    assert (said == "attention, experts") == (spec.moe is not None)
+    if spec.moe is not None:
+        model = adapted(spec, Lora(2, 2.0, (*outside, *MLP_TARGETS)))
+        experts = 6 * sum(kind.mlp == "moe" for kind in spec.layers)
+        assert len(adapter_table(model)) == experts + 2 * spec.num_layers * sum(works(name) for name in outside)
     if said.startswith("all"):
         model = adapted(spec, Lora(2, 2.0, all_linear(spec.gated)))
         if said.endswith("merged"):

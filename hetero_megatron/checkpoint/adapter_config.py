@@ -1,0 +1,124 @@
+"""adapter_config.json, as PEFT has it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENT, doubled, parameters_of
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object
+from hetero_megatron.spec import Lora, ModelSpec
+from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ACCEPTED = f"a directory with {CONFIG} and {WEIGHTS}, as peft writes it for LoRA"
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # its experts' modules, as released
+# Keys of PEFT that would change numbers, and the values with which they do not.
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []), "layers_to_transform": (None, []), "exclude_modules": (None, []),
+    "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None, []),
+    "trainable_token_indices": (None, {}), "alora_invocation_tokens": (None, []),
+}  # fmt: skip
+
+
+def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
+    """The file's content; ``base``: name or directory of the model that it belongs to."""
+    lora = spec.lora
+    assert lora is not None
+    found: dict[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "use_rslora": lora.rslora,
+        "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": False,
+        "init_lora_weights": True, "modules_to_save": None,
+    }  # fmt: skip
+    if spec.moe is not None:
+        found["target_modules"] = [name for name in lora.targets if name not in MLP_TARGETS]
+        found["target_parameters"] = parameters_of(lora)
+        if "gate_proj" in lora.targets:
+            found["rank_pattern"], found["alpha_pattern"] = doubled(lora)
+    return found
+
+
+def read_config(directory: str, field: str) -> Lora:
+    """The adapters that a directory holds. UserError: not LoRA, or of a kind that is not supported."""
+    path = Path(directory) / CONFIG
+    if not path.exists():
+        raise UserError(f"holds no {CONFIG}", field=field, value=directory, accepted=ACCEPTED)
+    found, where = read_json_object(path, field), str(path)
+    for key, plain in _PLAIN.items():
+        if key in found and found[key] not in plain:
+            raise UserError(
+                "adapters of this kind are not supported", field=key, value=found[key], where=where,
+                accepted=", ".join(json.dumps(value) for value in plain),
+            )  # fmt: skip
+    rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)
+    if type(rank) is not int or not isinstance(alpha, int | float) or not isinstance(scaled, bool):
+        raise UserError("has no r, lora_alpha or use_rslora", field=field, value=where, accepted=ACCEPTED)
+    targets = (*_target_modules(found, where), *_target_parameters(found, where))
+    try:
+        lora = Lora(rank, float(alpha), targets, scaled)
+    except UserError as error:
+        name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}[error.field]
+        raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where=where) from None
+    _check_patterns(found, lora, where)
+    return lora
+
+
+def gate_and_up_joined(directory: str) -> bool:
+    """Whether the adapter of ``gate_up_proj`` of experts has the ranks of gate's and those of up's."""
+    return bool(read_json_object(Path(directory) / CONFIG, CONFIG).get("rank_pattern"))
+
+
+def _names(found: Mapping[str, Any], key: str, accepted: str, where: str) -> list[str]:
+    names = found.get(key)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError("is no list of names", field=key, value=names, accepted=accepted, where=where)
+    return names
+
+
+def _target_modules(found: Mapping[str, Any], where: str) -> list[str]:
+    if found.get("target_modules") == "all-linear":
+        return list(TARGETS)
+    if found.get("target_modules") is None and found.get("target_parameters"):
+        return []
+    names = _names(found, "target_modules", f"a list of {', '.join(EVERY_TARGET)}", where)
+    return [_MIXTRAL.get(last, last) for last in (name.rpartition(".")[2] for name in names)]
+
+
+def _target_parameters(found: Mapping[str, Any], where: str) -> list[str]:
+    """Projections of the experts whose parameters are named."""
+    if not found.get("target_parameters"):
+        return []
+    accepted = f"a list of {', '.join(f'mlp.experts.{name}' for name in PARAMETERS)}"
+    out: list[str] = []
+    for name in _names(found, "target_parameters", accepted, where):
+        parent, _, last = name.rpartition(".")
+        if last not in PARAMETERS or not f".{PARENT}".endswith(f".{parent}" if parent else ""):
+            raise UserError(
+                "only experts' parameters may have adapters", field="target_parameters", value=name, accepted=accepted,
+                where=where,
+            )  # fmt: skip
+        out += PARAMETERS[last]
+    return out
+
+
+def _check_patterns(found: Mapping[str, Any], lora: Lora, where: str) -> None:
+    """Ranks and alphas are the same everywhere, but for experts' gate and up where they are joined to one of twice the
+    rank that counts as much."""
+    ranks, alphas = doubled(lora)
+    if not found.get("rank_pattern") and not found.get("alpha_pattern"):
+        return
+    for key, wanted in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        said = found.get(key)
+        values = {name.rpartition(".")[2]: value for name, value in said.items()} if isinstance(said, dict) else {}
+        value = values.get(GATE_UP) if len(values) == 1 else None
+        if not isinstance(value, int | float) or not math.isclose(value, *wanted.values()):
+            raise UserError(
+                "all adapters have one rank and alpha here", field=key, value=said, where=where,
+                accepted=f"none, or of experts rank_pattern {json.dumps(ranks)}, alpha_pattern {json.dumps(alphas)}",
+            )  # fmt: skip

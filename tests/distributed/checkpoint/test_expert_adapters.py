@@ -1,0 +1,185 @@
+"""Adapters of experts in files, in all forms that peft has for them, from plans that divide the experts unequally."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hetero_megatron.checkpoint.adapter import AdapterWeights, merged, save_adapter
+from hetero_megatron.checkpoint.adapter_config import CONFIG, WEIGHTS, read_config
+from hetero_megatron.comm import Comm
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, from_hf_config, trained_tensors
+from hetero_megatron.spec.tensors import expert_tensor
+from hetero_megatron.training.runtime import Runtime
+from tests.support.hf_reference import hf_to_logical, make_hf
+from tests.support.moe_models import MOE_FAMILIES
+from tests.support.peft_reference import adapter_values, peft_model
+from tests.support.pool import shared_pool
+from tests.support.selection import quick
+from tests.support.small_plans import pipe, plan, stage
+
+TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj")
+TOKENS = torch.arange(12)[None] % 37
+FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1")
+WITH_MODULES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe")  # which peft knows by those names, too
+
+
+def run_rank(
+    comm: Comm, made: Plan, spec: ModelSpec, values: dict[str, np.ndarray], directory: str
+) -> list[tuple[str, Box, np.ndarray]]:
+    """Saves the adapters; returns what this rank owns of the base with them merged."""
+    compiled = CompiledPlan(made, spec)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in made.ranks:
+        return []
+
+    def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        return torch.from_numpy(values[tensor.name][box.slices()])
+
+    runtime = Runtime(compiled, comm, torch.float64, initialize, lambda groups: torch.optim.SGD(groups, lr=1.0))
+    assert runtime.optimizer is not None
+    save_adapter(directory, spec, runtime.optimizer.owned(), torch.float64, runtime.world, "base")
+    owners = {
+        name: layout.of(comm.rank) for bucket in CompiledPlan(made, spec.base).buckets
+        for name, layout in bucket.owners.items() if comm.rank in layout.ranks
+    }  # fmt: skip
+    params = dict(runtime.model.named_parameters())
+    return [(name, box, part.numpy()) for name, box, part in merged(spec, params, runtime.boxes, owners)]
+
+
+def logits(model: Any) -> np.ndarray:
+    return model.double().eval()(TOKENS).logits.detach().numpy()  # type: ignore[no-any-return]
+
+
+def read(directory: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
+    """All values of a directory, some of them box by box."""
+    assert adapted(spec.base, read_config(str(directory), "x")) == spec
+    weights, found = AdapterWeights(str(directory), spec), {}
+    for tensor in trained_tensors(spec):
+        whole, middle = Box.whole(tensor.shape), [n // 2 for n in tensor.shape]
+        found[tensor.name] = weights.read(tensor, whole).numpy()
+        part = Box(tuple(middle), tensor.shape)
+        np.testing.assert_array_equal(weights.read(tensor, part).numpy(), found[tensor.name][part.slices()])
+        assert weights.read(tensor, Box(tensor.shape, tensor.shape)).shape == (0,) * len(tensor.shape)
+    return found
+
+
+def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, ["gpt_oss", "deepseek_v3"]))
+def test_peft_loads_and_merges_what_an_uneven_plan_writes(family: str, tmp_path: Path) -> None:
+    config = MOE_FAMILIES[family]
+    model, base = make_hf(config, 3)
+    spec = adapted(base, Lora(2, 3.0, TARGETS, rslora=family == "mixtral"))
+    weights = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, base).items()}
+    values = weights | adapter_values(spec, 3)
+    experts = [{"ranks": [2, [0, 1]], "experts": [[0, 1], [1, base.moe.num_experts]], "split": [[1], [2, 1]]}]
+    last = base.num_layers - 1
+    stages = stage([0, 1, 2], [0, last], tp=3, experts=experts), stage([3], [last, last + 1])
+    made = plan_from_dict(plan([pipe(3, 1, *stages)]), spec)
+    ranks = shared_pool().run(run_rank, made, spec, values, str(tmp_path / "ours"))
+    assert_equal(read(tmp_path / "ours", spec), values)
+    wrapped = peft_model(model, spec, values)
+    wanted = logits(wrapped)
+    loaded = peft.PeftModel.from_pretrained(make_hf(config, 3)[0], tmp_path / "ours")
+    np.testing.assert_allclose(logits(loaded), wanted, rtol=1e-10, atol=1e-12)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    assert_equal(read(tmp_path / "theirs", spec), values)
+    whole = {n: t.detach().numpy() for n, t in hf_to_logical(wrapped.merge_and_unload(), base).items()}
+    seen = 0
+    for name, box, part in (piece for rank in ranks for piece in rank):
+        np.testing.assert_allclose(part, whole[name][box.slices()], rtol=0, atol=1e-12, err_msg=name)
+        seen += part.size
+    assert seen == sum(t.size for t in whole.values())
+    assert not np.allclose(whole["model.layers.1.mlp.experts.up_proj.weight"],
+                           weights["model.layers.1.mlp.experts.up_proj.weight"], atol=1e-3)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", quick(WITH_MODULES, ["mixtral"]))
+def test_adapters_of_single_experts_are_read(family: str, tmp_path: Path) -> None:
+    """As they were written for transformers 4, where every expert has modules of its own."""
+    model, base = make_hf(MOE_FAMILIES[family], 4)
+    spec = adapted(base, Lora(2, 3.0, TARGETS))
+    values, theirs = adapter_values(spec, 4), {}
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {}
+    for tensor in trained_tensors(spec):
+        parts = [tensor] if not tensor.per_expert else [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
+        for part, value in zip(parts, values[tensor.name] if tensor.per_expert else [values[tensor.name]], strict=True):
+            name = part.name.replace("mlp", "block_sparse_moe") if family == "mixtral" else part.name
+            for ours, other in names.items():
+                name = name.replace(ours, other)
+            theirs[f"base_model.model.{name}"] = torch.from_numpy(value.copy())
+    save_file(theirs, tmp_path / WEIGHTS)
+    targets = [names.get(name, name) for name in TARGETS]
+    said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 3.0, "target_modules": targets}
+    (tmp_path / CONFIG).write_text(json.dumps(said))
+    assert_equal(read(tmp_path, spec), values)
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path)
+    np.testing.assert_allclose(
+        logits(loaded), logits(peft_model(make_hf(MOE_FAMILIES[family], 4)[0], spec, values)), rtol=1e-10, atol=1e-12
+    )
+
+
+def test_gate_and_up_may_have_one_a(tmp_path: Path) -> None:
+    """What peft trains where target_parameters names the parameter of both, and nothing else is said."""
+    model, base = make_hf(MOE_FAMILIES["qwen3_moe"], 5)
+    spec = adapted(base, Lora(2, 3.0, ("gate_proj", "up_proj")))
+    config = peft.LoraConfig(r=2, lora_alpha=3.0, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if "lora_" in name:
+                param.normal_(0, 0.2)
+    wanted = logits(wrapped)
+    wrapped.save_pretrained(tmp_path)
+    again = peft_model(make_hf(MOE_FAMILIES["qwen3_moe"], 5)[0], spec, read(tmp_path, spec))
+    np.testing.assert_allclose(logits(again), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_ranks_of_gate_that_count_for_up_are_refused(tmp_path: Path) -> None:
+    model, base = make_hf(MOE_FAMILIES["mixtral"], 6)
+    spec = adapted(base, Lora(2, 3.0, ("gate_proj", "up_proj")))
+    wrapped = peft_model(model, spec, adapter_values(spec, 6))
+    wrapped.save_pretrained(tmp_path)
+    AdapterWeights(str(tmp_path), spec)
+    stored = load_file(tmp_path / WEIGHTS)
+    name = next(n for n in stored if "lora_B" in n)
+    stored[name][0, -1] = 1.0  # gate's first output, up's last rank
+    save_file(stored, tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match=r"ranks of gate_proj.*up_proj"):
+        AdapterWeights(str(tmp_path), spec)
+
+
+@pytest.mark.parametrize(("change", "field"), [
+    ({"target_parameters": ["mlp.router.weight"]}, "target_parameters"),
+    ({"target_parameters": "down_proj"}, "target_parameters"),
+    ({"rank_pattern": {"gate_up_proj": 3}}, "rank_pattern"),
+    ({"rank_pattern": {".*\\.gate_up_proj": 4}}, "alpha_pattern"),
+    ({"alpha_pattern": {"q_proj": 4}}, "rank_pattern"),
+])  # fmt: skip
+def test_other_parameters_and_ranks_are_refused(change: dict[str, Any], field: str, tmp_path: Path) -> None:
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | change
+    (tmp_path / CONFIG).write_text(json.dumps(said))
+    with pytest.raises(UserError) as raised:
+        read_config(str(tmp_path), "x")
+    assert raised.value.field == field
+
+
+def test_gate_without_up_is_no_adapter_of_peft(tmp_path: Path) -> None:
+    spec = adapted(from_hf_config(MOE_FAMILIES["mixtral"]), Lora(2, 2.0, ("gate_proj",)))
+    with pytest.raises(UserError, match="one parameter"):
+        save_adapter(str(tmp_path / "new"), spec, [], torch.float32, None, None)  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""peft's adapters as the independent reference: the Hugging Face model with them, and their values by logical name."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+
+from hetero_megatron.layout import Box
+from hetero_megatron.model import initial_values
+from hetero_megatron.spec import ModelSpec, trained_tensors
+from hetero_megatron.spec.lora import MLP_TARGETS
+
+
+def peft_name(logical: str) -> str:
+    return "base_model.model." + logical.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
+
+
+def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.ndarray]) -> Any:
+    """The Hugging Face model with peft's adapters, whose values are given by logical name."""
+    lora = spec.lora
+    assert lora is not None
+    common = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0}
+    dense = [t for t in lora.targets if spec.moe is None or t not in MLP_TARGETS]
+    config = peft.LoraConfig(target_modules=dense, task_type="CAUSAL_LM", **common, **expert_config(spec))
+    wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
+    for param in wrapped.parameters():
+        if param.requires_grad and spec.moe is not None:
+            param.data.zero_()
+    views = peft_values(wrapped, spec)
+    with torch.no_grad():
+        for name, view in views.items():
+            view.copy_(torch.from_numpy(values[name]))
+    return wrapped
+
+
+def expert_config(spec: ModelSpec) -> dict[str, Any]:
+    """Of an adapter of gate and one of up peft makes one of twice the rank."""
+    assert spec.lora is not None
+    wanted = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}
+    found = [f"experts.{theirs}" for theirs, ours in wanted.items() if ours in spec.lora.targets]
+    if spec.moe is None or not found:
+        return {}
+    factor = math.sqrt(2) if spec.lora.rslora else 2
+    rank, alpha = {"gate_up_proj": 2 * spec.lora.rank}, {"gate_up_proj": factor * spec.lora.alpha}
+    return {"target_parameters": found, "rank_pattern": rank, "alpha_pattern": alpha}
+
+
+def peft_values(wrapped: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """By logical name, views of peft's parameters: what its documentation calls delta_weight, taken apart."""
+    assert spec.lora is not None
+    params, found, used, r = dict(wrapped.named_parameters()), {}, set(), spec.lora.rank
+    for tensor in trained_tensors(spec):
+        if not tensor.per_expert:
+            name = peft_name(tensor.name)
+            used.add(name)
+            found[tensor.name] = params[name].data
+            continue
+        layer, _, projection, kind, _ = tensor.name.rsplit(".", 4)
+        nested = projection != "down_proj" and "down_proj" in spec.lora.targets
+        name = f"base_model.model.{layer}.experts.{'base_layer.' if nested else ''}{kind}.default.weight"
+        used.add(name)
+        second, rows = projection == "up_proj", params[name].data
+        rank = slice(r, None) if second else slice(r)
+        if kind == "lora_A":  # [experts x rank, inputs]
+            found[tensor.name] = rows.unflatten(0, (tensor.shape[0], -1))[:, rank]
+            continue
+        rows = rows.unflatten(1, (-1, tensor.shape[0]))[:, rank].permute(2, 0, 1)  # from [outputs, rank x experts]
+        half = slice(None)
+        if projection != "down_proj":
+            f = tensor.shape[1]
+            half = slice(int(second), None, 2) if spec.hf_model_type == "gpt_oss" else slice(second * f, second * f + f)
+        found[tensor.name] = rows[:, half]
+    assert used == {n for n, p in params.items() if p.requires_grad}
+    return found
+
+
+def keep_apart(wrapped: torch.nn.Module, spec: ModelSpec) -> None:
+    """Gradients only of what ``peft_values`` are of: gate's A does not meet up's B."""
+    trained = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
+    kept = {n: p.data.clone() for n, p in trained.items()}
+    for param in trained.values():
+        param.data.zero_()
+    for view in peft_values(wrapped, spec).values():
+        view.fill_(1.0)
+    for name, param in trained.items():
+        param.register_hook(partial(torch.mul, param.data.clone()))
+        param.data.copy_(kept[name])
+
+
+def adapter_values(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
+    """A as we draw it; B not zero, so that every gradient is there."""
+    rng, out = np.random.default_rng(seed), {}
+    for tensor in trained_tensors(spec):
+        drawn = initial_values(tensor, Box.whole(tensor.shape), spec, seed).double().numpy()
+        assert (drawn == 0).all() == tensor.name.endswith("lora_B.weight")
+        out[tensor.name] = drawn if tensor.name.endswith("lora_A.weight") else rng.normal(0, 0.1, tensor.shape)
+    return out
