@@ -53,7 +53,8 @@ from hetero_megatron.plan import (
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares, require_rows
-from hetero_megatron.plan.fp8 import Fp8, stage_fp8
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.progress import tracked
 from hetero_megatron.schedule import Action, receive_order

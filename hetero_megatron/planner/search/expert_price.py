@@ -46,7 +46,8 @@ class DivisionPrice:
         return Price(self.stages.stage_seconds(stage) + end, end, tuple(ranks.values()))
 
     def _operators(self, rank: int) -> Operators:
-        return self.costs.operators(self.costs.cluster.ranks[rank].chip)
+        chip = self.costs.cluster.ranks[rank].chip
+        return self.costs.operators(chip, self.costs.computes_in_fp8(self.stage))
 
     def _step_end(self, intervals: Intervals) -> float:
         """Seconds per step: gradients and parameters of replicas, and the slowest rank's update of its experts."""

@@ -29,6 +29,7 @@ from hetero_megatron.planner.search.expert_price import DivisionPrice, divided
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers
@@ -310,7 +311,7 @@ class _ExpertSearch:
             for stages in structure.ranks
         )  # fmt: skip
         plan = Plan(self.costs.seq_length, self.batch, self.space.schedules[0], pipelines)
-        return with_islands_where_quick(plan, self.model, self.cluster)
+        return with_islands_where_quick(with_dtypes(plan, self.costs), self.model, self.cluster)
 
     def _stage(
         self, ranks: Ranks, tp: int, rows: Sequence[int], experts: Sequence[tuple[int, int]], layers: tuple[int, int],
