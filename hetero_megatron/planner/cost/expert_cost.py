@@ -35,8 +35,7 @@ def expert_seconds(
     per_row = 1.0
     if near[1] != load.columns:
         per_row = _row_work(model, rates, item, load.columns, gemm) / _row_work(model, rates, item, near[1], gemm)
-    exchanged = load.sent + load.arriving
-    amounts = (load.experts, load.rows * per_row, load.members, exchanged)
+    amounts = (load.experts, load.rows * per_row, load.members, load.exchanged)
     several = load.members > 1
     forward, backward = (
         sum(n * near[2 + 2 * i + way] for i, n in enumerate(amounts) if several or i < 2) for way in (0, 1)
@@ -56,7 +55,7 @@ def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoa
     # Read and written: rows on their way in and out (2 h, 3 h), the activation (3 columns), tokens of messages.
     moved = load.rows * (5 * h + 3 * load.columns)
     if load.members > 1:
-        moved += MOVED * h * (load.sent + load.arriving)
+        moved += MOVED * h * load.exchanged
     small = item * moved / rates.bytes_per_second
     return products + small, 2 * (products + small)
 
