@@ -8,7 +8,8 @@ from itertools import chain
 from hetero_megatron.cli.parse import Arguments, flag_error
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.fp8 import Fp8, stage_fp8
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.spec import Dropout, ModelSpec
 
