@@ -49,7 +49,10 @@ class _Inside:
 
     def _run(self, forward: Callable[..., ResidualStream], x: torch.Tensor, context: Context, *more: Any) -> Any:
         self._context = context
-        return forward(x, context, *more)
+        try:
+            return forward(x, context, *more)
+        finally:
+            self._context = None
 
     def drop(self, site: int, feature: int, x: torch.Tensor) -> torch.Tensor:
         """x [b, s, features] of a place, whose first feature is number ``feature`` of it."""
