@@ -20,7 +20,7 @@ from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.fp8 import fp8_fits
+from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
@@ -60,7 +60,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         refuse_bytes(data, spec.vocab_size)
         _check_vocabulary(args, data, spec)
     cluster = _cluster(args)
-    plan = build_plan(args, spec, launcher, cluster, dtype)
+    plan = build_plan(args, spec, launcher, cluster, dtype, fp8)
     if args["kernels"] is not None:
         plan = with_kernels(plan, args["kernels"])
     fp8_fits(plan, spec, fp8, dtype, cluster)

@@ -125,7 +125,8 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets
-    found = estimate_memory(config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes)
+    fp8 = config.fp8
+    found = estimate_memory(config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=fp8)
     if config.cluster is None:
         return found
     return with_communicators(found, config.plan, config.spec, buckets, config.cluster)

@@ -1,8 +1,8 @@
-"""Builds datasets from a DataConfig. Every rank builds its own, without waiting for others."""
+"""Builds datasets from a DataConfig, without waiting for other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Dataset, Stream
 from hetero_megatron.data.splits import SplitPaths, find_split, split_dataset
-from hetero_megatron.data.streaming import StreamingDataset
+from hetero_megatron.data.streaming import WINDOW, StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
 from hetero_megatron.errors import UserError
@@ -33,7 +33,8 @@ class Datasets:
     """Attributes:
         train, valid, test: None if no samples were requested; ``test`` also if no data are left to test on.
         eod: id of the end-of-document token; None: the tokenizer has none.
-        streams: the datasets that have a state to save."""
+        streams: the datasets that have a state to save.
+        in_order: the data is a stream, perhaps one that another rank reads."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -41,6 +42,7 @@ class Datasets:
     tokenizer: Tokenizer
     eod: int | None
     streams: tuple[Stream, ...] = ()
+    in_order: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -49,7 +51,9 @@ class Datasets:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """Of training and validation data; see :func:`data_fingerprint`."""
+        """Of training and validation data, see :func:`data_fingerprint`; empty for streams, which would be read."""
+        if self.in_order:
+            return {"train": "", "valid": ""}
         return {"train": data_fingerprint(self.train), "valid": data_fingerprint(self.valid)}
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
@@ -73,6 +77,8 @@ def build_datasets(
     num_samples: tuple[int, int, int],
     model_vocab_size: int | None = None,
     log: Log = say,
+    keep: int = 0,
+    served: Callable[[int], Dataset] | None = None,
 ) -> Datasets:
     """Datasets for training, validation and test.
 
@@ -80,6 +86,8 @@ def build_datasets(
         num_samples: samples needed of each; 0: not built. The content does not depend on it.
         model_vocab_size: rows of the model's embedding; UserError for a token beyond them.
         log: receives progress messages.
+        keep: samples before the newest one that a stream must still give.
+        served: makes the dataset of a split (0: train, 1: valid, 2: test) that another rank reads, for a stream.
     """
     if seq_length < 1:
         raise UserError("must be positive", field="--seq-length", value=seq_length, accepted="an integer >= 1")
@@ -89,9 +97,15 @@ def build_datasets(
     limit = _limit(tokenizer, model_vocab_size)
     log(_tokenizer_line(config, tokenizer, limit))
     builder: _SplitBuilder | ChatData = (ChatData if config.sft else _SplitBuilder)(
-        config, seq_length, seed, tokenizer, limit, log
+        config, seq_length, seed, tokenizer, limit, log, keep
     )
-    train, valid, test = (builder.split(i) if n else None for i, n in enumerate(num_samples))
+
+    def make(which: int) -> Dataset | None:
+        if served is None:
+            return builder.split(which)
+        return served(which) if find_split(config, which) is not None else None
+
+    train, valid, test = (make(i) if n else None for i, n in enumerate(num_samples))
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
         if isinstance(dataset, PackedConversations):
             log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}")
@@ -102,7 +116,7 @@ def build_datasets(
                 f"{plural(dataset.num_tokens, 'token')}"
             )
     streams = (train,) if isinstance(train, Stream) else ()
-    return Datasets(train, valid, test, tokenizer, builder.eod, streams)
+    return Datasets(train, valid, test, tokenizer, builder.eod, streams, config.reads_stream)
 
 
 def reads_text(config: DataConfig) -> bool:
@@ -172,6 +186,7 @@ class _SplitBuilder:
     tokenizer: Tokenizer
     limit: int
     log: Log
+    keep: int = 0
     _stores: dict[str, TokenStore] = field(default_factory=dict)
 
     @property
@@ -191,7 +206,7 @@ class _SplitBuilder:
         split = find_split(config, which)
         if split is None:
             return None
-        if config.dataloader_type == "streaming":
+        if config.reads_stream:
             return self._stream(split)
         return split_dataset(split, partial(self._packed, split), lambda data: data.num_tokens)
 
@@ -233,4 +248,4 @@ class _SplitBuilder:
             )
         corpus = find_corpus(paths[0], self.config.json_keys, split.flag)
         corpus.check_ends()
-        return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit)
+        return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit, max(WINDOW, self.keep))

@@ -107,6 +107,11 @@ class DataConfig:
             if given:
                 raise UserError(problem, field=flag, value="given", accepted=accepted, where="with --sft")
 
+    @property
+    def reads_stream(self) -> bool:
+        """Whether samples come from reading front to back."""
+        return self.dataloader_type == "streaming" and not self.mock_data
+
     def paths_of(self, split: str) -> tuple[str, ...] | None:
         """Words of --train-data-path and so on."""
         return {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}[split]

@@ -84,7 +84,7 @@ class _SampleReader:
 
 
 class StreamingDataset:
-    """Samples of a corpus in its own order. Thread-safe; every rank reads for itself.
+    """Samples of a corpus in its own order. Thread-safe.
 
     Args:
         vocab_size: upper bound on tokens; None: not checked.

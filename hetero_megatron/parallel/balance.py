@@ -130,7 +130,7 @@ class LoadBalance:
         for stage in (s for p in self.plan.pipelines for s in p.stages):
             for group in expert_groups(stage, self.moe.num_experts) if _moe_layers(self.spec, stage) else ():
                 for rank in group.ranks:
-                    to = destinations(group, rank, self.moe.num_experts)
+                    to = destinations(group, rank, self.moe.num_experts, self.plan.islands)
                     found += [(place[rank], e, place[t]) for e, ranks in enumerate(to) for t in ranks]
         columns = torch.tensor(found, dtype=torch.int64).view(-1, 3).T
         return columns[0], columns[1], columns[2]

@@ -4,11 +4,16 @@ A group of ranks exchanges tokens. Each token goes once to every rank that has s
 them), with its weights; the rank sends back the weighted sum of what its experts made of it, and the sums of all ranks
 are added where the token lives. How many tokens go where is known only then, so every exchange is preceded by one of
 counts. All ranks of a group go through the same exchanges in the same order, also those without tokens or experts.
+
+In two hops (``plan/token_hops.py``) a token goes once to each island that has some of its experts, where the rank that
+gets it exchanges it inside the island as if it were one of its own. So sums are added over the ranks of an island in
+ascending order, rounded to the dtype of tokens, and then over islands in the order of the ranks that sent them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +21,35 @@ import torch
 
 from hetero_megatron.comm import Comm, Group, Handle
 from hetero_megatron.model import GPTStage
-from hetero_megatron.model.moe import Experts, MoEMLP
+from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.plan import Stage
 from hetero_megatron.plan.canonical import ExpertGroup
-from hetero_megatron.plan.experts import destinations, expert_groups
+from hetero_megatron.plan.experts import Islands, destinations, expert_groups
+from hetero_megatron.plan.token_hops import TokenHops, token_hops
+from hetero_megatron.spec.moe import MoE
+
+# (tokens [n, h], weights [n, k], keys [n, k]) -> [n, h]: experts, or a further hop to them
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Table = list[list[bool]]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Where one rank sends its tokens in one hop. A *key* names an expert, and where it matters whose token it is.
+
+    Attributes:
+        group: ranks that exchange tokens.
+        table: [members, keys] bool, who gets the tokens of which keys from here.
+        names: [members, keys] int64, what a key is called there.
+        gives, takes: by member, whether tokens may go to it, and come from it.
+    """
+
+    group: Group
+    table: torch.Tensor
+    names: torch.Tensor
+    gives: tuple[bool, ...]
+    takes: tuple[bool, ...]
 
 
 class Routes:
@@ -32,25 +61,28 @@ class Routes:
         counts: by member, how many tokens come from it.
     """
 
-    def __init__(self, group: Group, table: torch.Tensor, chosen: torch.Tensor) -> None:
-        """``table``: [members, experts] bool, who gets the tokens of which experts from me; ``chosen``: [tokens, k]."""
-        hits = table[:, chosen]  # [members, tokens, k]
+    def __init__(self, ways: Ways, keys: torch.Tensor) -> None:
+        """``keys``: [tokens, k]; -1: none."""
+        self.ways, self.group = ways, ways.group
+        hits = ways.table[:, keys] & (keys >= 0)  # [members, tokens, k]
         self.rows = self.taken(hits.any(-1))
         self.here = [hits[i, rows] for i, rows in enumerate(self.rows)]
-        self.group = group
         self._under_way: tuple[Handle, list[torch.Tensor]] | None = None
-        self.counts = self.read(self._exchange_counts(chosen.device))
+        self.counts = self.read(self._exchange_counts(keys.device))
 
     def taken(self, members: torch.Tensor) -> list[torch.Tensor]:
         """[members, tokens] bool -> the tokens of each member."""
         return [row.nonzero().flatten() for row in members]
 
     def _exchange_counts(self, device: torch.device) -> torch.Tensor:
-        mine = [torch.tensor([len(rows)], dtype=torch.int64, device=device) for rows in self.rows]
-        theirs = [torch.zeros_like(x) for x in mine]
-        self.group.exchange(mine, theirs).wait()
+        """[members]; only between those between which tokens may go."""
+        mine = torch.tensor([[len(rows)] for rows in self.rows], dtype=torch.int64, device=device)
+        theirs = torch.zeros_like(mine)
+        give = [part if some else part[:0] for part, some in zip(mine, self.ways.gives, strict=True)]
+        take = [part if some else part[:0] for part, some in zip(theirs, self.ways.takes, strict=True)]
+        self.group.exchange(give, take).wait()
         theirs[self.group.index] = mine[self.group.index]
-        return torch.cat(theirs)
+        return theirs.flatten()
 
     def read(self, counts: torch.Tensor) -> list[int]:
         """Waits for the device."""
@@ -103,8 +135,10 @@ def _unpack(packed: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
     """What was packed, each with the dtype and the number of columns of one of ``like``."""
     found, at = [], 0
     for x in like:
+        part = x.new_empty(packed.shape[0], x.shape[1])
         size = x.shape[1] * x.element_size()
-        found.append(packed[:, at : at + size].contiguous().view(x.dtype))
+        part.view(torch.uint8).copy_(packed[:, at : at + size])  # where it lies need not be aligned for its dtype
+        found.append(part)
         at += size
     return found
 
@@ -115,13 +149,13 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, local: torch.Tensor, routes: Routes
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, routes: Routes
     ) -> tuple[torch.Tensor, ...]:
         ctx.routes, ctx.tokens = routes, x.shape[0]
         parts = []
-        for i, (rows, here) in enumerate(zip(routes.rows, routes.here, strict=True)):
-            numbers = torch.where(here, local[i][chosen[rows]], -1)
-            parts.append(_pack(numbers, weights[rows].where(here, 0.0), x[rows]))
+        for rows, here, names in zip(routes.rows, routes.here, routes.ways.names, strict=True):
+            there = torch.where(here, names[keys[rows]], -1)
+            parts.append(_pack(there, weights[rows].where(here, 0.0), x[rows]))
         routes.start(parts, routes.counts)
         ctx.like = weights.new_empty(0, weights.shape[1]), x.new_empty(0, x.shape[1])
         return x.view_as(x), weights.view_as(weights)
@@ -132,23 +166,23 @@ class _Send(torch.autograd.Function):
         parts = [_unpack(part, *ctx.like) for part in routes.arrive()]
         here = [part[0].where(mask, 0.0) for part, mask in zip(parts, routes.here, strict=True)]
         dx = routes.scatter_sum([part[1] for part in parts], ctx.tokens)
-        return dx, routes.scatter_sum(here, ctx.tokens), None, None, None
+        return dx, routes.scatter_sum(here, ctx.tokens), None, None
 
 
 class _Arrive(torch.autograd.Function):
-    """What :class:`_Send` passed on -> (tokens, weights, chosen) of the rows that come to this rank; weights are 0, and
-    chosen -1, where an expert is elsewhere. Backward only sends gradients off: it gives :class:`_Send` zeros that take
+    """What :class:`_Send` passed on -> (tokens, weights, keys) of the rows that come to this rank; weights are 0, and
+    keys -1, where an expert is elsewhere. Backward only sends gradients off: it gives :class:`_Send` zeros that take
     no memory, and what was made between the two in forward goes backward while they are on their way."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routes: Routes
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, routes: Routes
     ) -> tuple[torch.Tensor, ...]:
         ctx.routes = routes
         ctx.zeros = [t.new_zeros(()).expand(t.shape) for t in (x, weights)]
-        numbers, got_weights, got_x = _unpack(torch.cat(routes.arrive()), chosen, weights, x)
-        ctx.mark_non_differentiable(numbers)
-        return got_x, got_weights, numbers
+        got_keys, got_weights, got_x = _unpack(torch.cat(routes.arrive()), keys, weights, x)
+        ctx.mark_non_differentiable(got_keys)
+        return got_x, got_weights, got_keys
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:
@@ -175,38 +209,115 @@ class ExpertExchange:
     """In place of a layer's own experts, for all of this rank's tokens (see ``model.moe.Dispatch``).
 
     Args:
-        experts: those that are here; group: the ranks that exchange tokens; members: the plan's word on who has what.
+        ways: hop after hop; experts: those that are here.
     """
 
-    def __init__(self, experts: Experts, group: Group, members: ExpertGroup, num_experts: int) -> None:
-        self.experts, self.group = experts, group
-        self.find_routes: Callable[[Group, torch.Tensor, torch.Tensor], Routes] = Routes
-        device = group.comm.device
-        to = destinations(members, group.comm.rank, num_experts)
-        self.table = torch.tensor([[r in ranks for ranks in to] for r in group.ranks], device=device)
-        first = {rank: member.experts[0] for member in members.members for rank in member.ranks}
-        numbers = torch.arange(num_experts, device=device)
-        self.local = torch.stack([numbers - first[r] for r in group.ranks])  # [members, experts]
+    def __init__(self, ways: Sequence[Ways], experts: Compute) -> None:
+        self.ways, *further = ways
+        self.further = ExpertExchange(further, experts) if further else None
+        self.compute = experts if self.further is None else self.further.through
+        self.find_routes: Callable[[Ways, torch.Tensor], Routes] = Routes
+
+    @property
+    def hops(self) -> list[ExpertExchange]:
+        return [self, *(self.further.hops if self.further is not None else ())]
 
     def __call__(
-        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+        self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
-        routes = self.find_routes(self.group, self.table, chosen)
-        x, weights = _Send.apply(x, weights, chosen, self.local, routes)
-        return partial(self._arrive, x, weights, chosen, routes)
+        routes = self.find_routes(self.ways, keys)
+        x, weights = _Send.apply(x, weights, keys, routes)
+        return partial(self._arrive, x, weights, keys, routes)
 
-    def _arrive(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> torch.Tensor:
-        rows = _Arrive.apply(x, weights, chosen, routes)
-        return _Combine.apply(self.experts(*rows), x.shape[0], routes)  # type: ignore[no-any-return]
+    def _arrive(self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, routes: Routes) -> torch.Tensor:
+        rows = _Arrive.apply(x, weights, keys, routes)
+        return _Combine.apply(self.compute(*rows), x.shape[0], routes)  # type: ignore[no-any-return]
+
+    def through(self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """There and back at once."""
+        return self(x, weights, keys)()
 
 
-def apply_expert_parallel(model: GPTStage, stage: Stage, comm: Comm) -> None:
-    """Make the mixture-of-experts layers of ``model`` exchange tokens as ``stage`` says."""
-    for layer in model.layers():
-        if not isinstance(layer.mlp, MoEMLP):
-            continue
-        num_experts = layer.mlp.gate.moe.num_experts
-        members = next(g for g in expert_groups(stage, num_experts) if comm.rank in g.ranks)
-        if len(members.ranks) > 1:
-            group = comm.group(tuple(sorted(members.ranks)))
-            layer.mlp.dispatch = ExpertExchange(layer.mlp.experts, group, members, num_experts)
+class Receivers:
+    """Which ranks of a group get whose tokens of which experts: the plan's word on it, as tensors.
+
+    Args:
+        ranks: senders and receivers, ascending.
+    """
+
+    def __init__(self, group: ExpertGroup, num_experts: int, islands: Islands, device: torch.device) -> None:
+        self.group, self.num_experts, self.islands, self.device = group, num_experts, islands, device
+        first = {rank: member.experts[0] for member in group.members for rank in member.ranks}
+        self.numbers = torch.arange(num_experts, device=device)
+        self.local = {rank: self.numbers - first[rank] for rank in group.ranks}  # an expert's number there
+
+    def of(self, sender: int) -> tuple[tuple[int, ...], ...]:
+        return destinations(self.group, sender, self.num_experts, self.islands)
+
+    def table(self, sender: int, among: Mapping[int, Container[int]]) -> Table:
+        """[among][experts]: by key, whether some of its ranks are among an expert's receivers."""
+        to = self.of(sender)
+        return [[any(r in ranks for r in receivers) for receivers in to] for ranks in among.values()]
+
+    def ways(self, group: Group, table: Table, names: torch.Tensor, takes: Iterable[bool]) -> Ways:
+        found = torch.tensor(table, device=self.device)
+        return Ways(group, found, names, tuple(map(any, table)), tuple(takes))
+
+    def straight(self, group: Group) -> Ways:
+        """One hop: every rank that has some of a token's experts gets it."""
+        each = {rank: (rank,) for rank in group.ranks}
+        names = torch.stack([self.local[rank] for rank in group.ranks])
+        table = self.table(group.comm.rank, each)
+        takes = [any(group.comm.rank in ranks for ranks in self.of(sender)) for sender in group.ranks]
+        return self.ways(group, table, names, takes)
+
+    def to_islands(self, group: Group, hops: TokenHops) -> Ways:
+        """The first of two hops: once to each island with some of a token's experts. A key says whose token it is."""
+        me, relays = group.comm.rank, hops.relays(group.comm.rank)
+        table = self.table(me, {rank: relays.get(rank, ()) for rank in group.ranks})
+        names = (self.numbers + self.num_experts * group.index).expand(group.size, -1)
+        mine = hops.island(me)
+        takes = [hops.relay(sender, mine) == me and self._wants(sender, mine) for sender in group.ranks]
+        return self.ways(group, table, names, takes)
+
+    def _wants(self, sender: int, island: tuple[int, ...]) -> bool:
+        """Whether tokens of ``sender`` may go to an island."""
+        return any(rank in island for ranks in self.of(sender) for rank in ranks)
+
+    def inside(self, group: Group, hops: TokenHops, senders: tuple[int, ...]) -> Ways:
+        """The second hop, in the island ``group``: keys are (sender, expert) of ``senders``, the whole group."""
+        each = {rank: (rank,) for rank in group.ranks}
+        relays = [hops.relay(sender, group.ranks) for sender in senders]
+        tables = [self.table(sender, each) for sender in senders]
+        from_relays = {relay for table, relay in zip(tables, relays, strict=True) if any(table[group.index])}
+        nobody = [False] * self.num_experts
+        passes = [relay == group.comm.rank for relay in relays]
+        whole = [
+            [to for table, mine in zip(tables, passes, strict=True) for to in (table[i] if mine else nobody)]
+            for i in range(group.size)
+        ]
+        names = torch.stack([self.local[rank].repeat(len(senders)) for rank in group.ranks])
+        return self.ways(group, whole, names, (rank in from_relays for rank in group.ranks))
+
+
+def expert_ways(moe: MoE, members: ExpertGroup, comm: Comm, islands: Islands) -> list[Ways]:
+    """The hops of one group, as the plan's ``islands`` say: one or two."""
+    receivers = Receivers(members, moe.num_experts, islands, comm.device)
+    ranks, hops = tuple(sorted(members.ranks)), token_hops(moe, members, islands)
+    if hops is None:
+        return [receivers.straight(comm.group(ranks))]
+    island = comm.group(hops.island(comm.rank))
+    return [receivers.to_islands(comm.group(ranks), hops), receivers.inside(island, hops, ranks)]
+
+
+def apply_expert_parallel(model: GPTStage, stage: Stage, comm: Comm, islands: Islands = ()) -> None:
+    """Make the mixture-of-experts layers of ``model`` exchange tokens as ``stage`` says; ``islands``: the plan's."""
+    mlps = [layer.mlp for layer in model.layers() if isinstance(layer.mlp, MoEMLP)]
+    if not mlps:
+        return
+    moe = mlps[0].gate.moe
+    members = next(g for g in expert_groups(stage, moe.num_experts) if comm.rank in g.ranks)
+    if len(members.ranks) > 1:
+        ways = expert_ways(moe, members, comm, islands if stage.experts else ())
+        for mlp in mlps:
+            mlp.dispatch = ExpertExchange(ways, mlp.experts)

@@ -18,13 +18,13 @@ from itertools import groupby
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
-from hetero_megatron.plan.experts import has_experts, rank_shares, routing_groups, sequence_group
+from hetero_megatron.plan.experts import Islands, has_experts, rank_shares, sequence_group, split_by_island
+from hetero_megatron.plan.token_hops import WORTH_A_HOP, routing_groups
 from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
 BUCKET_BYTES = 32 << 20
-WORTH_A_HOP = 1 / 16  # of the bytes between islands must be saved by a second hop, or its messages are not worth it
 IN_FLIGHT = 2  # buckets under way at once: what is packed and received for them is extra memory
 
 
@@ -189,13 +189,9 @@ def _owners(
     return {name: like.on_ranks(ranks) for name, like in zip(held, known[key].values(), strict=True)}
 
 
-def islands_of(plan: Plan, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def islands_of(plan: Plan, ranks: Sequence[int]) -> Islands:
     """``ranks`` by island; a rank that the plan puts in none is one by itself."""
-    island = {rank: i for i, members in enumerate(plan.islands) for rank in members}
-    groups: dict[int, list[int]] = defaultdict(list)
-    for rank in ranks:
-        groups[island.get(rank, -1 - rank)].append(rank)
-    return tuple(sorted(tuple(members) for members in groups.values()))
+    return split_by_island(plan.islands, ranks)
 
 
 def island_layouts(
@@ -253,6 +249,6 @@ def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
     backward."""
     stages = [s for p in plan.pipelines for s in p.stages]
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
-    units |= {group for s in stages for group in routing_groups(s)}
+    units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
     units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
     return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}

@@ -209,8 +209,8 @@ class Place:
 @dataclass(frozen=True)
 class Plan:
     """Which ranks hold which layers, heads, tokens and sequences. ``global_batch_size`` is in sequences
-    per step; ``islands``: groups of ranks with slower links between them, over which gradients and parameters go in two
-    hops where that saves bytes (a rank in none is one by itself)."""
+    per step; ``islands``: groups of ranks with slower links between them, over which gradients, parameters and routed
+    tokens go in two hops where that saves bytes (a rank in none is one by itself)."""
 
     seq_length: int
     global_batch_size: int
@@ -252,8 +252,9 @@ class Plan:
     def canonical_json(self) -> Mapping[str, Any]:
         """What the plan means as JSON data, one entry per dataclass field.
 
-        Islands are left out. They say on which way gradients travel, not who computes, holds or owns what: a checkpoint
-        is read alike with others, and one file is one plan, with the islands of a cluster file and without.
+        Islands are left out. They say on which way gradients and tokens travel, not who computes, holds or owns what:
+        a checkpoint is read alike with others, and one file is one plan, with the islands of a cluster file and
+        without.
         """
         return {
             "version": VERSION,

@@ -37,7 +37,7 @@ TABLE: dict[str, Capability] = {
     "optimizer.offload": Capability(True, "offload of the optimizer to host memory"),
     "optimizer.shard_weights": Capability(False, "sharding of weights between steps", "shard_weights: false"),
     "kernels": Capability(True, "a kernel plan per stage"),
-    "islands": Capability(True, "gradients summed inside islands of ranks first"),
+    "islands": Capability(True, "gradients summed, and routed tokens spread, inside islands of ranks"),
     "allow_bridge": Capability(True, "tensor-parallel and context groups that no communication library joins"),
     "dtype.fp8": Capability(True, "products in fp8"),
     "experts": Capability(True, "experts divided over ranks"),

@@ -73,7 +73,7 @@ class CompiledPlan:
         size = batch_size or self.plan.global_batch_size
         if size not in self._schedules:
             made = step_schedules(self.plan, self.buckets, size)
-            validate_step(self.plan, self.buckets, made)
+            validate_step(self.plan, self.buckets, self.spec, made)
             self._schedules[size] = made
         return self._schedules[size]
 

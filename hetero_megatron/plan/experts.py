@@ -10,6 +10,7 @@ An entry of ``ranks`` is a rank, or a list of ranks that share the columns of ea
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -22,12 +23,13 @@ from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples, uni
 from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from hetero_megatron.cluster.document import Entry
     from hetero_megatron.spec import ModelSpec, Share
 
 KEYS = ("ranks", "experts", "split")
+Islands = tuple[tuple[int, ...], ...]
 
 
 def read_experts(entry: Entry) -> tuple[ExpertGroup, ...]:
@@ -83,21 +85,41 @@ def expert_groups(stage: Stage, num_experts: int) -> tuple[ExpertGroup, ...]:
     return stage.experts or tuple(sorted(plain, key=lambda group: min(group.ranks)))
 
 
-def routing_groups(stage: Stage) -> list[tuple[int, ...]]:
-    """Groups of several ranks that exchange routed tokens and are no TP group, ascending ranks in each."""
-    return [tuple(sorted(group.ranks)) for group in stage.experts if len(group.ranks) > 1]
+def split_by_island(islands: Islands, ranks: Iterable[int]) -> Islands:
+    """``ranks`` by island; a rank that is in none is one by itself."""
+    island = {rank: i for i, members in enumerate(islands) for rank in members}
+    groups: dict[int, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        groups[island.get(rank, -1 - rank)].append(rank)
+    return tuple(sorted(tuple(members) for members in groups.values()))
 
 
-def destinations(group: ExpertGroup, rank: int, num_experts: int) -> list[list[int]]:
+@lru_cache(maxsize=4096)
+def destinations(
+    group: ExpertGroup, rank: int, num_experts: int, islands: Islands = ()
+) -> tuple[tuple[int, ...], ...]:
     """For each expert the ranks of ``group`` to which ``rank`` sends its tokens: those of a member that has the expert,
-    the own one if it has it, else one that is fixed for each sender so that replicas share the work."""
+    the own one if it has it, else one inside the own island, else one that is fixed for each sender so that replicas
+    share the work."""
     order = sorted(group.ranks).index(rank)
+    near = next((set(ranks) for ranks in islands if rank in ranks), {rank})
     found = []
     for expert in range(num_experts):
         holders = [m for m in group.members if m.experts[0] <= expert < m.experts[1]]
         own = [m for m in holders if rank in m.ranks]
-        found.append(list((own or [holders[order % len(holders)]])[0].ranks))
-    return found
+        inside = own or [m for m in holders if near.issuperset(m.ranks)]
+        among = inside or holders
+        found.append(among[0 if own else order % len(among)].ranks)
+    return tuple(found)
+
+
+def replicated_experts(stage: Stage) -> list[int]:
+    """Experts that several members of one of its groups hold, ascending."""
+    found = set[int]()
+    for group in stage.experts:
+        held = Counter(e for member in group.members for e in range(*member.experts))
+        found |= {expert for expert, holders in held.items() if holders > 1}
+    return sorted(found)
 
 
 def sequence_group(stage: Stage, rank: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,15 @@ from hetero_megatron.layout.transfer import reduction_elements
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.experts import Islands
+from hetero_megatron.plan.routing import layer_loads
+from hetero_megatron.plan.token_hops import stage_token_hops
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import format_bytes, plural, rank_ranges, word
 
-Islands = tuple[tuple[int, ...], ...]
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+Moves = tuple[IntArray, IntArray, FloatArray]  # (senders, receivers, elements)
+WAYS = 4  # of a routed token: to its experts and back, and so do the gradients
 EQUAL = 1.05  # times as long as the quickest division still counts as equal
 SEARCHED = 32  # chips up to which a search gives islands to what it predicts: their layouts take seconds for hundreds
 
@@ -92,19 +97,20 @@ def _near(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     """The plan with islands where they save bytes over slow links, else as it is.
 
     Islands are what remains together when all links up to a bandwidth are cut: nodes, or groups of nodes. Of several
-    such divisions the one is taken under which the exchange of gradients takes least, hop after hop, by the bandwidths
-    of links and of what a node has for all others together; of those that take about equally long, the one that loads
-    links the least in all.
+    such divisions the one is taken under which the exchanges of gradients and of routed tokens take least, hop after
+    hop, by the bandwidths of links and of what a node has for all others together; of those that take about equally
+    long, the one that loads links the least in all.
     """
     found = []
     for islands in divisions(plan, cluster):
         divided = replace(plan, islands=islands)
-        buckets = make_buckets(divided, model)
-        if any(len(b.hops) > 1 for b in buckets):
-            found.append((divided, *_link_seconds(buckets, cluster)))
+        buckets, tokens = make_buckets(divided, model), list(_token_moves(divided, model))
+        if any(len(b.hops) > 1 for b in buckets) or any(twice for twice, _ in tokens):
+            found.append((divided, *_link_seconds(buckets, [moves for _, moves in tokens], cluster)))
     if not found:
         return plan
-    found.insert(0, (plan, *_link_seconds(make_buckets(plan, model), cluster)))
+    straight = [moves for _, moves in _token_moves(plan, model)]
+    found.insert(0, (plan, *_link_seconds(make_buckets(plan, model), straight, cluster)))
     least = min(busiest for _, busiest, _ in found)
     equal = [(together, i) for i, (_, busiest, together) in enumerate(found) if busiest <= EQUAL * least]
     return found[min(equal)[1]][0]
@@ -172,7 +178,20 @@ def _bandwidth(cluster: Cluster, a: int, b: int) -> float | None:
     return 1 / cluster.seconds_per_byte(link, one, two, cluster.ranks[a].node != cluster.ranks[b].node)
 
 
-def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> tuple[float, float]:
+def _token_moves(plan: Plan, model: ModelSpec) -> Iterator[tuple[bool, Moves]]:
+    """Of each hop of each stage that lists groups of experts: (is it one of two?, elements from rank to rank in a step,
+    there and back, forward and backward, with even routing)."""
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            layers = sum(model.layer(i).mlp == "moe" for i in stage.layer_indices()) if stage.experts else 0
+            hops = layer_loads(model, stage, True, islands=plan.islands).hops if layers else ()
+            for hop in hops:
+                times = WAYS * layers * pipeline.num_micro_batches * model.hidden_size
+                src, dst = np.array(list(hop.copies), dtype=np.int64).reshape(-1, 2).T
+                yield len(hops) > 1, (src, dst, times * np.array(list(hop.copies.values())))
+
+
+def _link_seconds(buckets: Sequence[Bucket], tokens: Iterable[Moves], cluster: Cluster) -> tuple[float, float]:
     """Elements over bandwidth, hop after hop: of the busiest link or port, and of all links together."""
     busiest = together = 0.0
     places = _Places(cluster)
@@ -182,6 +201,9 @@ def _link_seconds(buckets: Sequence[Bucket], cluster: Cluster) -> tuple[float, f
         if key not in known:
             known[key] = places.seconds(*_hop_pairs(hop))
         busiest, together = busiest + known[key][0], together + known[key][1]
+    for moves in tokens:
+        most, every = places.seconds(*moves)
+        busiest, together = busiest + most, together + every
     return busiest, together
 
 
@@ -195,7 +217,7 @@ class _Places:
         self.node = np.array([nodes[r.node] for r in cluster.ranks])
         self.group = np.array([groups[r.group] for r in cluster.ranks])
 
-    def seconds(self, src: IntArray, dst: IntArray, elements: IntArray) -> tuple[float, float]:
+    def seconds(self, src: IntArray, dst: IntArray, elements: IntArray | FloatArray) -> tuple[float, float]:
         """The busiest link, or end of links: a chip inside its node, a node among others, which sends (and receives)
         all at the rate of the fastest of its links; and the sum of all links. A link of unknown speed counts
         nothing."""
@@ -216,7 +238,7 @@ class _Places:
             busiest.append((np.bincount(port, elements) / fastest).max())
         return float(max(busiest)), float(together.sum())
 
-    def _speeds(self, src: IntArray, dst: IntArray, same: IntArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _speeds(self, src: IntArray, dst: IntArray, same: IntArray) -> FloatArray:
         """Bytes/s of each pair; 0 where unknown. Pairs of the same node groups have the same."""
         kinds = (self.group[src] * (self.group.max() + 1) + self.group[dst]) * 2 + same
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
@@ -262,11 +284,15 @@ def crossing(compiled: CompiledPlan, itemsize: int = 4) -> Crossing:
 def format_islands(compiled: CompiledPlan) -> str:
     """One line: the islands, and what they save."""
     found = crossing(compiled)
+    stages = [stage for pipeline in compiled.plan.pipelines for stage in pipeline.stages]
+    twice = sum(len(stage_token_hops(compiled.spec, stage, compiled.plan.islands)) for stage in stages)
+    tokens = f"; routed tokens of {plural(twice, 'expert group')} go in two hops" if twice else ""
     names = " | ".join(rank_ranges(ranks) for ranks in compiled.plan.islands)
     if not found.direct:
-        return f"islands {names}: no gradients cross between them"
+        return f"islands {names}: no gradients cross between them{tokens}"
     return (
         f"islands {names}: {found.hops} of {plural(found.buckets, 'bucket')} {word(found.hops, 'is')} "
         "summed inside an island first; per step "
         f"{format_bytes(found.planned)} of fp32 gradients cross between islands instead of {format_bytes(found.direct)}"
+        + tokens
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import mul
 from typing import Any
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
+from hetero_megatron.plan.fp8_memory import backward_bytes
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
@@ -97,6 +98,8 @@ class RankWork:
         tp: the rank has 1/tp of heads and columns; shards: and an equal part of the tokens, of so many.
         limit: of the bytes of logits, where the stage's head goes through chunks (:func:`chunk_limit`), else None.
         load: of routed experts, in an average layer of these; None: of a plain TP group.
+        fp8: recipe of the fp8 that linear modules compute in; None: the dtype of the weights.
+        rows: sequences of the tokens.
     """
 
     layers: int
@@ -110,6 +113,8 @@ class RankWork:
     shards: int
     limit: int | None = None
     load: ExpertLoad | None = None
+    fp8: str | None = None
+    rows: int = 1
 
     @property
     def full(self) -> int:
@@ -163,7 +168,7 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
     their way to the stage before.
     """
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
-    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load), 0, 0
+    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
     if held.full == held.layers > 0:
         layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         layer -= layer_activation_bytes(spec, tokens, "full", *sizes, held.load)
@@ -172,6 +177,14 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
         in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None)
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
+
+
+def linear_bytes(spec: ModelSpec, held: RankWork) -> Callable[[float, float], float] | None:
+    """Of a linear module in fp8 with so many (outputs, inputs), bytes of its backward; None: none is in fp8."""
+    if held.fp8 is None:
+        return None
+    recipe, length, item, trained = held.fp8, held.tokens / held.rows, held.item, spec.lora is None
+    return lambda n, k: backward_bytes(recipe, held.rows, length, n, k, item, trained)
 
 
 def operand_bytes(spec: ModelSpec, held: RankWork) -> int:

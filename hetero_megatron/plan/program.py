@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hetero_megatron.plan.buckets import Bucket, sync_actions
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
-from hetero_megatron.plan.experts import routing_groups
 from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
 from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples
+from hetero_megatron.plan.token_hops import routing_groups
 from hetero_megatron.schedule import (
     Action,
     Schedule,
@@ -20,6 +20,7 @@ from hetero_megatron.schedule import (
     with_synchronisation,
 )
 from hetero_megatron.schedule.actions import COMPUTE, SYNCHRONISATION
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.words import rank_ranges
 
 GROUPS_SHOWN = 8
@@ -56,14 +57,14 @@ class Collectives:
     and are left out.
     """
 
-    def __init__(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec) -> None:
         self._everyone = (plan.ranks,) if len(plan.ranks) > 1 else ()
         self._buckets = {b.index: b for b in buckets}
         self._layers: dict[int, tuple[tuple[int, ...], ...]] = {}
         for stage in (s for p in plan.pipelines for s in p.stages):
             groups = [tuple(sorted(u.ranks)) for u in stage.units]
             groups += [tuple(sorted(g)) for g in context_groups(stage, plan.seq_length)]
-            groups += routing_groups(stage)
+            groups += routing_groups(spec, stage, plan.islands)
             for rank in stage.ranks:
                 self._layers[rank] = tuple(dict.fromkeys(g for g in groups if rank in g and len(g) > 1))
 
@@ -90,7 +91,7 @@ class Collectives:
         return {rank: tuple(numbers) for rank, numbers in inside.items()}
 
 
-def format_step(plan: Plan, buckets: Sequence[Bucket], most: int = 24) -> str:
+def format_step(plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec, most: int = 24) -> str:
     """The step as a grid per pipeline (equal ones once), a row per stage, and which ranks meet in which action.
 
     Args:
@@ -105,12 +106,14 @@ def format_step(plan: Plan, buckets: Sequence[Bucket], most: int = 24) -> str:
         lines.append(f"pipeline{'s' if len(pipelines) > 1 else ''} {rank_ranges(pipelines)}, {schedule.name}")
         rows = {f"stage {s}": row for s, row in enumerate(schedule.stages)}
         lines += [f"  {line}" for line in format_rows(rows, most=most, last=most).splitlines()]
-    return "\n".join([*lines, *_meetings(plan, buckets, schedules)])
+    return "\n".join([*lines, *_meetings(plan, buckets, spec, schedules)])
 
 
-def _meetings(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Schedule]) -> list[str]:
+def _meetings(
+    plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec, schedules: Sequence[Schedule]
+) -> list[str]:
     """One line per kind of action (and bucket) with its groups of ranks."""
-    meet = Collectives(plan, buckets)
+    meet = Collectives(plan, buckets, spec)
     groups: dict[str, dict[tuple[int, ...], None]] = {}
     for schedule, pipeline in zip(schedules, plan.pipelines, strict=True):
         for row, stage in zip(schedule.stages, pipeline.stages, strict=True):
@@ -130,7 +133,9 @@ def _meetings(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Schedul
     return lines
 
 
-def validate_step(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Schedule]) -> None:
+def validate_step(
+    plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec, schedules: Sequence[Schedule]
+) -> None:
     """Every pipeline's schedule can run, and all ranks meet their common collectives in the same order.
 
     Raises:
@@ -144,5 +149,5 @@ def validate_step(plan: Plan, buckets: Sequence[Bucket], schedules: Sequence[Sch
         for s, stage in enumerate(pipeline.stages)
         for rank in stage.ranks
     }
-    collectives = Collectives(plan, buckets)
+    collectives = Collectives(plan, buckets, spec)
     validate_collectives(rows, collectives.synchronising, collectives.kinds().get)

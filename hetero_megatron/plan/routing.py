@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut
-from hetero_megatron.plan.canonical import Stage
-from hetero_megatron.plan.experts import destinations, expert_groups, rank_shares
+from hetero_megatron.plan.canonical import ExpertGroup, Stage
+from hetero_megatron.plan.experts import Islands, destinations, expert_groups, rank_shares, split_by_island
 from hetero_megatron.plan.routing_stats import FLAG, read_routing_stats
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.plan.token_hops import TokenHops, hit_probability, share_of_island, shares_of, stage_token_hops
+from hetero_megatron.spec import ModelSpec, Share
 from hetero_megatron.spec.expert_load import ExpertLoad
 
 Popularity = tuple[float, ...]  # share of routed tokens that goes to each expert; sums to 1
@@ -48,16 +49,34 @@ def routing_of(path: str | None, spec: ModelSpec) -> Routing:
 
 
 @dataclass(frozen=True)
+class TokenHop:
+    """One exchange of tokens, on their way to the experts; sums come back the other way.
+
+    Attributes:
+        groups: ranks that exchange messages with the first one of them.
+        copies: (sender, receiver) -> tokens; of those that stay with a rank both are this one.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    copies: Mapping[tuple[int, int], float]
+
+    @property
+    def moves(self) -> dict[tuple[int, int], float]:
+        """Without the tokens that stay."""
+        return {pair: tokens for pair, tokens in self.copies.items() if pair[0] != pair[1]}
+
+
+@dataclass(frozen=True)
 class LayerLoads:
     """Of one layer of a stage in one micro-batch.
 
     Attributes:
         of: by rank.
-        copies: (sender, receiver) -> tokens that go from one rank to another.
+        hops: one, or two where some group of experts takes two (``token_hops``); none in a dense layer.
     """
 
     of: Mapping[int, ExpertLoad]
-    copies: Mapping[tuple[int, int], float]
+    hops: tuple[TokenHop, ...]
 
 
 def layer_kinds(
@@ -70,42 +89,83 @@ def layer_kinds(
     return [(*kind, count) for kind, count in found.items()]
 
 
-def layer_loads(spec: ModelSpec, stage: Stage, routed: bool, popularity: Popularity | None = None) -> LayerLoads:
-    """Loads of a layer that is a mixture of experts (``routed``), or a dense one of a model that has some."""
-    return _layer_loads(spec, replace(stage, layers=(), embed=False, head=False), routed, popularity)
+def layer_loads(
+    spec: ModelSpec, stage: Stage, routed: bool, popularity: Popularity | None = None, islands: Islands = ()
+) -> LayerLoads:
+    """Loads of a layer that is a mixture of experts (``routed``), or a dense one of a model that has some; ``islands``:
+    the plan's."""
+    near = split_by_island(islands, stage.ranks) if islands else ()
+    return _layer_loads(spec, replace(stage, layers=(), embed=False, head=False), routed, popularity, near)
 
 
 @lru_cache(maxsize=4096)
-def _layer_loads(spec: ModelSpec, stage: Stage, routed: bool, popularity: Popularity | None) -> LayerLoads:
+def _layer_loads(
+    spec: ModelSpec, stage: Stage, routed: bool, popularity: Popularity | None, islands: Islands
+) -> LayerLoads:
     moe = spec.moe
     assert moe is not None, "a dense model routes nothing"
     own = own_tokens(stage)
     if not routed:
-        return LayerLoads({rank: ExpertLoad(0.0, n, 0.0, 0.0, 0.0, 0, 0.0, 1) for rank, n in own.items()}, {})
+        return LayerLoads({rank: ExpertLoad(0.0, n, 0.0, 0.0, 0.0, 0, 0.0, 1) for rank, n in own.items()}, ())
     shares, count = rank_shares(spec, stage), moe.num_experts
     popular = popularity or (1 / count,) * count
-    loads: dict[int, ExpertLoad] = {}
-    copies: dict[tuple[int, int], float] = {}
-    for group in expert_groups(stage, count):
-        taken = {rank: [0.0, 0.0] for rank in group.ranks}  # arriving tokens, rows
-        sent = dict.fromkeys(group.ranks, 0.0)
+    rows = dict.fromkeys(stage.ranks, 0.0)
+    groups, twice = expert_groups(stage, count), stage_token_hops(spec, stage, islands)
+    first: dict[tuple[int, int], float] = defaultdict(float)
+    second: dict[tuple[int, int], float] = defaultdict(float)
+    members = dict[int, int]()
+    for group in groups:
+        hops = twice.get(group)
         for source in group.ranks:
-            to: dict[int, float] = dict.fromkeys(group.ranks, 0.0)
-            for share, ranks in zip(popular, destinations(group, source, count), strict=True):
-                for rank in ranks:
-                    to[rank] += share
-            for rank, share in to.items():
+            members[source] = len(hops.island(source)) + len(hops.islands) - 1 if hops else len(group.ranks)
+            to = destinations(group, source, count, islands)
+            for relay, island in hops.relays(source).items() if hops else ():
+                share = share_of_island(popular, to, island)
+                first[source, relay] += own[source] * hit_probability(share, count, moe.top_k)
+            for rank, share in shares_of(popular, to, group.ranks).items():
+                rows[rank] += own[source] * moe.top_k * share
                 tokens = own[source] * hit_probability(share, count, moe.top_k)
-                taken[rank][0] += tokens
-                taken[rank][1] += own[source] * moe.top_k * share
-                sent[source] += tokens
-                if rank != source and tokens:
-                    copies[source, rank] = tokens
-        for rank in group.ranks:
-            (a, b), (c, d) = shares[rank].experts, shares[rank].expert_ffn
-            arriving, rows = taken[rank]
-            loads[rank] = ExpertLoad(1.0, own[rank], sent[rank], arriving, rows, b - a, d - c, len(group.ranks))
-    return LayerLoads(loads, copies)
+                if hops:
+                    second[hops.relay(source, hops.island(rank)), rank] += tokens
+                else:
+                    first[source, rank] += tokens
+    return LayerLoads(
+        _loads(own, rows, shares, members, first, second, {r for g in twice for r in g.ranks}),
+        _hops(groups, twice, first, second),
+    )
+
+
+def _loads(
+    own: Mapping[int, float], rows: Mapping[int, float], shares: Mapping[int, Share], members: Mapping[int, int],
+    first: Mapping[tuple[int, int], float], second: Mapping[tuple[int, int], float], twice: Container[int],
+) -> dict[int, ExpertLoad]:  # fmt: skip
+    """By rank. ``twice``: ranks whose tokens go in two hops, of which the second one is to the experts."""
+
+    def sums(copies: Mapping[tuple[int, int], float], end: int) -> dict[int, float]:
+        found: dict[int, float] = defaultdict(float)
+        for pair, tokens in copies.items():
+            found[pair[end]] += tokens
+        return found
+
+    (out, into), (out2, into2) = ([sums(copies, end) for end in (0, 1)] for copies in (first, second))
+    loads = {}
+    for rank, tokens in own.items():
+        (a, b), (c, d) = shares[rank].experts, shares[rank].expert_ffn
+        amounts = (out2[rank], into2[rank]) if rank in twice else (out[rank], into[rank])
+        relayed = (out[rank], into[rank]) if rank in twice else (0.0, 0.0)
+        loads[rank] = ExpertLoad(1.0, tokens, *amounts, rows[rank], b - a, d - c, members[rank], *relayed)
+    return loads
+
+
+def _hops(
+    groups: Sequence[ExpertGroup], twice: Mapping[ExpertGroup, TokenHops], first: Mapping[tuple[int, int], float],
+    second: Mapping[tuple[int, int], float],
+) -> tuple[TokenHop, ...]:  # fmt: skip
+    straight = [tuple(sorted(group.ranks)) for group in groups if group not in twice]
+    relayed = [tuple(dict.fromkeys((r, *hops.relays(r)))) for group, hops in twice.items() for r in group.ranks]
+    whole = TokenHop((*straight, *relayed), dict(first))
+    inside = tuple(island for hops in twice.values() for island in hops.islands)
+    return (whole, TokenHop(inside, dict(second))) if inside else (whole,)
 
 
 def own_tokens(stage: Stage) -> dict[int, int]:
@@ -117,23 +177,14 @@ def own_tokens(stage: Stage) -> dict[int, int]:
     }
 
 
-def hit_probability(share: float, experts: int, top_k: int) -> float:
-    """That at least one of a token's ``top_k`` different experts is among some that get ``share`` of all routed tokens:
-    as if they were ``share * experts`` equally popular ones."""
-    miss = 1.0
-    for i in range(top_k):
-        miss *= max(0.0, 1.0 - share * experts / (experts - i)) if share < 1.0 else 0.0
-    return 1.0 - miss
-
-
 def mean_loads(
-    spec: ModelSpec, stage: Stage, layers: Iterable[int], routing: Routing = EVEN
+    spec: ModelSpec, stage: Stage, layers: Iterable[int], routing: Routing = EVEN, islands: Islands = ()
 ) -> Mapping[int, ExpertLoad | None]:
     """By rank, the load of an average one of ``layers`` of the stage; None for a dense model."""
     if spec.moe is None:
         return dict.fromkeys(stage.ranks)
     kinds = layer_kinds(spec, layers, routing)
-    found = [(layer_loads(spec, stage, moe, popular).of, count) for moe, popular, count in kinds if moe]
+    found = [(layer_loads(spec, stage, moe, popular, islands).of, count) for moe, popular, count in kinds if moe]
     total, several = sum(count for *_, count in kinds), sum(count for _, count in found)
     if not found:
         return layer_loads(spec, stage, False).of
@@ -142,7 +193,7 @@ def mean_loads(
         one = found[0][0][rank]
         sums = {
             name: sum(getattr(of[rank], name) * count for of, count in found) / several
-            for name in ("sent", "arriving", "rows")
+            for name in ("sent", "arriving", "rows", "passed_on", "taken_on")
         }
         means[rank] = replace(one, layers=several / total, **sums)
     return means

@@ -25,7 +25,8 @@ class ExpertLoad:
         arriving: tokens that come to the experts here, from all ranks.
         rows: pairs of a token and an expert here.
         experts: here; columns: of each of them, here.
-        members: ranks that exchange tokens.
+        members: ranks that exchange tokens, over both hops where there are two.
+        passed_on, taken_on: tokens that it sends in the first of two hops, and those that come there, its own included.
     """
 
     layers: float
@@ -36,6 +37,13 @@ class ExpertLoad:
     experts: int
     columns: float
     members: int
+    passed_on: float = 0.0
+    taken_on: float = 0.0
+
+    @property
+    def exchanged(self) -> float:
+        """Tokens packed or unpacked, in all hops."""
+        return self.sent + self.arriving + self.passed_on + self.taken_on
 
 
 def moe_layers(spec: ModelSpec) -> float:
@@ -78,7 +86,7 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> flo
     assert moe is not None
     gated = (h + 1) * moe.shared_gate  # what all tokens use, before the gate, and the gate
     own = load.tokens * (item * (h + moe.num_experts + gated) + INDEX * moe.top_k)
-    sent = load.sent * (INDEX + moe.top_k) if load.members > 1 else 0.0
+    sent = (load.sent + load.passed_on) * (INDEX + moe.top_k) if load.members > 1 else 0.0
     arriving = load.arriving * moe.top_k * (INDEX + wide)
     row = 2 * h + ROUTED_WIDTHS * load.columns + expert_adapter_ranks(spec)
     return own + sent + arriving + load.rows * (item * row + INDEX)

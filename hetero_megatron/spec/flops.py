@@ -7,7 +7,7 @@ not counted: these are *model* FLOPs. Backward is twice forward, because each pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hetero_megatron.spec.expert_load import (
     ExpertLoad,
@@ -234,7 +234,7 @@ def layer_activation_bytes(
 
 def layer_backward_bytes(
     spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
-    load: ExpertLoad | None = None,
+    load: ExpertLoad | None = None, linear: Callable[[float, float], float] | None = None,
 ) -> int:  # fmt: skip
     """Bytes that backward through one layer needs beside what the layer keeps, at the worst moment of autograd's.
 
@@ -245,6 +245,10 @@ def layer_backward_bytes(
     - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up;
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
+
+    Args:
+        linear: where linear modules are in fp8, bytes of the backward of one with so many (outputs, inputs) beside its
+            operands; None: in the dtype of the weights.
     """
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
@@ -252,9 +256,13 @@ def layer_backward_bytes(
     row = tokens * itemsize
     weight = h * f if spec.lora is None else 0
     inside = (2 if spec.gated else 1) * f
-    worst = max(row * inside, row * (h + f) + weight * itemsize)
-    if itemsize == 2:
-        worst = max(worst, weight * (itemsize + 4))
+    if linear is not None:
+        heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
+        worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
+    else:
+        worst = max(row * inside, row * (h + f) + weight * itemsize)
+        if itemsize == 2:
+            worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)
     if load is not None and routed:

@@ -186,7 +186,7 @@ class Checkpointing:
             return fresh
         self.config = config = same_schedule(config, state)
         self._say_differences(found)
-        self.data.load_state_dict(state.get("data") or {})
+        together(self.runtime.world, lambda: self.data.load_state_dict(state.get("data") or {}))
         progress = ConsumedSamples(int(state["step"]), int(state["consumed_train_samples"]))
         if options.goes_on:
             self.last_saved = progress.step
@@ -281,10 +281,11 @@ def _had_momentum(found: Checkpoint) -> bool:
 
 def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Of every stream the state of the rank that has read furthest (all are valid, later ones are cheaper)."""
-    best: dict[str, Any] = dict(states[0])
-    for kind in best:
-        best[kind] = [max(column, key=lambda s: s["sample"]) for column in zip(*(s[kind] for s in states))]
-    return best
+    kinds = {kind for state in states for kind in state}  # none of a rank that another one reads for
+    return {
+        kind: [max(column, key=lambda s: s["sample"]) for column in zip(*(s[kind] for s in states if kind in s))]
+        for kind in sorted(kinds)
+    }
 
 
 def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetero_megatron.comm import Group
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, gemm
 from hetero_megatron.ops.bind import make_function
@@ -41,12 +40,7 @@ def expect_routing(runtime: Runtime) -> None:
     spec, rank = runtime.spec, runtime.comm.rank
     if spec.moe is None:
         return
-    loads = layer_loads(spec, runtime.stage, True)
-
-    def count(source: int, target: int) -> int:
-        """Tokens that go from one rank to another; what does not go elsewhere was sent to oneself."""
-        others = sum(n for (a, _), n in loads.copies.items() if a == source)
-        return round(loads.of[source].sent - others if source == target else loads.copies.get((source, target), 0.0))
+    loads = layer_loads(spec, runtime.stage, True, islands=runtime.plan.islands)
 
     def sort(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = chosen.new_empty(round(loads.of[rank].rows))
@@ -57,9 +51,11 @@ def expect_routing(runtime: Runtime) -> None:
             continue
         layer.mlp.experts.sort = sort
         if isinstance(layer.mlp.dispatch, ExpertExchange):
-            group: Group = layer.mlp.dispatch.group
-            to, come = [count(rank, r) for r in group.ranks], [count(r, rank) for r in group.ranks]
-            layer.mlp.dispatch.find_routes = partial(ExpectedRoutes, to, come)
+            for exchange, hop in zip(layer.mlp.dispatch.hops, loads.hops):
+                ranks = exchange.ways.group.ranks
+                to = [round(hop.copies.get((rank, r), 0.0)) for r in ranks]
+                come = [round(hop.copies.get((r, rank), 0.0)) for r in ranks]
+                exchange.find_routes = partial(ExpectedRoutes, to, come)
 
 
 def with_expected_rows(kernels: KernelPlan) -> KernelPlan:

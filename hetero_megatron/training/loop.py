@@ -19,7 +19,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.comm.hooks import Clock
-from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
+from hetero_megatron.data import unigram_entropy
 from hetero_megatron.data.batch import BatchOptions
 from hetero_megatron.data.chat.build import show_sample
 from hetero_megatron.data.loader import BatchLoader
@@ -55,6 +55,7 @@ from hetero_megatron.training.islands import (
     unlike_cluster,
 )
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
+from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
@@ -127,12 +128,14 @@ def train(
             try:
                 code = training.run()
             except UserError as error:  # of all ranks alike: a checkpoint on its way is still finished
+                training.node_data.close(error)
                 with suppress(UserError):  # a full disk must not hide what was wrong
                     training.reporter.event("error", str(error), step=training.step)
                 with suppress(UserError, RuntimeError):
                     training.checkpoints.wait()
                 raise
             finally:
+                training.node_data.close()
                 training.reporter.flush()
     except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
@@ -280,7 +283,8 @@ class Training:
         self._complete_import()
         self.alignment.follow(self.runtime)
         agree_on_kernels(self.runtime, config.logging.kernel_plan)
-        self.data = self._datasets()
+        self.node_data = NodeData(config, comm, world)
+        self.data = self.node_data.datasets
         check_agreement(world, {f"data ({name})": mark for name, mark in self.data.fingerprints.items()})
         flags = config.data
         assert flags is not None, "the command line refuses training without data"
@@ -366,14 +370,6 @@ class Training:
             for notice in [*self.weights.notices, *found]:
                 print(notice_line(f"--load-hf {self.config.load_hf}: {notice}"), flush=True)
 
-    def _datasets(self) -> Datasets:
-        config = self.config
-        assert config.data is not None
-        valid = config.evaluation.iterations * config.plan.global_batch_size
-        wanted = (0 if config.skip_train else config.train_samples, valid, valid)
-        log = print if self.runtime.comm.rank == config.plan.ranks[0] else (lambda _: None)
-        return build_datasets(config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size, log)
-
     def run(self) -> int:
         """Returns the exit code of this rank."""
         config = self.config
@@ -446,7 +442,8 @@ class Training:
                     config.optimizer.clip_grad, self.loss_scale.scale,
                     stop=self.exit.check(self.step + 1) or self.checkpoints.failed,
                 )  # fmt: skip
-            loader.advance(size)
+            if not stats.stop and self.step + 1 < config.steps:
+                loader.advance(size)
             self.alignment.after_step(self.step + 1, self.runtime)
             self.step, self.consumed, stop = self.step + 1, self.consumed + size, stats.stop
             scale, self.loss_scale = self.loss_scale, self.loss_scale.update(stats.skipped)
@@ -474,7 +471,8 @@ class Training:
         with self._loader(data) as loader:
             for i in range(self.config.evaluation.iterations):
                 loss_sum, count = self.runtime.evaluate(loader, i * size, size)
-                loader.advance(size)
+                if i + 1 < self.config.evaluation.iterations:
+                    loader.advance(size)
                 total, tokens = total + loss_sum, tokens + count
         loss = total / max(tokens, 1)
         if self.config.check_nan and not math.isfinite(loss):

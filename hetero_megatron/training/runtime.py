@@ -53,7 +53,8 @@ from hetero_megatron.plan import (
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares, require_rows
-from hetero_megatron.plan.fp8 import Fp8, stage_fp8
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.progress import tracked
 from hetero_megatron.schedule import Action, receive_order
@@ -190,7 +191,7 @@ class Runtime:
             kernel = tile_kernel(self.comm.device, self.kernels.choices["attention"].kernel, spec.attn_softcap)
             merge = self.kernels.choices["attn_merge"].kernel.forward
             apply_context_parallel(model, self.context, self.comm, kernel, merge)
-        apply_expert_parallel(model, stage, self.comm)
+        apply_expert_parallel(model, stage, self.comm, self.plan.islands)
         apply_recompute(model, stage.recompute)
         return model, boxes
 

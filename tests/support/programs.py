@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hetero_megatron.cli.pretrain import main
@@ -55,7 +55,9 @@ def inside(words: list[str], code: int = 0) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-def _program(words: list[str], environment: dict[str, str], output: str, command: str) -> None:
+def _program(
+    words: list[str], environment: dict[str, str], output: str, command: str, before: Callable[[], None] | None
+) -> None:
     """In a forked process: what ``hetero-megatron COMMAND`` does."""
     os.environ.clear()
     os.environ.update(environment)
@@ -66,21 +68,28 @@ def _program(words: list[str], environment: dict[str, str], output: str, command
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["hetero-megatron", command, *words]
+    if before is not None:
+        before()
     from hetero_megatron.cli.start import train
 
     train(command, words)
 
 
 class Program:
-    """A forked ``pretrain_gpt.py`` (or another command), with the methods of ``subprocess.Popen`` that tests need."""
+    """A forked ``pretrain_gpt.py`` (or another command), with the methods of ``subprocess.Popen`` that tests need;
+    ``before``: called in it first."""
 
     def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str] = ENVIRONMENT, command: str = "pretrain"
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str] = ENVIRONMENT,
+        command: str = "pretrain",
+        before: Callable[[], None] | None = None,
     ) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="program")
-        given = (list(words), dict(environment), self._folder.name, command)
+        given = (list(words), dict(environment), self._folder.name, command, before)
         self._process = context.Process(target=_program, args=given)
         self._process.start()
         atexit.register(self.kill)
@@ -127,19 +136,30 @@ class Program:
 
 
 def start_ranks(
-    ranks: int, words: Sequence[str], own: Mapping[int, Sequence[str]] | None = None, **environment: str
+    ranks: int,
+    words: Sequence[str],
+    own: Mapping[int, Sequence[str]] | None = None,
+    nodes: Sequence[str] = (),
+    before: Callable[[], None] | None = None,
+    **environment: str,
 ) -> list[Program]:
     """Ranks without a launcher, so that nobody but the ranks themselves notices a failure.
 
     Args:
         own: further flags of some ranks.
+        nodes: the name of each rank's node; empty: this host's.
+        before: called first in every rank.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {**ENVIRONMENT, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
     return [
-        Program([*words, *(own or {}).get(rank, ())], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Program(
+            [*words, *(own or {}).get(rank, ())],
+            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **({"HETERO_NODE": nodes[rank]} if nodes else {})},
+            before=before,
+        )
         for rank in range(ranks)
     ]
 

@@ -141,12 +141,14 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
     return plan
 
 
-def random_experts(rng: random.Random, ranks: list[int], count: int, columns: int) -> list[dict[str, Any]]:
+def random_experts(
+    rng: random.Random, ranks: list[int], count: int, columns: int, most_groups: int = 3
+) -> list[dict[str, Any]]:
     """Groups over ``ranks`` in random order that divide ``count`` experts: unequally, some replicated, some ranks
     without any, some sharing the columns of each."""
     order = rng.sample(ranks, len(ranks))
     groups, start = [], 0
-    for size in composition(rng, len(order), rng.randint(1, min(3, len(order))), least=1):
+    for size in composition(rng, len(order), rng.randint(1, min(most_groups, len(order))), least=1):
         mine = order[start : start + size]
         start += size
         members: list[list[int]] = []

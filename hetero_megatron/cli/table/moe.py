@@ -29,8 +29,8 @@ FLAGS = (
           needs=needs("--moe-router-num-groups", "--model", "--load-hf")),
     value("--moe-router-topk-scaling-factor", float, None, "multiplies the weights of a token's experts", needs=_MODEL),
     notice("--moe-grouped-gemm", "the products of all experts are always grouped"),
-    notice("--moe-token-dispatcher-type", "tokens go by a ragged all-to-all of the ranks that divide the experts",
-           nargs=1),
+    notice("--moe-token-dispatcher-type", "tokens go by a ragged all-to-all of the ranks that divide the experts, over "
+           "the islands of a plan in two hops", nargs=1),
     notice("--moe-shared-expert-overlap", "the shared expert always computes while tokens are on their way"),
     notice("--moe-router-fusion", "the kernel plan says which kernel routes (--log-kernel-plan)"),
     notice("--moe-per-layer-logging", "metrics.jsonl has the load by layer"),

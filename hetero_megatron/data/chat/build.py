@@ -16,7 +16,7 @@ from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packed import PackedConversations, encode_store
 from hetero_megatron.data.chat.records import find_records
-from hetero_megatron.data.chat.stream import StreamedConversations
+from hetero_megatron.data.chat.stream import WINDOW, StreamedConversations
 from hetero_megatron.data.config import DataConfig
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.sample import Dataset, Sample
@@ -33,6 +33,7 @@ class ChatData:
 
     Args:
         limit: rows of the model's embedding.
+        keep: samples before the newest one that a stream must still give.
     """
 
     config: DataConfig
@@ -41,6 +42,7 @@ class ChatData:
     tokenizer: Tokenizer
     limit: int
     log: Log
+    keep: int = 0
     _stores: dict[str, TokenStore] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class ChatData:
         split = find_split(self.config, which)
         if split is None:
             return None
-        if self.config.dataloader_type == "streaming":
+        if self.config.reads_stream:
             return self._streams(split)
         return split_dataset(split, partial(self._packed, split), lambda data: data.num_packs)
 
@@ -102,7 +104,7 @@ class ChatData:
             StreamedConversations(
                 find_records(path, flag, streaming=True), self.encoder, self.seq_length, self.seed + (i << 32),
                 self._tokens.pad, Overlong(self.config.overlong_samples, self.seq_length),
-                not self.config.no_packing, self.config.shuffle_buffer, self.limit,
+                not self.config.no_packing, self.config.shuffle_buffer, self.limit, max(WINDOW, self.keep),
             )  # fmt: skip
             for i, path in enumerate(paths)
         ]

@@ -22,7 +22,8 @@ from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
 
-WINDOW = 4096  # samples before the newest one that are kept
+WINDOW = 4096  # samples before the newest one that are kept, at least
+_PLACES = 512  # blocks whose beginnings are kept
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,22 @@ class _Place:
 
 
 class StreamedConversations:
-    """Samples in the order of the data, shuffled within blocks. Thread-safe."""
+    """Samples in the order of the data, shuffled within blocks. Thread-safe.
+
+    Args:
+        block: records that are shuffled together.
+        limit: rows of the model's embedding.
+        window: samples before the newest one that are kept.
+    """
 
     def __init__(
         self, records: RecordSource, encoder: ChatEncoder, seq_length: int, seed: int, pad: int, overlong: Overlong,
         packing: bool = True, block: int = 1000, limit: int | None = None,
+        window: int = WINDOW,
     ) -> None:  # fmt: skip
         self.records, self.seq_length, self.overlong = records, seq_length, overlong
         self._encoder, self._seed, self._pad, self._packing = encoder, seed, pad, packing
-        self._block, self._limit, self._lock = block, limit, threading.Lock()
+        self._block, self._limit, self._window, self._lock = block, limit, window, threading.Lock()
         self._recent: dict[int, Sample] = {}
         self._places: list[_Place] = []
         self._broken: UserError | None = None
@@ -111,7 +119,7 @@ class StreamedConversations:
             self._broken = error
             raise
         self._places.append(place)
-        del self._places[: -WINDOW // 8]
+        del self._places[:-_PLACES]
         count = 0
         if fitted:
             lengths = np.array([len(f.ids) for f in fitted], np.int64)
@@ -120,7 +128,7 @@ class StreamedConversations:
             for count, at in enumerate(order.tolist(), 1):
                 parts = [fitted[i] for i in packs[at]]
                 self._recent[place.sample + count - 1] = packed_sample(parts, self.seq_length, self._pad)
-        for old in [i for i in self._recent if i < place.sample + count - WINDOW]:
+        for old in [i for i in self._recent if i < place.sample + count - self._window]:
             del self._recent[old]
         if len(read) < self._block:
             self._next = _Place(place.sample + count, place.epoch + 1)

@@ -36,8 +36,7 @@ def expert_seconds(
     per_row = 1.0
     if near[1] != load.columns:
         per_row = _row_work(model, rates, item, load.columns, gemm) / _row_work(model, rates, item, near[1], gemm)
-    exchanged = load.sent + load.arriving
-    amounts = (load.experts, load.rows * per_row, load.members, exchanged)
+    amounts = (load.experts, load.rows * per_row, load.members, load.exchanged)
     several = load.members > 1
     forward, backward = (
         sum(n * near[2 + 2 * i + way] for i, n in enumerate(amounts) if several or i < 2) for way in (0, 1)
@@ -57,6 +56,7 @@ def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoa
     # Read and written: rows on their way in and out (2 h, 3 h), the activation (3 columns), tokens of messages.
     moved = load.rows * (5 * h + 3 * load.columns)
     if load.members > 1:
+<<<<<<< HEAD
         moved += MOVED * h * (load.sent + load.arriving)
     small = item * moved / rates.bytes_per_second + _adapters(model, rates, item, load, gemm)
     return products + small, (2 if model.lora is None else 1) * products + 2 * small
@@ -72,6 +72,11 @@ def _adapters(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, g
         seconds += load.experts * (gemm(each, rank, k) + gemm(each, n, rank))
         seconds += 3 * item * load.rows * n / rates.bytes_per_second
     return seconds
+=======
+        moved += MOVED * h * load.exchanged
+    small = item * moved / rates.bytes_per_second
+    return products + small, 2 * (products + small)
+>>>>>>> main
 
 
 def token_bytes(model: ModelSpec, item: int) -> tuple[int, int, int, int]:

@@ -51,19 +51,18 @@ class StageTable:
     """Attributes:
         seconds: [in flight - 1, layers]: forward and backward with the fastest recompute that fits; inf: does not fit.
         forward: [layers] seconds.
-        levels: of recompute: the first axis of ``kept`` and ``backward``.
-        kept: [levels, in flight - 1, layers] bytes of activations.
+        levels: of recompute: the first axis of ``most`` and ``backward``.
+        most: [levels, layers] micro-batches in flight that fit.
         backward: [levels, layers] seconds.
-        room: [layers] bytes left for activations; -1: states alone do not fit.
-        first: (bytes [in flight - 1, 1] saved by recomputing one layer, its seconds); None: first n layers not allowed.
+        first: ([in flight - 1, layers] layers that must be recomputed where not all can be kept, else inf; seconds of
+            recomputing one); None: first n layers not allowed.
     """
 
     seconds: Floats
     forward: Floats
     levels: tuple[str, ...]
-    kept: Floats
+    most: Floats
     backward: Floats
-    room: Floats
     first: tuple[Floats, float] | None
 
     def row(self, in_flight: int) -> int:
@@ -72,16 +71,15 @@ class StageTable:
 
     def choice(self, in_flight: int, layers: int) -> tuple[str, int]:
         """(recompute, number of first layers) of an entry."""
-        k, room = self.row(in_flight), self.room[layers]
+        k = self.row(in_flight)
         best, found = np.inf, ("none", 0)
         for i, level in enumerate(self.levels):
-            if self.kept[i, k, layers] <= room and self.backward[i, layers] < best:
+            if k < self.most[i, layers] and self.backward[i, layers] < best:
                 best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0)
-        if self.first is not None and self.kept[0, k, layers] > room >= 0:
-            save, extra = self.first
-            need = int(np.ceil((self.kept[0, k, layers] - room) / save[k, 0] - 1e-9))
-            if 1 <= need < layers and self.backward[0, layers] + need * extra < best - 1e-15:
-                found = "first", need
+        if self.first is not None:
+            need, extra = self.first
+            if self.backward[0, layers] + need[k, layers] * extra < best - 1e-15:
+                found = "first", int(need[k, layers])
         return found
 
 
@@ -202,22 +200,24 @@ class StageTables:
     def _make(self, kind: StageKind, depth: int) -> StageTable:
         unit, room = self._affine_seconds(kind), self._room(kind)
         levels: tuple[str, ...] = RECOMPUTES
-        each = unit.backward
-        kept, save = self._kept_bytes(kind, depth)
+        each, (ends, per, work) = unit.backward, self._activations(kind)
         if kind.recompute is not None:
             only = [RECOMPUTES.index(kind.recompute)]
-            levels, each, kept = (kind.recompute,), each[only], kept[only]
-        best = np.min(np.where(kept <= room, each[:, None, :], np.inf), axis=0)  # [in flight, layers]
+            levels, each, ends, per, work = (kind.recompute,), each[only], ends[only], per[only], work[only]
+        bytes_each, alive = ends + per * self._layers, np.arange(1, depth + 1)[:, None]
+        # Whole numbers far below 2^53, so the division is exact enough to be rounded down.
+        most = np.where(room >= 0, np.floor((room - work) / np.maximum(bytes_each, 1.0)), 0.0)
+        best = np.full((depth, len(self._layers)), np.inf)  # [in flight, layers]
+        for fits, seconds in zip(most, each, strict=True):
+            np.minimum(best, np.where(alive <= fits, seconds, np.inf), out=best)
         first = None
-        if self.first and kind.recompute is None:
-            first = save, unit.layer_again
-            tight = (kept[0] > room) & (room >= 0)
-            if tight.any():
-                need = np.ceil((kept[0] - room) / save - 1e-9)
-                need = np.where(tight & (need >= 1) & (need < self._layers), need, np.inf)
-                best = np.minimum(best, each[0] + need * first[1])
-        seconds = np.asarray(best + unit.forward, np.float64)
-        return StageTable(seconds, unit.forward, levels, kept, each, room, first)
+        if self.first and kind.recompute is None and ((room >= 0) & (most[0] < depth)).any():
+            need = np.ceil((alive * bytes_each[0] + (work[0] - room)) / (alive * (per[0] - per[-1])) - 1e-9)
+            need[(alive <= most[0]) | (room < 0) | (need < 1) | (need >= self._layers)] = np.inf
+            np.minimum(best, each[0] + need * unit.layer_again, out=best)
+            first = need, unit.layer_again
+        best += unit.forward
+        return StageTable(best, unit.forward, levels, most, each, first)
 
     def _room(self, kind: StageKind) -> Floats:
         """[layers] bytes that states and buckets leave for activations; -1 where these do not fit. Independent of
@@ -236,15 +236,6 @@ class StageTables:
         held = none + (one - none) * self._layers
         found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
         return np.asarray(found, np.float64)
-
-    def _kept_bytes(self, kind: StageKind, depth: int) -> tuple[Floats, Floats]:
-        """(bytes of activations [levels of recompute, in flight, layers], bytes saved by recomputing one layer [in
-        flight, 1])."""
-        ends, per, work = self._activations(kind)
-        k = np.arange(1, depth + 1)[:, None]
-        kept = k * (ends + per * self._layers)[:, None, :] + work[:, None, :]
-        save = k * (per[RECOMPUTES.index("none")] - per[RECOMPUTES.index("full")])
-        return kept, save
 
     def _activations(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:
         """(bytes of embedding and head, bytes per layer, working bytes of backward), each [levels of recompute, 1].

@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import supports
+from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
@@ -39,6 +40,8 @@ from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
 from hetero_megatron.planner.search.schedule_search import ScheduleSearch
 from hetero_megatron.planner.search.uniform import UniformSeeds
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes, without_fp8
+from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -51,7 +54,7 @@ EVERY_SUBSET = 3  # up to so many chip types, every subset is tried with optimiz
 class SearchResult:
     """Attributes:
     others: the runners-up, best first.
-    ranked: the best templates by estimate, simulated or not.
+    ranked: the best templates by estimate, simulated or not; by_groups: the best on each set of node groups.
     seconds: duration of the search.
     evaluated: number of scored templates; rejected: numbers of rejected ones by reason.
     complete: nothing was cut short by the time limit or Ctrl-C.
@@ -81,6 +84,7 @@ class SearchResult:
     more_schedules: bool = False
     experts: str = ""
     ranked: tuple[PlanTemplate, ...] = ()
+    by_groups: tuple[PlanTemplate, ...] = ()
     alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
     parts: str = ""
 
@@ -105,6 +109,15 @@ def search(
     """
     problem.check()
     budget, started = budget or TimeBudget(problem.options.time_limit), time.monotonic()
+    if problem.options.costs.fp8 is not None:
+        return _search_in_fp8(problem, scorer, budget, progress, started)
+    return _search_all(problem, scorer, budget, progress, started)
+
+
+def _search_all(
+    problem: PlanningProblem, scorer: TemplateScorer | None, budget: TimeBudget, progress: Progress | None,
+    started: float,
+) -> SearchResult:  # fmt: skip
     result = _search(problem, scorer or make_scorer(problem), budget, progress)
     if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
         with budget.catching():
@@ -115,6 +128,41 @@ def search(
     result.complete = result.complete and not budget.cut
     result.seconds = time.monotonic() - started
     return result
+
+
+def _search_in_fp8(
+    problem: PlanningProblem, scorer: TemplateScorer | None, budget: TimeBudget, progress: Progress | None,
+    started: float,
+) -> SearchResult:  # fmt: skip
+    """The best plan whose stages may be in fp8, or the best one without it where that is faster: what fp8 needs of
+    memory for a while may be missing, and the search is no complete one."""
+    scorer = scorer or make_scorer(problem)
+    plain = problem.without_fp8()
+    try:
+        result = _search_all(problem, scorer, budget, progress, started)
+    except UserError:
+        result = _search_all(plain, None, budget, progress, started)
+        result.best, result.scorer, result.others = _unquantised(result.best, problem, scorer), scorer, []
+        return result
+    beaten = result.best.step_seconds <= work_bound(make_scorer(plain), problem.model, problem.global_batch_size)
+    if not beaten and not budget.over():
+        with budget.catching():
+            found = _unquantised(_search_all(plain, None, budget, None, started).best, problem, scorer)
+            if found.step_seconds < result.best.step_seconds:
+                result.best, result.others = found, [result.best, *result.others]
+                result.lower_bound = 0.0
+        result.seconds = time.monotonic() - started
+    return result
+
+
+def _unquantised(plan: JudgedPlan, problem: PlanningProblem, scorer: TemplateScorer) -> JudgedPlan:
+    """A plan that was found without fp8, with the stages in fp8 where that pays if it fits into memory so."""
+    stays = without_fp8(plan.plan, problem.dtype)
+    for made in (with_dtypes(stays, scorer.costs), stays):
+        found = predict(made, problem.model, problem.cluster, problem.dtype, scorer.costs)
+        if not found.over:
+            break
+    return replace(plan, plan=made, prediction=found)
 
 
 def _search(
@@ -155,6 +203,7 @@ def _search(
         # The bound comes from estimates, which may be slightly above simulated seconds; it covers no divided experts.
         found.method, 0.0 if divided else min(found.bound, plans[0].step_seconds), context.why, context.tried,
         problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
+        by_groups=tuple(row[2] for row in found.incumbent.by_groups.values()),
     )  # fmt: skip
 
 
@@ -231,7 +280,7 @@ def _add_schedules(result: SearchResult, problem: PlanningProblem, budget: TimeB
         return
     incumbent = Incumbent(problem, result.scorer, budget)
     incumbent.plans[:] = [result.best, *result.others]
-    ScheduleSearch().propose(problem, incumbent)
+    ScheduleSearch(result.by_groups).propose(problem, incumbent)
     if incumbent.plans[0] is not result.best:
         result.best, result.others = incumbent.plans[0], incumbent.plans[1:]
         result.lower_bound, result.more_schedules = 0.0, True  # the enumeration's bound does not cover these
@@ -299,7 +348,9 @@ def _add_types_alone(result: SearchResult, problem: PlanningProblem, budget: Tim
         # their links to other types are merged when searched alone, so indices may not correspond.
         alike = [_group_shape(g) for g in own.pool.groups] == [_group_shape(result.pool.groups[g]) for g in groups]
         if alike and not own.best.text:
-            plan = judge_template(own.best.template.on_groups(groups), problem, result.scorer)
+            template = own.best.template.on_groups(groups)
+            result.by_groups = (*result.by_groups, template)
+            plan = judge_template(template, problem, result.scorer)
             if plan is not None and not plan.prediction.over and all(plan.plan != x.plan for x in plans):
                 plans.append(plan)
     plans.sort(key=lambda plan: plan.step_seconds)

@@ -20,6 +20,7 @@ from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.materialize import TemplateBuilder
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
@@ -51,6 +52,7 @@ class Incumbent:
         rows: the best templates, fastest first.
         plans: simulated concrete plans, fastest first.
         seeds: uniform plans, kept whatever else is found.
+        by_groups: the fastest template on each set of node groups.
         rejected: number of rejected offers: over "memory", or TP groups that do not pack into nodes ("packing").
     """
 
@@ -74,6 +76,7 @@ class Incumbent:
         self.rows: list[Row] = []
         self.plans: list[JudgedPlan] = []
         self.seeds: list[Row] = []
+        self.by_groups: dict[frozenset[int], Row] = {}
         self.rejected: Counter[str] = Counter()
         self._offers = itertools.count(1)
 
@@ -81,7 +84,7 @@ class Incumbent:
         """A view of the same incumbent whose offers are scored by another scorer."""
         other = Incumbent(self.problem, scorer, self.budget, keep=self.keep, progress=self.progress)
         other.part_of, other.rows, other.seeds, other.plans = self.part_of, self.rows, self.seeds, self.plans
-        other.rejected, other._offers = self.rejected, self._offers
+        other.by_groups, other.rejected, other._offers = self.by_groups, self.rejected, self._offers
         return other
 
     @cached_property
@@ -108,6 +111,9 @@ class Incumbent:
     def take(self, template: PlanTemplate, seconds: float) -> None:
         """Insert a template that fits, if it is among the best."""
         number, template = next(self._offers), _canonical(template)
+        groups = frozenset(stage.group for part in template.parts for stage in part.shape.stages)
+        if groups not in self.by_groups or seconds < self.by_groups[groups][0]:
+            self.by_groups[groups] = seconds, number, template
         if any(row[2] == template for row in self.rows):
             return
         if len(self.rows) >= self.keep and seconds >= self.rows[-1][0]:
@@ -148,6 +154,7 @@ class JudgedPlan:
     Attributes:
         cluster: the cluster that the plan's ranks refer to; idle: its ranks without work.
         template: what the plan was made from; empty if ``text`` describes it (context groups, TP over unlike chips).
+        once_seconds: of a step without replicas of experts; None: the plan has none.
     """
 
     plan: Plan
@@ -156,6 +163,7 @@ class JudgedPlan:
     prediction: Prediction
     idle: tuple[int, ...]
     text: str = ""
+    once_seconds: float | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -200,7 +208,8 @@ def judge_template(template: PlanTemplate, problem: PlanningProblem, scorer: Tem
     if placed is None:
         return None
     model, cluster = problem.model, problem.cluster
-    plan = with_islands_where_quick(to_plan(placed, cluster, problem.seq_length, model.num_heads), model, cluster)
+    plan = with_dtypes(to_plan(placed, cluster, problem.seq_length, model.num_heads), scorer.costs)
+    plan = with_islands_where_quick(plan, model, cluster)
     validate(plan, model, cluster, dtype=problem.dtype)
     prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
     return JudgedPlan(plan, cluster, template, prediction, placed.idle)

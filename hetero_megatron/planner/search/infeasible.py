@@ -28,8 +28,8 @@ def fits(problem: PlanningProblem, scorer: TemplateScorer) -> bool:
     inputs = ProgramInputs(problem.with_batch(1), scorer)
     program = LayersProgram(inputs, pool.counts, min(problem.space.micro_batch_sizes or (1,)), 1)
     start = grid(1e12).start
-    _, whole, _ = program.solve(range(start, start + 1))
-    return any(float(layers.max()) >= problem.model.num_layers for layers in whole.values())
+    found, _ = program.solve(range(start, start + 1))
+    return any(float(layers[1].max()) >= problem.model.num_layers for layers in found.values())
 
 
 def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:

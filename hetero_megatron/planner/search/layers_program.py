@@ -28,6 +28,7 @@ Floats = NDArray[np.float64]
 Layers = NDArray[np.float32]  # whole numbers, so exact
 # Layers of a stage that does not fit, and of a run of stages that is not allowed (far below any sum of the former).
 INFEASIBLE, FORBIDDEN = -1e5, -1e7
+Bounds = tuple[float, dict[int, float]]  # seconds of pipelines over (the whole budget, by group over that group alone)
 RATIO, GRID = 1.06, 44
 BLOCK = 11  # taus solved at once
 # Allowed numbers of consecutive stages of one group.
@@ -110,16 +111,12 @@ class ProgramInputs:
             self._rates[group, size] = found
         return self._rates[group, size]
 
-
-    def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int], taus: Floats) -> Floats:
-        """Estimated seconds that reducing gradients and spreading parameters adds to a step.
-
-        The holders of a stage send to each other bucket by bucket, inside a node where they fit into one; the last
-        backward, about two thirds of the bottleneck, hides a part of the reduction.
+    def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int]) -> tuple[Floats, Floats]:
+        """Estimated seconds of (reducing gradients, spreading parameters), as ``holders``. The holders of a stage send
+        to each other bucket by bucket, inside a node where they fit into one.
 
         Args:
-            held: elements on a rank; holders: ranks with elements of the same stage; taus: bottleneck seconds. The last
-                two broadcast.
+            held: elements on a rank; holders: ranks with elements of the same stage.
         """
         costs, links, message = self.scorer.costs, self.scorer.link_table, 0.0
         port, latency = np.zeros_like(holders), np.zeros_like(holders)  # seconds per byte of a rank; seconds
@@ -131,8 +128,14 @@ class ProgramInputs:
             latency = np.maximum(latency, np.where(inside, soon if math.isfinite(soon) else 0.0, late))
             message = max(message, costs.message_seconds(group.chip))
         each = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
-        reduce, spread = held * costs.wide * port + each, held * costs.item * port + each
-        return np.asarray(np.maximum(reduce - taus * (2 / 3), 0.0) + spread)
+        return held * costs.wide * port + each, held * costs.item * port + each
+
+
+def added_seconds(sync: tuple[Floats, Floats], taus: Floats) -> Floats:
+    """What reducing and spreading add to a step: the last backward, about two thirds of the bottleneck ``taus`` (s),
+    hides a part of the reduction."""
+    reduce, spread = sync
+    return np.asarray(np.maximum(reduce - taus * (2 / 3), 0.0) + spread)
 
 
 class LayersProgram:
@@ -144,6 +147,7 @@ class LayersProgram:
         self.depth = min(tables.depth, inputs.model.num_layers + 2, sum(budget))
         self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # rounded down to a power of four: fewer tables
         self._most_depth = min(tables.depth, max(1, sum(inputs.counts) // self._replicas))
+        self._sync: dict[int, tuple[Floats, Floats]] = {}
         self.options = [[o for o in inputs.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: StageOption, embed: bool, head: bool) -> Floats:
@@ -163,39 +167,44 @@ class LayersProgram:
             rate += budget * max((best for chips, best in known if chips <= budget), default=0.0)
         return self.inputs.model.num_layers / rate if rate else math.inf
 
-    def sync_seconds(self, taus: Floats, mask: int) -> Floats:
-        """:meth:`ProgramInputs.sync_seconds` of pipelines over the groups in ``mask``: ``taus`` [..., stages]."""
-        groups = [g for g, n in enumerate(self.budget) if n and mask >> g & 1]
-        chips = sum(self.budget[g] for g in groups)
-        if self.replicas == 1 or not chips:
-            return np.zeros(self.depth + 1)
-        holders = self.replicas * chips / np.maximum(np.arange(self.depth + 1), 1)
-        elements = self.inputs.scorer.costs.most_trained(1, self.inputs.model.num_layers, True, True)
-        return self.inputs.sync_seconds(elements / chips, holders, groups, taus)
+    def added_seconds(self, taus: Floats, mask: int) -> Floats:
+        """:func:`added_seconds` of pipelines over the groups in ``mask``: ``taus`` [..., stages]."""
+        if mask not in self._sync:
+            groups = [g for g, n in enumerate(self.budget) if n and mask >> g & 1]
+            chips = sum(self.budget[g] for g in groups)
+            holders = self.replicas * chips / np.maximum(np.arange(self.depth + 1), 1)
+            elements = self.inputs.scorer.costs.most_trained(1, self.inputs.model.num_layers, True, True)
+            alone = self.replicas == 1 or not chips
+            none = np.zeros(self.depth + 1)
+            self._sync[mask] = (none, none) if alone else self.inputs.sync_seconds(elements / chips, holders, groups)
+        return added_seconds(self._sync[mask], taus)
 
-    def least_seconds(self, nominal: float, sync: bool = False) -> tuple[float, dict[int, float]]:
-        """Lower bounds (s) for ``nominal`` micro-batches: (pipelines over the whole budget, by group over that group
-        alone). For every number of stages, the chips are used by the options with the best rates. ``sync``: with the
-        estimated seconds of gradient reduction, which makes estimates of the bounds."""
+    def least_seconds(self, nominal: float) -> tuple[Bounds, Bounds]:
+        """Lower bounds (s) for ``nominal`` micro-batches, and estimates of these with gradient reduction. For every
+        number of stages, the chips are used by the options with the best rates."""
         layers, count = self.inputs.model.num_layers, np.arange(self.depth + 1.0)
         ticks: Floats = nominal + count[1:] - 1
-        gains, alone = [], {}
+        gains, alone = [], dict[int, tuple[float, float]]()
         for g, budget in enumerate(self.budget):
             points = [(chips, chips * rate) for chips, rate in self.inputs.rates(g, self.size) if chips <= budget]
             if points:
                 chips, rates = _hull(points)
                 rate = count * np.interp(budget / np.maximum(count, 1), chips, rates)  # concave in the number of stages
                 gains.append(np.diff(rate))
-                alone[g] = self._least(layers / np.maximum.accumulate(rate[1:]), ticks, 1 << g, sync)
+                alone[g] = self._least(layers / np.maximum.accumulate(rate[1:]), ticks, 1 << g)
         if not gains:
-            return math.inf, {}
+            return (math.inf, {}), (math.inf, {})
         best = np.cumsum(np.sort(np.maximum(np.concatenate(gains), 0.0))[::-1])[: self.depth]
-        return self._least(layers / best, ticks, -1, sync), alone
+        whole = self._least(layers / best, ticks, -1)
+        plain, reduced = ((whole[i], {g: row[i] for g, row in alone.items()}) for i in (0, 1))
+        return plain, reduced
 
-    def _least(self, taus: Floats, ticks: Floats, mask: int, sync: bool) -> float:
-        """The least time of pipelines with 1, 2, … stages, whose bottlenecks are at least ``taus``."""
-        late = self.sync_seconds(np.concatenate([taus[:1], taus]), mask)[1:] if sync else 0.0
-        return float(np.min(taus * ticks + late))
+    def _least(self, taus: Floats, ticks: Floats, mask: int) -> tuple[float, float]:
+        """The least times of pipelines with 1, 2, … stages, whose bottlenecks are at least ``taus``: without and with
+        gradient reduction."""
+        seconds = taus * ticks
+        late = self.added_seconds(np.concatenate([taus[:1], taus]), mask)[1:]
+        return float(seconds.min()), float((seconds + late).min())
 
     def capacity(self, option: StageOption, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; INFEASIBLE where it cannot hold any."""
@@ -221,14 +230,14 @@ class LayersProgram:
         least = 0 if embed or head else 1
         return np.where(counts >= least, counts, INFEASIBLE).astype(np.float32)
 
-    def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, tuple[Layers, Layers]]:
-        """Per group, two arrays [tau, stages before, stages after]: most layers of a run of stages of this group placed
-        before a given number of later stages; as inner stages, and with the embedding on its first stage."""
+    def matrices(self, steps: range, groups: Sequence[int]) -> dict[int, Layers]:
+        """Per group [2, tau, stages before, stages after]: most layers of a run of stages of this group placed before a
+        given number of later stages; as inner stages, and with the embedding on its first stage."""
         n, size = len(steps), self.depth + 1
         found = {}
         for g in groups:
-            inner = np.full((n, size, size), INFEASIBLE, np.float32)
-            ends = inner.copy()
+            both = np.full((2, n, size, size), INFEASIBLE, np.float32)
+            inner, ends = both
             for option in self.options[g]:
                 plain = self.capacity(option, steps, False, False, self.depth)
                 first = self.capacity(option, steps, True, False, self.depth)
@@ -244,7 +253,7 @@ class LayersProgram:
                 gain += last
                 gain[:, 0, 1] = single[:, 0]
                 np.maximum(ends, gain, out=ends)
-            found[g] = (inner, ends)
+            found[g] = both
         return found
 
     def masks(self) -> list[int]:
@@ -256,30 +265,26 @@ class LayersProgram:
 
     def solve(
         self, steps: range, within: Sequence[int] = (-1,)
-    ) -> tuple[dict[int, Layers], dict[int, Layers], dict[int, tuple[Layers, Layers]]]:
+    ) -> tuple[dict[int, Layers], dict[int, Layers]]:
         """Solve for the sets of groups in ``within`` (-1: all) and their subsets.
 
         Returns:
-            (layers of inner parts by mask [tau, stages], layers of whole pipelines by mask [tau, stages],
-                :meth:`matrices`).
+            (by mask, 0 too, [2, tau, stages]: layers of inner parts, and of whole pipelines; :meth:`matrices`).
         """
         masks = [mask for mask in self.masks() if any(not mask & ~row for row in within)]
         groups = [g for g in range(len(self.budget)) if 1 << g in masks]
         matrices = self.matrices(steps, groups)
-        start = np.full((len(steps), self.depth + 1), INFEASIBLE, np.float32)
-        start[:, 0] = 0.0
-        inner: dict[int, Layers] = {0: start}
-        whole: dict[int, Layers] = {}
+        start = np.full((2, len(steps), self.depth + 1), INFEASIBLE, np.float32)
+        start[:, :, 0] = 0.0
+        layers: dict[int, Layers] = {0: start}
         for mask in masks:
-            a = np.full_like(start, INFEASIBLE)
-            b = a.copy()
+            found = np.full_like(start, INFEASIBLE)
             for g in groups:
                 if mask >> g & 1:
-                    before = inner[mask & ~(1 << g)][:, :, None]
-                    np.maximum(a, np.max(before + matrices[g][0], axis=1), out=a)
-                    np.maximum(b, np.max(before + matrices[g][1], axis=1), out=b)
-            inner[mask], whole[mask] = a, b
-        return inner, whole, matrices
+                    before = layers[mask & ~(1 << g)][0, :, :, None]
+                    np.maximum(found, (before + matrices[g]).max(axis=2), out=found)
+            layers[mask] = found
+        return layers, matrices
 
     def families(self, nominal: float) -> Iterator[PipelineFamily]:
         """Per set of groups the fastest families for ``nominal`` micro-batches: without gradient reduction, and with
@@ -297,10 +302,16 @@ class LayersProgram:
             if not within:
                 break
             block = slice(start, start + BLOCK)
-            for mask, layers in self.solve(steps[block], within)[1].items():
-                sync = self.sync_seconds(taus[block, None], mask)
+            ticks = (nominal + np.arange(self.depth + 1) - 1) * taus[block, None]
+            for mask, layers in self.solve(steps[block], within)[0].items():
+                enough = layers[1] >= self.inputs.model.num_layers
+                if not mask or not enough.any():
+                    continue
+                seconds = np.where(enough, ticks, np.inf)
                 for added in (False, True):
-                    row = self._fastest(layers, nominal, taus[block], steps[block], sync if added else 0.0 * sync)
+                    seconds = seconds + self.added_seconds(taus[block, None], mask) if added else seconds
+                    t, p = divmod(int(seconds.argmin()), self.depth + 1)
+                    row = float(seconds[t, p]), float(taus[start + t]), p, steps[start + t]
                     best[mask, added] = min(best[mask, added], row)
         found = dict.fromkeys((mask, *row[1:]) for (mask, _), row in best.items() if math.isfinite(row[0]))
         for mask, tau, p, step in found:
@@ -308,7 +319,7 @@ class LayersProgram:
 
     def _family(self, mask: int, tau: float, stages: int, step: int) -> PipelineFamily:
         budget = tuple(c if mask >> g & 1 else 0 for g, c in enumerate(self.budget))
-        sync = float(self.sync_seconds(np.full(self.depth + 1, tau), mask)[stages])
+        sync = float(self.added_seconds(np.full(self.depth + 1, tau), mask)[stages])
         return PipelineFamily(mask, budget, self.size, tau, stages, self.replicas, step, sync)
 
     def families_by_stages(self, most_tau: float) -> Iterator[PipelineFamily]:
@@ -321,40 +332,31 @@ class LayersProgram:
         known: set[tuple[int, int]] = set()
         for start in range(0, len(steps), BLOCK):
             block = range(steps[start], steps[min(start + BLOCK, len(steps)) - 1] + 1)
-            for mask, layers in self.solve(block)[1].items():
-                enough = layers >= self.inputs.model.num_layers  # [tau, stages]
+            for mask, layers in self.solve(block)[0].items():
+                enough = layers[1] >= self.inputs.model.num_layers  # [tau, stages]
                 for p in np.flatnonzero(enough.any(axis=0)).tolist():
                     if p > 1 and (mask, p) not in known:
                         known.add((mask, p))
                         step = block[int(np.argmax(enough[:, p]))]
                         yield self._family(mask, RATIO**step, p, step)
 
-    def _fastest(
-        self, layers: Layers, nominal: float, taus: Floats, steps: range, sync: Floats
-    ) -> tuple[float, float, int, int]:
-        """(seconds, tau, stages, grid position) of the fastest pipelines that hold all layers."""
-        ticks = nominal + np.arange(self.depth + 1) - 1
-        seconds = np.where(layers >= self.inputs.model.num_layers, ticks * taus[:, None] + sync, np.inf)
-        t, p = divmod(int(np.argmin(seconds)), self.depth + 1)
-        return float(seconds[t, p]), float(taus[t]), p, steps[t]
-
     def trace(self, family: PipelineFamily) -> tuple[StageTemplate, ...]:
         """The stages of a family, first stage first, without layers."""
         steps = range(family.step, family.step + 1)
-        inner, whole, matrices = self.solve(steps, [family.mask])
-        mask, at, stages, final = family.mask, family.stages, [], True
+        layers, matrices = self.solve(steps, [family.mask])
+        mask, at, stages, final = family.mask, family.stages, [], 1  # 1: with the embedding
         while mask:
-            value = (whole if final else inner)[mask][0, at]
+            value = layers[mask][final, 0, at]
             g, before = next(
                 (g, p)
                 for g in range(len(self.budget))
                 if mask >> g & 1
                 for p in range(at)
-                if abs(inner[mask & ~(1 << g)][0, p] + matrices[g][1 if final else 0][0, p, at] - value) < 0.5
+                if abs(layers[mask & ~(1 << g)][0, 0, p] + matrices[g][final, 0, p, at] - value) < 0.5
             )
-            option = self._option(g, steps, before, at, final, float(matrices[g][1 if final else 0][0, before, at]))
+            option = self._option(g, steps, before, at, bool(final), float(matrices[g][final, 0, before, at]))
             stages += [StageTemplate(g, option.tp, option.dp)] * (at - before)
-            mask, at, final = mask & ~(1 << g), before, False
+            mask, at, final = mask & ~(1 << g), before, 0
         return tuple(stages)
 
     def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> StageOption:

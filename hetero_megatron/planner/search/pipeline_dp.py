@@ -21,7 +21,12 @@ import numpy as np
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.islands_dp import divide_into_islands
-from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily, ProgramInputs
+from hetero_megatron.planner.search.layers_program import (
+    LayersProgram,
+    PipelineFamily,
+    ProgramInputs,
+    added_seconds,
+)
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.template.plan_template import StageTemplate
@@ -114,7 +119,7 @@ class Programs:
 
     def least_seconds(self) -> float:
         """Lower bound (s) on a step with equal pipelines on these chips."""
-        return min((program.least_seconds(nominal)[0] for nominal, program in self.all()), default=math.inf)
+        return min((program.least_seconds(nominal)[0][0] for nominal, program in self.all()), default=math.inf)
 
     def _pipeline_counts(self) -> list[int]:
         """Numbers of pipelines to try: the divisors of every group's chips, and a few per octave."""
@@ -145,18 +150,19 @@ class Programs:
         """Families of all programs that could come near the best, over all groups or over a single group: without
         gradient reduction, or with it."""
         found: list[PipelineFamily] = []
-        near = {sync: _Near(self.everything) for sync in (False, True)}
+        near = _Near(self.everything), _Near(self.everything)  # without gradient reduction, and with it
         programs = list(self.all())
-        rows = [([p.least_seconds(nominal, sync) for sync in near], nominal, p) for nominal, p in programs]
-        for bounds, nominal, program in sorted(rows, key=lambda row: (row[0][1][0], row[0][0][0])):
+        rows = [(p.least_seconds(nominal), nominal, p) for nominal, p in programs]
+        for (plain, reduced), nominal, program in sorted(rows, key=lambda row: (row[0][1][0], row[0][0][0])):
             if found and self.should_stop():
                 break
-            hopeless = bounds[True][0] > SLOW * near[True].best.get(self.everything, math.inf)
-            if near[True].possible(*bounds[True]) or not hopeless and near[False].possible(*bounds[False]):
+            hopeless = reduced[0] > SLOW * near[1].best.get(self.everything, math.inf)
+            if near[1].possible(*reduced) or not hopeless and near[0].possible(*plain):
                 for family in program.families(nominal):
                     found.append(family)
-                    for sync in near:
-                        near[sync].take(family.mask, family.seconds(nominal) + family.sync * sync)
+                    seconds = family.seconds(nominal)
+                    near[0].take(family.mask, seconds)
+                    near[1].take(family.mask, seconds + family.sync)
         self.programs = {(p.budget, p.size, p.replicas): p for _, p in programs}
         return found
 
@@ -190,8 +196,8 @@ class Programs:
         for stage in dict.fromkeys(stages):
             holders = family.replicas * stage.dp * stage.tp
             if holders > stage.tp:
-                tau, ranks = np.full(1, family.tau), np.full(1, float(holders))
-                late = max(late, float(inputs.sync_seconds(held / stage.tp, ranks, [stage.group], tau)[0]))
+                sync = inputs.sync_seconds(held / stage.tp, np.full(1, float(holders)), [stage.group])
+                late = max(late, float(added_seconds(sync, np.full(1, family.tau))[0]))
         return family.seconds(self._nominal(family)) + late
 
     def _outline(self, family: PipelineFamily) -> PipelineOutline:

@@ -2,15 +2,15 @@
 
 Templates are searched under 1F1B and GPipe, which have fast times. What is best there is tried again, as a concrete
 plan, under schedules that split the backward or cut stages into chunks; the step simulator decides. So is the best
-pipeline of every other structure (replicas, stages, micro-batch size) that could be faster under such a schedule. From
-the fastest of these, hill climbing goes on with the schedule's own seconds: layers, recompute and order of stages,
-micro-batches.
+template on every set of node groups, and the best pipeline of every other structure (replicas, stages, micro-batch
+size), that could be faster under such a schedule. From the fastest of these, hill climbing goes on with the schedule's
+own seconds: layers, recompute and order of stages, micro-batches.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hetero_megatron.errors import UserError
@@ -40,11 +40,16 @@ MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CLIMBING = 300_000, 20_000  # actions that may be timed for one pipeline, at the end and while climbing
 CHUNKED_EFFORT, MOST_ADAPTED = 30_000, 2  # the same with several chunks, at the end; chunks of an adaptive schedule
 MOVES, NEAR, LEAST_GAIN = 60, 1.05, 1e-6  # plans that climbing tries; it starts from what is so near to the best
-STRUCTURES, OTHERS, OTHER_MOVES = 12, 2, 30  # that are tried; of those, how many are climbed from, and how far
+STRUCTURES, SETS = 12, 6  # that are tried: structures, sets of node groups
+OTHERS, OTHER_MOVES = 2, 30  # of those, how many are climbed from, and how far
 
 
 class ScheduleSearch:
-    """Proposes the best judged plans under other schedules, where the space allows it."""
+    """Proposes the best judged plans under other schedules, where the space allows it. ``by_groups``: the best template
+    on each set of node groups; the fastest under 1F1B need not be the fastest then."""
+
+    def __init__(self, by_groups: Sequence[PlanTemplate] = ()) -> None:
+        self.by_groups = by_groups
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         space = problem.space
@@ -80,15 +85,15 @@ class ScheduleSearch:
     def _other_structures(
         self, problem: PlanningProblem, incumbent: Incumbent, tried: set[Structure]
     ) -> list[tuple[JudgedPlan, JudgedPlan | None]]:
-        """The best of each other structure, (under a schedule made for it in little time, under 1F1B)."""
+        """The best on each other set of node groups and of each other structure, (under a schedule made for it in
+        little time, under 1F1B)."""
         found, scorer = list[tuple[JudgedPlan, JudgedPlan | None]](), incumbent.scorer
         limit = incumbent.plans[0].step_seconds
-        for templates in pipelines_of_each_structure(problem, incumbent, NEAR * limit):
-            if incumbent.should_stop() or len(tried) == STRUCTURES:
+        for templates in itertools.chain(
+            self._on_other_groups(incumbent), self._untried(problem, incumbent, NEAR * limit, tried)
+        ):
+            if incumbent.should_stop():
                 break
-            if structure(templates[0]) in tried:
-                continue
-            tried.add(structure(templates[0]))
             judged = [judge_template(template, problem, scorer) for template in templates]
             start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
             if start is None or _busiest(start) >= NEAR * limit:
@@ -100,6 +105,25 @@ class ScheduleSearch:
                 if other.step_seconds < incumbent.plans[0].step_seconds:
                     incumbent.take_plan(other)
         return found
+
+    def _on_other_groups(self, incumbent: Incumbent) -> Iterator[list[PlanTemplate]]:
+        """The template on each set of node groups whose busiest stage leaves it a chance, the best chance first."""
+        known = {plan.template for plan in incumbent.plans}
+        rows = [(_least_seconds(x, incumbent.scorer), i, x) for i, x in enumerate(self.by_groups) if x not in known]
+        for seconds, _, template in sorted(rows, key=lambda row: row[:2])[:SETS]:
+            if seconds < incumbent.plans[0].step_seconds and any(len(x.shape.stages) > 1 for x in template.parts):
+                yield [template]
+
+    @staticmethod
+    def _untried(
+        problem: PlanningProblem, incumbent: Incumbent, limit: float, tried: set[Structure]
+    ) -> Iterator[list[PlanTemplate]]:
+        for templates in pipelines_of_each_structure(problem, incumbent, limit):
+            if len(tried) >= STRUCTURES:
+                return
+            if structure(templates[0]) not in tried:
+                tried.add(structure(templates[0]))
+                yield templates
 
     def _climb(
         self, best: JudgedPlan, plain: JudgedPlan | None, problem: PlanningProblem, incumbent: Incumbent, moves: int

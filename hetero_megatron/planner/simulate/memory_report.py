@@ -13,7 +13,12 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+<<<<<<< HEAD
 from hetero_megatron.plan.experts import rank_shares
+=======
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
+>>>>>>> main
 from hetero_megatron.plan.memory import (
     ITEM_BYTES,
     MemoryBytes,
@@ -41,7 +46,7 @@ Ints = NDArray[np.int64]
 
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
-    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
+    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, fp8: Fp8 | None = None,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
     """Memory of every rank in bytes, without the framework's overhead and communicators.
 
@@ -50,9 +55,10 @@ def estimate_memory(
         buckets: those of the plan, if already made.
         logits_bytes: size of a micro-batch's logits on a rank above which head and loss run in chunks of tokens.
         routing: how tokens divide over experts, which what they keep depends on.
+        fp8: what linear modules compute in, where their stage does not say otherwise.
     """
     item = ITEM_BYTES[dtype]
-    out = plan_activations(plan, spec, item, logits_bytes, routing)
+    out = plan_activations(plan, spec, item, logits_bytes, routing, fp8)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
@@ -108,8 +114,9 @@ def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
 
 
 def plan_activations(
-    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN
-) -> dict[int, MemoryBytes]:
+    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
+    fp8: Fp8 | None = None,
+) -> dict[int, MemoryBytes]:  # fmt: skip
     """Only the activations of every rank."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
@@ -121,11 +128,11 @@ def plan_activations(
             states = _held_states(plan.schedule, stages, count, pipeline.chunks, pipeline.in_flight)
         for stage, held in zip(pipeline.stages, states, strict=True):
             limit = _logits_limit(stage, spec, item, logits_bytes)
-            loads = [mean_loads(spec, stage, range(*chunk), routing) for chunk in stage.chunks]
+            loads = [mean_loads(spec, stage, range(*chunk), routing, plan.islands) for chunk in stage.chunks]
             for unit in stage.units:
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     mine = [load[rank] for load in loads]
-                    chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
+                    chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine, fp8)
                     if (chunks, held) not in known:
                         activations = activation_bytes(spec, chunks, held)
                         known[chunks, held] = MemoryBytes(activations=activations)
@@ -135,7 +142,7 @@ def plan_activations(
 
 
 def micro_batch_bytes(
-    stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN
+    stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN, fp8: Fp8 | None = None
 ) -> dict[int, list[tuple[int, int, int]]]:
     """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
     B_INPUT to W, what a backward works with)."""
@@ -144,7 +151,7 @@ def micro_batch_bytes(
     for unit in stage.units:
         for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
             mine = [load[rank] for load in loads]
-            chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
+            chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine, fp8)
             found[rank] = [(kept_bytes(spec, x), operand_bytes(spec, x), working_bytes(spec, x)) for x in chunks]
     return found
 
@@ -157,10 +164,12 @@ def _logits_limit(stage: Stage, spec: ModelSpec, item: int, logits_bytes: int) -
 
 
 def _chunks(
-    stage: Stage, unit: Unit, tp: float, item: int, limit: int | None, loads: Sequence[ExpertLoad | None]
-) -> tuple[RankWork, ...]:
+    stage: Stage, unit: Unit, tp: float, item: int, limit: int | None, loads: Sequence[ExpertLoad | None],
+    fp8: Fp8 | None,
+) -> tuple[RankWork, ...]:  # fmt: skip
     """What a rank works on in each chunk of its stage."""
     found, before = [], 0
+    mine, rows = stage_fp8(stage, fp8), unit.sequences[1] - unit.sequences[0]
     last = len(stage.chunks) - 1
     for c, (a, b) in enumerate(stage.chunks):
         first = min(max(stage.recompute.layers - before, 0), b - a)
@@ -168,7 +177,7 @@ def _chunks(
         embed, head = stage.embed and c == 0, stage.head and c == last
         found.append(RankWork(
             b - a, embed, head, stage.recompute.kind, first, unit.micro_batch_tokens, item, tp, unit.tp,
-            limit if head else None, loads[c],
+            limit if head else None, loads[c], mine.recipe if mine is not None else None, rows,
         ))  # fmt: skip
     return tuple(found)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
 from hetero_megatron.plan.context_plan import has_context
-from hetero_megatron.plan.experts import expert_groups
+from hetero_megatron.plan.experts import Islands, expert_groups, split_by_island
 from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
 from hetero_megatron.planner.cost.expert_cost import token_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
@@ -72,9 +72,9 @@ class StageCosts:
         rows: list[object] = [pipeline.micro_batch_size, pipeline.num_micro_batches]
         for stage in pipeline.stages:
             sizes = tuple(b - a for a, b in stage.chunks)
-            rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
+            rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv, stage.dtype))
             if self.model.model.moe is not None:
-                rows.append((stage.layer_indices(), _local_groups(stage)))
+                rows.append((stage.layer_indices(), _local_groups(stage), _local_islands(stage, self.plan.islands)))
             for unit in stage.units:
                 rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
                 for rank in unit.ranks:
@@ -141,7 +141,9 @@ class StageCosts:
     def _slowest_of(self, stage: Stage, moe: bool = False, popular: Popularity | None = None) -> UnitSeconds:
         """The same where all layers are of one kind. Ranks that exchange routed tokens wait for each other before and
         after their experts."""
-        loads = None if self.model.model.moe is None else layer_loads(self.model.model, stage, moe, popular)
+        loads = None if self.model.model.moe is None else layer_loads(
+            self.model.model, stage, moe, popular, self.plan.islands
+        )
         routed = (0.0, 0.0) if loads is None else self._routed_seconds(stage, loads)
         by_rank = {
             unit.ranks[t]: self._rank_seconds(stage, unit, t, loads=loads, routed=routed)
@@ -163,29 +165,35 @@ class StageCosts:
         own = self._rank_seconds(stage, unit, t, exchanges=False)
         return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
 
+    def stage_seconds(self, stage: Stage) -> float:
+        """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""
+        return sum(self._slowest(stage).total(stage.num_layers, _full(stage), stage.embed, stage.head))
+
     def jitter(self, rank: int) -> float:
         """Standard deviation of one second of compute on the rank."""
         return self.model.chip_rates(self.network.ranks[rank].chip).jitter
 
     def _routed_seconds(self, stage: Stage, loads: LayerLoads) -> tuple[float, float]:
-        """(forward, backward) seconds of exchanging routed tokens in one layer, after their counts."""
+        """(forward, backward) seconds of exchanging routed tokens in one layer: hop after hop, after its counts."""
         spec = self.model.model
-        if not loads.copies or spec.moe is None:
-            return 0.0, 0.0
-        groups = [tuple(sorted(g.ranks)) for g in expert_groups(stage, spec.moe.num_experts)]
-        widths = token_bytes(spec, self.model.item)
-        there, back, d_there, d_back = (
-            self.network.groups_exchange(
-                ((a, b, n * width) if way else (b, a, n * width) for (a, b), n in loads.copies.items()), groups
-            )[0]
-            for way, width in zip((True, False, True, False), widths, strict=True)
-        )
-        counts = self.network.groups_exchange(((a, b, float(INDEX)) for a, b in loads.copies), groups)[0]
-        return counts + there + back, d_there + d_back
+        forward = backward = 0.0
+        for hop in loads.hops:
+            moves = hop.moves
+            if not moves:
+                continue
+            there, back, d_there, d_back = (
+                self.network.groups_exchange(
+                    ((a, b, n * width) if way else (b, a, n * width) for (a, b), n in moves.items()), hop.groups
+                )[0]
+                for way, width in zip((True, False, True, False), token_bytes(spec, self.model.item), strict=True)
+            )
+            counts = self.network.groups_exchange(((a, b, float(INDEX)) for a, b in moves), hop.groups)[0]
+            forward, backward = forward + counts + there + back, backward + d_there + d_back
+        return forward, backward
 
     def _mean_load(self, stage: Stage, rank: int) -> ExpertLoad | None:
         routing = self.model.options.routing
-        return mean_loads(self.model.model, stage, stage.layer_indices(), routing)[rank]
+        return mean_loads(self.model.model, stage, stage.layer_indices(), routing, self.plan.islands)[rank]
 
     def _rank_seconds(
         self, stage: Stage, unit: Unit, t: int, exchanges: bool = True, loads: LayerLoads | None = None,
@@ -201,7 +209,7 @@ class StageCosts:
         swap, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        operators = model.operators(chip)
+        operators = model.operators(chip, model.computes_in_fp8(stage))
         return model.unit_seconds(operators, share, rows, swap, stage.recompute.kind, posting, load, routed)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
@@ -231,6 +239,13 @@ def _local_groups(stage: Stage) -> tuple[object, ...]:
     return tuple(
         tuple((tuple(at[r] for r in m.ranks), m.experts, m.split) for m in group.members) for group in stage.experts
     )
+
+
+def _local_islands(stage: Stage, islands: Islands) -> Islands:
+    """Of a stage that divides the experts, by which its tokens travel; ranks as in :func:`_local_groups`."""
+    at = {rank: i for i, rank in enumerate(stage.ranks)}
+    found = split_by_island(islands, stage.ranks) if islands and stage.experts else ()
+    return tuple(tuple(at[r] for r in ranks) for ranks in found)
 
 
 def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:

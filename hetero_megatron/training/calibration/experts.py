@@ -14,7 +14,7 @@ from hetero_megatron.model.moe import Experts
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.gemm import WeightKernel
 from hetero_megatron.ops.stage import default_kernels
-from hetero_megatron.parallel.experts import ExpertExchange, Routes
+from hetero_megatron.parallel.experts import ExpertExchange, Receivers, Routes
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.planner.cost.rates import model_fingerprint
@@ -139,12 +139,14 @@ def _exchanges(
         ranks = tuple(range(first, first + members))
         ends = [i * moe.num_experts // members for i in range(members + 1)]
         parts = tuple(ExpertMember((r,), (a, b), (1,)) for r, a, b in zip(ranks, ends, ends[1:]))
-        exchange = ExpertExchange(_Same(), _Mirror(job.comm, ranks, None), ExpertGroup(parts), moe.num_experts)  # type: ignore[arg-type]
+        receivers = Receivers(ExpertGroup(parts), moe.num_experts, (), job.comm.device)
+        ways = receivers.straight(_Mirror(job.comm, ranks, None))
+        exchange = ExpertExchange([replace(ways, takes=ways.gives)], _Same())
         for n in (tokens, max(1, tokens // 4)):
             generator = torch.Generator().manual_seed(0)
             scores = torch.rand(n, moe.num_experts, generator=generator).to(job.comm.device)
             chosen = scores.topk(moe.top_k, dim=-1).indices
-            routes = Routes(exchange.group, exchange.table, chosen)
+            routes = Routes(exchange.ways, chosen)
             sent = float(sum(routes.sent))
             found.append((members, partial(_exchange, job, spec, exchange, chosen), sent))
     return found

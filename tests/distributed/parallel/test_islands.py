@@ -222,11 +222,11 @@ def test_the_step_as_data() -> None:
     plan = plan_from_dict(replicas(4, ["0-1", "2-3"], tp=2) | {"islands": [[0, 1, 2, 3], [4, 5, 6, 7]]}, SPEC)
     buckets = make_buckets(plan, SPEC)
     schedules = step_schedules(plan, buckets)
-    validate_step(plan, buckets, schedules)
+    validate_step(plan, buckets, SPEC, schedules)
     assert format_grid(schedules[0]).split() == (
         ["stage", "0:", "F0", "B0", "REDUCE0", "REDUCE0.1", "UPDATE0", "SPREAD0.1", "SPREAD0"]
     )
-    assert format_step(plan, buckets).splitlines() == [
+    assert format_step(plan, buckets, SPEC).splitlines() == [
         "pipelines 0-3, 1f1b",
         "  stage 0: F0        B0        REDUCE0   REDUCE0.1 UPDATE0   SPREAD0.1 SPREAD0",
         "F, B: ranks 0-1 | 2-3 | 4-5 | 6-7 meet",
@@ -236,7 +236,7 @@ def test_the_step_as_data() -> None:
         "SPREAD0.1: ranks 0-7 meet",
         "SPREAD0: ranks 0-3 | 4-7 meet",
     ]
-    meet = Collectives(plan, buckets)
+    meet = Collectives(plan, buckets, SPEC)
     assert meet(0, Action("F", 0)) == ((0, 1),)
     assert meet(0, Action("REDUCE", 0, 0)) == ((0, 1, 2, 3),)
     assert meet(5, Action("REDUCE", 0, 1)) == meet(5, Action("UPDATE", 0)) == (tuple(range(8)),)
@@ -277,10 +277,10 @@ def test_collectives_in_another_order_are_refused() -> None:
     plan = plan_from_dict(replicas(3), SPEC)
     buckets = make_buckets(plan, SPEC, 8 << 10)
     good = step_schedules(plan, buckets)
-    validate_step(plan, buckets, good)
+    validate_step(plan, buckets, SPEC, good)
     bad = swapped(good, 1, Action("REDUCE", 1), Action("REDUCE", 2))
     with pytest.raises(ScheduleError, match=r"rank 0: REDUCE1 .* never begins: rank 1 of them is at REDUCE2") as caught:
-        validate_step(plan, buckets, bad)
+        validate_step(plan, buckets, SPEC, bad)
     assert str(caught.value).count("<-- ERROR HERE") == 1 and "rank 2: " in str(caught.value)
 
 
@@ -289,7 +289,7 @@ def test_ranks_that_meet_alike_are_checked_as_all_of_them_would_be(islands: Any)
     """With and without damage, the same verdict whether one rank stands for others or each for itself."""
     plan = plan_from_dict(replicas(6, islands), SPEC)
     buckets = make_buckets(plan, SPEC, 8 << 10)
-    good, meet = step_schedules(plan, buckets), Collectives(plan, buckets)
+    good, meet = step_schedules(plan, buckets), Collectives(plan, buckets, SPEC)
     assert good[0] is good[1]  # equal pipelines do the same list
     found = []
     for a, b in ((0, 0), (1, 2), (0, 1)):
@@ -322,7 +322,7 @@ def test_every_random_plan_has_a_valid_step(seed: int) -> None:
     spec = from_hf_config(case.model)
     plan = plan_from_dict(case.plan, spec)
     buckets = make_buckets(plan, spec, 4 << 10)
-    validate_step(plan, buckets, step_schedules(plan, buckets))
+    validate_step(plan, buckets, spec, step_schedules(plan, buckets))
     for rank in plan.ranks:
         reduces, spreads = sync_actions(buckets, rank)
         assert len(reduces) == len(spreads) == sum(len(b.hops) for b in buckets if rank in b.ranks)

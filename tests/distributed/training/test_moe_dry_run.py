@@ -27,7 +27,7 @@ SPELLED = plan([
          stage([2, 3], [1, 2], tp=2)),
     pipe(3, 2, stage([4, 5, 6], [0, 2], tp=1, dp_split=[1, 1, 1], experts=[
         {"ranks": [6, [5, 4]], "experts": [[0, 2], [1, 5]], "split": [[1], [2, 1]]}])),
-], seq_length=48)  # fmt: skip
+], seq_length=48) | {"islands": [[4, 5], [6]]}  # tokens of 6 go to 4 and 5 in two hops  # fmt: skip
 
 
 def config(dtype: str, top_k: int, directory: Path) -> RunConfig:

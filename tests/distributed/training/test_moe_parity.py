@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, check_case, fixed_case
 from tests.support.pool import shared_pool
-from tests.support.random_plans import random_experts, random_plan
+from tests.support.random_plans import random_experts, random_plan, random_stage
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
@@ -27,17 +28,34 @@ MODELS = {
 }
 
 
+def two_islands(rng: random.Random, group: dict[str, Any]) -> list[list[int]]:
+    """The ranks of an expert group, cut in two anywhere: tokens go in two hops where that saves any."""
+    ranks = [rank for entry in group["ranks"] for rank in (entry if isinstance(entry, list) else [entry])]
+    rng.shuffle(ranks)
+    cut = rng.randint(1, len(ranks) - 1)
+    return [ranks[:cut], ranks[cut:]]
+
+
+def wide_plan(rng: random.Random, layers: int, heads: int, seq_length: int, ranks: int) -> dict[str, Any]:
+    """One stage of all ranks, which share the experts."""
+    spelled = random_stage(rng, rng.sample(range(ranks), ranks), [[0, layers]], ranks, heads, seq_length)
+    return plan([pipe(ranks, rng.randint(1, 2), spelled)], seq_length)
+
+
 def moe_case(seed: int, family: str | None = None) -> Case:
-    rng = random.Random(seed)
+    rng, wide = random.Random(seed), seed % 3 == 0
     model = dict(MOE_FAMILIES[family or rng.choice(sorted(MOE_FAMILIES))])
-    ranks = rng.choice([1, 2, 3, 4, 4, 5, 6])
-    spelled = random_plan(rng, model["num_hidden_layers"], model["num_attention_heads"], rng.randint(8, 14), ranks)
+    ranks = rng.choice([3, 4, 5] if wide else [1, 2, 3, 4, 4, 5, 6])
+    sizes = model["num_hidden_layers"], model["num_attention_heads"], rng.randint(8, 14), ranks
+    spelled = wide_plan(rng, *sizes) if wide else random_plan(rng, *sizes)
     count = next(model[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in model)
     for pipeline in spelled["pipelines"]:
         for one in pipeline["stages"]:
-            if rng.random() < 0.8:
+            if wide or rng.random() < 0.8:
                 columns = model.get("moe_intermediate_size", model["intermediate_size"])
-                one["experts"] = random_experts(rng, one["ranks"], count, columns)
+                one["experts"] = random_experts(rng, one["ranks"], count, columns, 1 if wide else 3)
+    if wide:
+        spelled["islands"] = two_islands(rng, spelled["pipelines"][0]["stages"][0]["experts"][0])
     return Case(
         seed, ranks, model, spelled, packed=rng.random() < 0.4, masked=rng.random() < 0.3,
         optimizer=rng.choice(["adamw", "sgd"]), clip_grad=rng.choice([0.0, 0.05]), chunked_loss=rng.random() < 0.2,
@@ -66,6 +84,15 @@ HAND_WRITTEN = {
     "context_groups_and_experts": plan([pipe(1, 2, stage([0, 1, 2, 3], [0, 3], kv={"block": 2}, context=[
         {"ranks": [3, 0], "tokens": [4, 3], "heads": [1, 3]}, {"ranks": [1, 2], "tokens": [2, 1], "heads": [4, 0]},
     ], experts=[{"ranks": [0, [1, 2], 3], "experts": [[0, 1], [1, 4], [4, 5]], "split": [[1], [1, 2], [1]]}]))]),
+    "tokens_in_two_hops": plan([pipe(5, 2, stage([0, 1, 2, 3, 4], [0, 3], tp=1, dp_split=[1] * 5, experts=[
+        {"ranks": [4, [0, 3], 1, 2], "experts": [[0, 1], [1, 3], [2, 5], []], "split": [[1], [2, 1], [1], [1]]}],
+        recompute="full"))]) | {"islands": [[0, 1], [2, 3, 4]]},
+    "unequal_nodes_in_a_pipeline": plan([
+        pipe(4, 3, stage([0, 1, 2, 3], [0, 1], tp=2, dp_split=[1, 3], experts=[
+                 {"ranks": [3, 1, 2, 0], "experts": [[0, 1], [1, 2], [2, 4], [4, 5]]}]),
+             stage([4, 5, 6], [1, 3], tp=1, dp_split=[1, 2, 1], experts=[
+                 {"ranks": [4, 5, 6], "experts": [[0, 2], [2, 4], [4, 5]]}])),
+    ], schedule="zero-bubble") | {"islands": [[0, 2, 3], [4], [5, 6]]},
 }  # fmt: skip
 CASES = [(model, name) for model in MODELS for name in HAND_WRITTEN]
 IN_MAKE_TEST = [

@@ -52,8 +52,8 @@ def test_shares_and_destinations_of_replicated_experts() -> None:
     made = plan_from_dict(spelled([{"ranks": [1, 0], "experts": [[0, 3], [2, 4]]}]), MIXTRAL)
     (one,) = made.pipelines[0].stages
     assert {rank: share.experts for rank, share in rank_shares(MIXTRAL, one).items()} == {1: (0, 3), 0: (2, 4)}
-    assert destinations(one.experts[0], 0, 4) == [[1], [1], [0], [0]]  # the own replica first
-    assert destinations(one.experts[0], 1, 4) == [[1], [1], [1], [0]]
+    assert destinations(one.experts[0], 0, 4) == ((1,), (1,), (0,), (0,))  # the own replica first
+    assert destinations(one.experts[0], 1, 4) == ((1,), (1,), (1,), (0,))
 
 
 def test_a_batch_that_leaves_a_replica_of_an_expert_group_without_rows_is_refused() -> None:

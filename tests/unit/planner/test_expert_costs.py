@@ -56,7 +56,7 @@ def test_a_stage_that_divides_no_experts_has_plain_loads(tp: int) -> None:
     loads = layer_loads(MIXTRAL, one, True)
     tokens = one.units[0].micro_batch_tokens
     assert all(load == plain_load(MIXTRAL, tokens, 1 / tp, tp) for load in loads.of.values())
-    assert bool(loads.copies) == (tp > 1)
+    assert [bool(hop.moves) for hop in loads.hops] == [tp > 1]
 
 
 def test_every_token_reaches_each_of_its_experts_once() -> None:

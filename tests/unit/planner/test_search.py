@@ -211,8 +211,8 @@ def test_programs_search_a_larger_cluster_deterministically() -> None:
 
 @pytest.mark.slow
 def test_no_slower_than_the_best_type_alone() -> None:
-    """24 RTX 4090 alone beat what the programs, before polishing, take for best on all 40 chips of three types."""
-    model, cluster = load_model("llama2-7b"), load_cluster("examples/clusters/papers/hexiscale_1.yaml")
+    """Under an adaptive schedule, 24 RTX 4090 alone beat what is best under 1F1B on all 40 chips of three types."""
+    model, cluster = load_model("llama2-13b"), load_cluster("examples/clusters/papers/hexiscale_1.yaml")
     alone = without(cluster, [g.name for g in cluster.nodes if g.chip != "RTX4090"])
     whole, part = (search(PlanningProblem(model, c, 4096, 256)).best.step_seconds for c in (cluster, alone))
     assert whole <= part * (1 + 1e-9)

@@ -1,0 +1,105 @@
+"""The data sets of a rank: what can be addressed by sample is opened by every rank, a stream by one rank of each node.
+
+That rank reads, tokenizes and packs; the other ranks of the node ask it for the samples that the plan gives them (see
+:mod:`~hetero_megatron.data.sample_server`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from hetero_megatron.comm import Comm, Group
+from hetero_megatron.comm.refusals import together
+from hetero_megatron.data import Datasets, build_datasets
+from hetero_megatron.data.sample_server import SampleClient, SampleServer, ServedDataset, socket_folder
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.words import rank_ranges, word
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+HostKey = tuple[str, str, int, int]
+
+
+class NodeData:
+    """Builds the data sets of this rank; all ranks of ``world`` (those of the plan) make it at once.
+
+    Attributes:
+        datasets: as if this rank had read everything itself.
+
+    Raises:
+        UserError: what is wrong with the data.
+    """
+
+    def __init__(self, config: RunConfig, comm: Comm, world: Group) -> None:
+        assert config.data is not None
+        self._comm, self._world = comm, world
+        self._server: SampleServer | None = None
+        valid = config.evaluation.iterations * config.plan.global_batch_size
+        wanted = (0 if config.skip_train else config.train_samples, valid, valid)
+        self._log = print if world.index == 0 else (lambda _: None)
+        # Ranks are at most one step apart, and each prepares the batch after its own.
+        keep = 2 * config.plan.global_batch_size
+        build: Callable[..., Datasets] = partial(
+            build_datasets, config.data, config.plan.seq_length, config.seed, wanted, config.spec.vocab_size,
+            self._log, keep,
+        )  # fmt: skip
+        alone = world.size == 1 or not config.data.reads_stream
+        self.datasets = build() if alone else self._share(build)
+
+    def _share(self, build: Callable[..., Datasets]) -> Datasets:
+        world, comm = self._world, self._comm
+        hosts = world.gather_objects(host_key(comm.launcher.node), HostKey)
+        readers = [world.ranks[hosts.index(host)] for host in hosts]  # of each rank
+        self._log(_line(readers))
+        reader = readers[world.index]
+        made: list[Datasets] = []
+
+        def read() -> str:
+            """The path of this rank's socket; empty: it does not read, or for nobody else."""
+            if comm.rank != reader:
+                return ""
+            made.append(build())
+            sets = enumerate((made[0].train, made[0].valid, made[0].test))
+            if (clients := readers.count(reader) - 1) == 0:
+                return ""
+            self._server = SampleServer({i: dataset for i, dataset in sets if dataset is not None}, clients)
+            return self._server.path
+
+        def connect() -> None:
+            if comm.rank != reader:
+                lost = partial(comm.failure, (reader,), activity="reading samples")
+                path = paths[world.ranks.index(reader)]
+                client = SampleClient(path, comm.timeout.total_seconds(), lost)
+                made.append(build(served=partial(ServedDataset, client)))
+
+        paths: Sequence[str] = together(world, read, str)
+        together(world, connect)
+        if self._server is not None:
+            self._server.start()
+        return made[0]
+
+    def close(self, problem: UserError | None = None) -> None:
+        """Stop serving other ranks; ``problem``: why, which they raise as well if they ask again."""
+        if self._server is not None:
+            self._server.close(problem)
+
+
+def host_key(node: str | None) -> HostKey:
+    """Equal for ranks that can share a socket: same node (its name, or the host's), same kernel, same folder."""
+    try:
+        boot = BOOT.read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    folder = os.stat(socket_folder())
+    return node or socket.gethostname(), boot, folder.st_dev, folder.st_ino
+
+
+def _line(readers: Sequence[int]) -> str:
+    """What the run prints about who reads; ``readers``: of each rank."""
+    who = sorted(set(readers))
+    read = f"{word(len(who), 'rank')} {rank_ranges(who)} {word(len(who), 'reads', 'read')}"
+    return f"data: one rank of each node reads the stream for the others: {read}, for {len(readers)} ranks"
