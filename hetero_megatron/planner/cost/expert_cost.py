@@ -56,8 +56,7 @@ def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoa
     # Read and written: rows on their way in and out (2 h, 3 h), the activation (3 columns), tokens of messages.
     moved = load.rows * (5 * h + 3 * load.columns)
     if load.members > 1:
-<<<<<<< HEAD
-        moved += MOVED * h * (load.sent + load.arriving)
+        moved += MOVED * h * load.exchanged
     small = item * moved / rates.bytes_per_second + _adapters(model, rates, item, load, gemm)
     return products + small, (2 if model.lora is None else 1) * products + 2 * small
 
@@ -72,11 +71,6 @@ def _adapters(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, g
         seconds += load.experts * (gemm(each, rank, k) + gemm(each, n, rank))
         seconds += 3 * item * load.rows * n / rates.bytes_per_second
     return seconds
-=======
-        moved += MOVED * h * load.exchanged
-    small = item * moved / rates.bytes_per_second
-    return products + small, 2 * (products + small)
->>>>>>> main
 
 
 def token_bytes(model: ModelSpec, item: int) -> tuple[int, int, int, int]:

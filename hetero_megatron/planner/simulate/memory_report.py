@@ -13,12 +13,9 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
-<<<<<<< HEAD
 from hetero_megatron.plan.experts import rank_shares
-=======
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import stage_fp8
->>>>>>> main
 from hetero_megatron.plan.memory import (
     ITEM_BYTES,
     MemoryBytes,
