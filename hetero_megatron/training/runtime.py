@@ -184,7 +184,7 @@ class Runtime:
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
         if spec.lora is not None:
-            apply_lora(model, spec.lora, held, self.dtype, self.comm.device)
+            apply_lora(model, spec.lora, boxes, self.dtype, self.comm.device)
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
@@ -315,7 +315,8 @@ class Runtime:
         """
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
-        dropped = not forward_only and self.dropout != NO_DROPOUT
+        adapters = self.spec.lora is not None and self.spec.lora.dropout > 0
+        dropped = not forward_only and (self.dropout != NO_DROPOUT or adapters)
         make = [
             partial(_selected, fetch, indices, tokens, Draws(self.seed, step, indices[0]) if dropped else None)
             if indices else None

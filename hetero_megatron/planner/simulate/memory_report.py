@@ -13,6 +13,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.plan.memory import (
@@ -23,19 +24,17 @@ from hetero_megatron.plan.memory import (
     buffer_bytes,
     chunk_limit,
     graph_bytes,
-    held_elements,
     host_bytes,
     kept_bytes,
     operand_bytes,
     state_bytes,
-    trained_elements,
     working_bytes,
 )
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE, pipeline_schedule
 from hetero_megatron.plan.routing import EVEN, Routing, mean_loads
 from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.schedule import Held, generate, held_states
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec import ModelSpec, stage_tensors, tensor_box
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.words import plural, rank_ranges
@@ -98,12 +97,12 @@ def estimate_memory(
 
 def _frozen(plan: Plan, spec: ModelSpec) -> dict[int, int]:
     """Elements that each rank holds and that are not trained."""
-    found = {}
+    found: dict[int, int] = {}
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
-        for unit in stage.units:
-            for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True):
-                what = (spec, stage.num_layers, stage.embed, stage.head, share)
-                found[rank] = held_elements(*what) - trained_elements(*what)
+        tensors = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
+        held = rank_shares(spec, stage)
+        sizes = {share: sum(tensor_box(t, share).size for t in tensors if not t.trained) for share in {*held.values()}}
+        found |= {rank: sizes[share] for rank, share in held.items()}
     return found
 
 
