@@ -154,6 +154,7 @@ class JudgedPlan:
     Attributes:
         cluster: the cluster that the plan's ranks refer to; idle: its ranks without work.
         template: what the plan was made from; empty if ``text`` describes it (context groups, TP over unlike chips).
+        once_seconds: of a step without replicas of experts; None: the plan has none.
     """
 
     plan: Plan
@@ -162,6 +163,7 @@ class JudgedPlan:
     prediction: Prediction
     idle: tuple[int, ...]
     text: str = ""
+    once_seconds: float | None = None
 
     @property
     def step_seconds(self) -> float:

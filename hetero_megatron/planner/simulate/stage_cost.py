@@ -165,6 +165,10 @@ class StageCosts:
         own = self._rank_seconds(stage, unit, t, exchanges=False)
         return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
 
+    def stage_seconds(self, stage: Stage) -> float:
+        """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""
+        return sum(self._slowest(stage).total(stage.num_layers, _full(stage), stage.embed, stage.head))
+
     def jitter(self, rank: int) -> float:
         """Standard deviation of one second of compute on the rank."""
         return self.model.chip_rates(self.network.ranks[rank].chip).jitter
