@@ -60,11 +60,15 @@ def load_tensors(file: BinaryIO, stand_ins: re.Pattern[str] | None = None, path:
         raise UserError(f"not a file of tensors ({problem or refers(foreign[0])})")
     inert = [(type("Inert", (Inert,), {}), name.replace(" ", ".", 1)) for name in others]
     file.seek(0)
+    others_allow = torch.serialization.get_safe_globals()  # megatron-core's import allows Namespace, among others
+    torch.serialization.clear_safe_globals()
     try:
         with torch.serialization.safe_globals(inert):  # type: ignore[arg-type]
             return torch.load(path or file, map_location="cpu", weights_only=True, mmap=path is not None)
     except Exception as error:  # whatever torch makes of a damaged file; its words are not for our users
         raise UserError("not a file of tensors (it is damaged)") from error
+    finally:
+        torch.serialization.add_safe_globals(others_allow)
 
 
 def read_pickle(content: bytes, known: Mapping[str, Callable[..., Any]], stand_ins: re.Pattern[str]) -> Any:

@@ -10,6 +10,7 @@ from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
 from hetero_megatron.cli.balance_flags import build_balancing
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
+from hetero_megatron.cli.graph_flags import build_graphs
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_dropout, build_spec
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name, parse
@@ -20,7 +21,7 @@ from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.fp8 import fp8_fits
+from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
@@ -60,7 +61,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         refuse_bytes(data, spec.vocab_size)
         _check_vocabulary(args, data, spec)
     cluster = _cluster(args)
-    plan = build_plan(args, spec, launcher, cluster, dtype)
+    plan = build_plan(args, spec, launcher, cluster, dtype, fp8)
     if args["kernels"] is not None:
         plan = with_kernels(plan, args["kernels"])
     fp8_fits(plan, spec, fp8, dtype, cluster)
@@ -91,6 +92,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         alignment=training.build_alignment(args),
         platform=args["platform"],
         compile=_compile(args, plan),
+        graphs_after=build_graphs(args, plan, spec, data, dropout, fp8),
         skip_train=args["skip_train"],
         load_hf=args["load_hf"],
         model_directory=model_folder(args["model"]),

@@ -16,6 +16,12 @@ _VALUES = (
     "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "init_method_std",
 )  # fmt: skip
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
+_EXPERTS = (
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+_SWITCHES_OF_EXPERTS = ("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate")
 _SWITCHES = (
     "swiglu", "squared_relu", "openai_gelu", "quick_geglu", "add_qkv_bias", "qk_layernorm", "qk_l2_norm",
     "untie_embeddings_and_output_weights", "apply_layernorm_1p", "rotary_interleaved", "multi_latent_attention",
@@ -23,11 +29,12 @@ _SWITCHES = (
 )  # fmt: skip
 # Arguments with a value that changes the model, unless it is the one given here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0), "mtp_num_layers": (None, 0), "softmax_type": (None, "vanilla"),
+    "mtp_num_layers": (None, 0), "softmax_type": (None, "vanilla"),
     "window_attn_skip_freq": (None,), "no_rope_freq": (None, 0), "experimental_attention_variant": (None,),
     "heterogeneous_layers_config_path": (None,), "heterogeneous_layers_config_encoded_json": (None, ""),
     "spec": (None,), "hybrid_layer_pattern": (None,), "glu_linear_offset": (None, 0, 0.0),
-    "activation_func_clamp_value": (None,), "encoder_num_layers": (None,), "vocab_extra_ids": (None, 0),
+    "activation_func_clamp_value": (None,), "moe_latent_size": (None,), "moe_apply_probs_on_input": (None, False),
+    "encoder_num_layers": (None,), "vocab_extra_ids": (None, 0),
 }  # fmt: skip
 # Beside --model these say how the model was trained, not what it is.
 _OF_TRAINING = {"seq_length", "max_position_embeddings", "init_method_std"}
@@ -69,11 +76,13 @@ def _words(stored: Mapping[str, Any], beside_model: bool) -> list[str]:
     """The command line that describes the model."""
     rope = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
     gated = any(stored.get(key) for key in ("swiglu", "squared_relu", "openai_gelu"))
+    experts = bool(stored.get("num_experts"))
     words = []
-    for key in (*_VALUES, *(_ROTARY if rope else ())):
+    for key in (*_VALUES, *(_ROTARY if rope else ()), *(_EXPERTS if experts else ())):
         if stored.get(key) is not None and not (beside_model and key in _OF_TRAINING):
             words += [_flag(key), str(stored[key])]
-    words += [_flag(key) for key in _SWITCHES if stored.get(key) is True]
+    switches = (*_SWITCHES, *(_SWITCHES_OF_EXPERTS if experts else ()))
+    words += [_flag(key) for key in switches if stored.get(key) is True]
     if stored.get("use_rotary_position_embeddings") is True and stored.get("position_embedding_type") is None:
         words += ["--use-rotary-position-embeddings"]
     if stored.get("group_query_attention") is True:

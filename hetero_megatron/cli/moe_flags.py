@@ -106,10 +106,10 @@ def _combined(operator: ast.operator, left: int | list[int], right: int | list[i
 
 def moe_family(args: Arguments, moe: MoE) -> str:
     """The Hugging Face family by whose names the tensors go; whether its config can say the model is another matter."""
-    if args["qk_layernorm"]:
-        return "qwen3_moe"
     if moe.score == "sigmoid":
         return "glm4_moe"
+    if args["qk_layernorm"]:
+        return "qwen3_moe"
     return "qwen2_moe" if moe.shared_ffn or args["add_qkv_bias"] else "mixtral"
 
 

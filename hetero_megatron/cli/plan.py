@@ -14,6 +14,7 @@ import yaml
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.companion import Companion
+from hetero_megatron.cli.fp8_arguments import add_fp8, fp8_of
 from hetero_megatron.cli.lora_arguments import add_lora, with_lora
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             result = search_objective(problem, deadline, say, budget)
         budget.watch = None
     best = result.best
-    made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks)
+    made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks, fp8_of(args))
     _write_plan(args, result, model, made)
     try:  # the report may take longer than the search did
         another = other or result.best.cluster is not cluster
@@ -126,6 +127,7 @@ def _parser() -> ArgumentParser:
     add("--quiet", action="store_true", help="no progress on standard error")
     add("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
     add("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
+    add_fp8(parser)
     add_lora(parser)
     add("--micro-batch-size", type=int, metavar="N", help="only this one (default: all that make sense)")
     add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
@@ -204,7 +206,8 @@ def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
             unlike_tp=args.unlike_tp,
         ),
         costs=CostOptions(
-            margin=args.memory_margin, moments=moments_of(args.optimizer), routing=routing_of(args.routing_stats, model)
+            margin=args.memory_margin, moments=moments_of(args.optimizer), fp8=fp8_of(args),
+            routing=routing_of(args.routing_stats, model),
         ),
         seed=args.seed,
     )

@@ -10,6 +10,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
+from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.islands import add_islands, format_added
 from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.spec import ModelSpec
@@ -49,18 +50,20 @@ def build_plan(
     launcher: LauncherEnvironment,
     cluster: Cluster | None = None,
     dtype: str | None = None,
+    fp8: Fp8 | None = None,
 ) -> Plan:
     """The plan that the flags ask for, valid for the model and for the ranks that were started.
 
     Args:
         launcher: says how many ranks there are.
         cluster: a plan file is also checked against it, with the ``dtype`` that its chips must have.
+        fp8: what linear modules may compute in; --auto-plan says where.
 
     Raises:
         UserError: contradictory flags, a plan that breaks a law, or one for another number of ranks.
     """
     if args["auto_plan"]:
-        return _searched(args, spec, launcher, cluster, dtype)
+        return _searched(args, spec, launcher, cluster, dtype, fp8)
     if args["plan"] is not None:
         return _from_file(args, spec, launcher, cluster, dtype)
     for key in ("seq_length", "micro_batch_size"):
@@ -117,6 +120,13 @@ def take_defaults(args: Arguments) -> None:
     if not given:
         args.values["dtype"] = made.dtype
         args.notices.append(f"dtype {made.dtype}: the plan was made for it")
+    if made.fp8 is not None:
+        given_fp8 = args["fp8_format"] is not None and args["fp8_recipe"] is not None
+        if given_fp8:
+            made.agree_on_fp8(Fp8(args["fp8_format"], args["fp8_recipe"]), args["plan"])
+        elif args["fp8_format"] is None and args["fp8_recipe"] is None:
+            args.values |= {"fp8_format": made.fp8.format, "fp8_recipe": made.fp8.recipe}
+            args.notices.append(f"{made.fp8}: the plan was made for it")
     if "optimizer" in args.given:
         made.agree("optimizer", "--optimizer", args["optimizer"], args["plan"])
     elif args["optimizer"] != made.optimizer:
@@ -128,8 +138,9 @@ def take_defaults(args: Arguments) -> None:
 
 
 def _searched(
-    args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
-) -> Plan:
+    args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None,
+    fp8: Fp8 | None,
+) -> Plan:  # fmt: skip
     """--auto-plan: every rank searches and finds the same plan, because the search is deterministic."""
     from hetero_megatron.plan.memory import moments_of
     from hetero_megatron.planner.cost.layer_cost import CostOptions
@@ -147,7 +158,7 @@ def _searched(
         if args[key] is None:
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
-    costs = CostOptions(moments=moments_of(args["optimizer"]))
+    costs = CostOptions(moments=moments_of(args["optimizer"]), fp8=fp8)
     options = SearchOptions(dtype=dtype or "fp32", space=SearchSpace(micro_batch_sizes=sizes), costs=costs)
     if launcher.rank == 0:
         chips = plural(cluster.world_size, "chip")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.fp8_arguments import add_fp8, fp8_of
 from hetero_megatron.cli.lora_arguments import add_lora, with_lora
 from hetero_megatron.cli.output import write_text
 from hetero_megatron.cluster import load_cluster
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
                         help="of weights and activations (what the plan was made for, else bf16)")  # fmt: skip
     parser.add_argument("--optimizer", choices=("adam", "sgd"),
                         help="for its state (what the plan was made for, else adam)")  # fmt: skip
+    add_fp8(parser)
     add_lora(parser)
     parser.add_argument("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
                         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
@@ -79,8 +81,9 @@ def main(argv: Sequence[str]) -> int:
     if less is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(less.problem), file=sys.stderr)
     options = CostOptions(
-        margin=args.memory_margin, moments=moments_of(args.optimizer), routing=routing_of(args.routing_stats, model)
-    )
+        margin=args.memory_margin, moments=moments_of(args.optimizer), routing=routing_of(args.routing_stats, model),
+        fp8=fp8_of(args, made, args.plan),
+    )  # fmt: skip
     costs = CostModel(model, cluster, plan.seq_length, args.dtype, options)
     found = predict(plan, model, cluster, args.dtype, costs, prepared=PreparedPlan(compiled))
     if args.html:

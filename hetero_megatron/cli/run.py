@@ -192,6 +192,8 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
         made = config.plan.made_for
         if made is not None:  # the words may leave to the plan what the search needs to know
             same += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
+            if config.fp8 is not None and "--fp8-format" not in words:
+                same += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
             same += ["--model", made.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
         flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
         try:

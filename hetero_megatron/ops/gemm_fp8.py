@@ -137,10 +137,12 @@ class Tensorwise:
         x_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         pairs = zip(_sequences(dy, kind, dy_max), _sequences(x, E4M3, x_max), strict=True)
-        parts = [self.product(_turned(a), _turned(b), wide(dtype)) for a, b in pairs]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total.add_(part)
+        total: torch.Tensor | None = None
+        for a, b in pairs:
+            part = self.product(_turned(a), _turned(b), wide(dtype))
+            total = part if total is None else total.add_(part)
+            del part
+        assert total is not None, "no sequences"
         return total.to(dtype)
 
 
@@ -181,8 +183,9 @@ class Blockwise:
         self, dy: torch.Tensor, x: torch.Tensor, kind: torch.dtype, dtype: torch.dtype, dy_max: torch.Tensor | None,
         x_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        odd = -dy.shape[1] % BLOCK if len(dy) > 1 else 0  # one sequence may end in a shorter block
-        a, b = (self.quantise(F.pad(t, (0, 0, 0, odd)).flatten(0, 1), k, "128x1") for t, k in ((dy, kind), (x, E4M3)))
+        if len(dy) > 1 and (odd := -dy.shape[1] % BLOCK):  # one sequence may end in a shorter block
+            dy, x = (F.pad(t, (0, 0, 0, odd)) for t in (dy, x))
+        a, b = (self.quantise(t.flatten(0, 1), k, "128x1") for t, k in ((dy, kind), (x, E4M3)))
         return self.product(a, b, dtype)
 
 

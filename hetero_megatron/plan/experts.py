@@ -10,7 +10,7 @@ An entry of ``ranks`` is a rank, or a list of ranks that share the columns of ea
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -111,6 +111,15 @@ def destinations(
         among = inside or holders
         found.append(among[0 if own else order % len(among)].ranks)
     return tuple(found)
+
+
+def replicated_experts(stage: Stage) -> list[int]:
+    """Experts that several members of one of its groups hold, ascending."""
+    found = set[int]()
+    for group in stage.experts:
+        held = Counter(e for member in group.members for e in range(*member.experts))
+        found |= {expert for expert, holders in held.items() if holders > 1}
+    return sorted(found)
 
 
 def sequence_group(stage: Stage, rank: int) -> tuple[int, ...]:

@@ -1,21 +1,12 @@
-"""Products in 8-bit floats: what a run asks for, which stages compute so, and cuts that leave the loss as it is.
+"""Products in 8-bit floats: what a run asks for, and which stages compute so.
 
 ``--fp8-format`` and ``--fp8-recipe`` say it for the run; ``dtype`` of a stage keeps that stage in the dtype of the
-weights. No torch; the operators are in ``ops/gemm_fp8.py``.
+weights. No torch; the operators are in ``ops/gemm_fp8.py``, what plans may ask for in :mod:`.fp8_checks`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from hetero_megatron.plan.canonical import Plan, Stage
-from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.plan.source import Source
-
-if TYPE_CHECKING:
-    from hetero_megatron.cluster import Cluster
-    from hetero_megatron.spec import ModelSpec
 
 FORMATS, RECIPES = ("e4m3", "hybrid"), ("tensorwise", "blockwise")
 BLOCK = 128  # elements that share a scale
@@ -38,112 +29,3 @@ class Fp8:
 
     def __str__(self) -> str:
         return f"fp8 ({self.format}, {self.recipe})"
-
-
-def stage_fp8(stage: Stage, fp8: Fp8 | None) -> Fp8 | None:
-    """In what the linear modules of a stage's layers compute; None: in the dtype of the weights."""
-    return fp8 if stage.dtype in (None, "fp8") else None
-
-
-def fp8_fits(
-    plan: Plan, spec: ModelSpec, fp8: Fp8 | None, dtype: str, cluster: Cluster | None, source: Source | None = None
-) -> None:
-    """Refuse stages that compute in what the run, their chips or their cuts do not allow.
-
-    Values that are rounded together have to be on one rank, or the loss would depend on the plan.
-
-    Args:
-        dtype: of the weights.
-    """
-    source = source or Source()
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            path = f"pipelines[{p}].stages[{s}]"
-            _asked_for(stage, path, fp8, dtype, source)
-            if stage_fp8(stage, fp8) is None or fp8 is None or not stage.num_layers:
-                continue
-            if cluster is not None:
-                _chips_have_it(stage, path, dtype, cluster, source)
-            _latents_are_whole(stage, path, spec, dtype, source)
-            _key_heads_are_whole(stage, path, spec, dtype, source)
-            _tokens_are_whole(plan, stage, path, fp8, dtype, source)
-            if fp8.recipe == "blockwise":
-                _cuts_are_at_blocks(stage, path, spec, dtype, source)
-
-
-def _asked_for(stage: Stage, path: str, fp8: Fp8 | None, dtype: str, source: Source) -> None:
-    if stage.dtype == "fp8" and fp8 is None:
-        raise source.error(
-            "the run computes nothing in fp8", f"{path}.dtype", "fp8", f"{dtype}, or --fp8-format e4m3 or hybrid"
-        )
-    if stage.dtype not in (None, "fp8", dtype):
-        accepted = f"{dtype} or fp8" if fp8 is not None else f"{dtype}, or the flag of this dtype"
-        raise source.error(f"the weights of the run are {dtype}", f"{path}.dtype", stage.dtype, accepted)
-
-
-def _chips_have_it(stage: Stage, path: str, dtype: str, cluster: Cluster, source: Source) -> None:
-    for rank in stage.ranks:
-        chip = cluster.chip_of(rank)
-        if "fp8" not in chip.dtypes:
-            raise source.error(
-                f"rank {rank} is a {chip.name}, which does not compute in fp8", f"{path}.dtype", stage.dtype or "fp8",
-                f"{dtype}, or chips that have fp8",
-            )  # fmt: skip
-
-
-def _latents_are_whole(stage: Stage, path: str, spec: ModelSpec, dtype: str, source: Source) -> None:
-    largest = max(unit.tp for unit in stage.units)
-    if spec.mla is not None and largest > 1:
-        raise source.error(
-            "latents are whole on every rank, which would round its part of their gradient in fp8, and the sum depends "
-            "on the cut", f"{path}.tp", largest, f"1, or dtype: {dtype}",
-        )  # fmt: skip
-
-
-def _key_heads_are_whole(stage: Stage, path: str, spec: ModelSpec, dtype: str, source: Source) -> None:
-    for unit in stage.units:
-        if unit.tp > spec.num_kv_heads:
-            raise source.error(
-                "copies of a key-value head would round parts of its gradient in fp8, and the sum depends on the cut",
-                f"{path}.tp", unit.tp, f"at most {spec.num_kv_heads} (key-value heads), or dtype: {dtype}",
-            )  # fmt: skip
-
-
-def _tokens_are_whole(plan: Plan, stage: Stage, path: str, fp8: Fp8, dtype: str, source: Source) -> None:
-    for unit in stage.units:
-        cuts = [t for interval in unit.tokens for t in interval if 0 < t < plan.seq_length]
-        if cuts and fp8.recipe == "tensorwise":
-            raise source.error(
-                "a sequence has one scale, and here it is divided over several ranks", f"{path}.context",
-                f"{len(stage.units)} members", f"--fp8-recipe blockwise, or dtype: {dtype}",
-            )  # fmt: skip
-        odd = next((t for t in cuts if t % BLOCK), None)
-        if odd is not None:
-            raise source.error(
-                f"blocks of {BLOCK} tokens share a scale, and token {odd} begins a part", f"{path}.context", odd,
-                f"intervals that begin and end at multiples of {BLOCK}, or dtype: {dtype}",
-            )  # fmt: skip
-
-
-def _cuts_are_at_blocks(stage: Stage, path: str, spec: ModelSpec, dtype: str, source: Source) -> None:
-    for rank, share in rank_shares(spec, stage).items():
-        unit = next(unit for unit in stage.units if rank in unit.ranks)
-        if unit.tp == 1:
-            continue
-        d = spec.head_dim
-        cuts = {
-            "columns of queries": [d * i for i in share.q_heads], "columns of keys": [d * i for i in share.kv_heads],
-            "feed-forward columns": share.ffn, "columns of shared experts": share.shared_ffn,
-        }  # fmt: skip
-        ends = {
-            "columns of queries": d * spec.num_heads, "columns of keys": d * spec.num_kv_heads,
-            "feed-forward columns": spec.ffn_hidden_size,
-            "columns of shared experts": spec.moe.shared_ffn if spec.moe is not None else 0,
-        }  # fmt: skip
-        for what, found in cuts.items():
-            odd = next((i for i in found if i % BLOCK and i != ends[what]), None)
-            if odd is not None:
-                raise source.error(
-                    f"blocks of {BLOCK} {what} share a scale, and rank {rank} is cut at {odd}", f"{path}.tp", unit.tp,
-                    f"a tp_split that cuts at multiples of {BLOCK}, --fp8-recipe tensorwise, or dtype: {dtype}",
-                )  # fmt: skip

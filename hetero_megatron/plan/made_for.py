@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.words import format_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hetero_megatron.cluster.document import Entry
     from hetero_megatron.spec import ModelSpec
 
-KEYS = ("model", "model_hash", "dtype", "optimizer", "memory")
+KEYS = ("model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe")
 OPTIMIZERS = ("adam", "sgd")
 
 
@@ -29,19 +30,21 @@ OPTIMIZERS = ("adam", "sgd")
 class MadeFor:
     """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name. The
     optimizer's bytes follow from ``optimizer`` and ``dtype``: an fp32 master of each 16-bit element, and moments as
-    wide (Adam two, SGD one)."""
+    wide (Adam two, SGD one). ``fp8``: what its stages in fp8 were planned with; None: not said."""
 
     model: str
     model_hash: str
     dtype: str
     optimizer: str
     memory: tuple[tuple[str, int], ...] = ()
+    fp8: Fp8 | None = None
 
     def plain(self) -> dict[str, Any]:
         """As a plan file has it."""
+        fp8 = {} if self.fp8 is None else {"fp8_format": self.fp8.format, "fp8_recipe": self.fp8.recipe}
         return {
             "model": self.model, "model_hash": self.model_hash, "dtype": self.dtype, "optimizer": self.optimizer,
-            "memory": dict(self.memory),
+            "memory": dict(self.memory), **fp8,
         }  # fmt: skip
 
     def agree(self, key: str, field: str, value: str, source: str) -> None:
@@ -51,6 +54,14 @@ class MadeFor:
             raise UserError(
                 f"the plan was made for {mine} (made_for.{key} of {source})", field=field, value=value,
                 accepted=f"{mine}, or a plan made for {value}", where="command line",
+            )  # fmt: skip
+
+    def agree_on_fp8(self, asked: Fp8, source: str) -> None:
+        """UserError for a run in another fp8."""
+        if self.fp8 not in (None, asked):
+            raise UserError(
+                f"the plan was made for {self.fp8} (made_for of {source})", field="--fp8-format", value=str(asked),
+                accepted=f"{self.fp8}, or a plan made for {asked}", where="command line",
             )  # fmt: skip
 
     def agree_on_model(self, model: ModelSpec, source: str) -> None:
@@ -86,22 +97,28 @@ def model_hash(model: ModelSpec) -> str:
     return hashlib.sha256(json.dumps(model.shape(), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def made_for(model: ModelSpec, dtype: str, optimizer: str, cluster: Cluster, ranks: Iterable[int]) -> MadeFor:
+def made_for(
+    model: ModelSpec, dtype: str, optimizer: str, cluster: Cluster, ranks: Iterable[int], fp8: Fp8 | None = None
+) -> MadeFor:
     """Of a plan on these ranks of a cluster."""
     chips = {chip.name: chip.memory for chip in map(cluster.chip_of, ranks)}
-    return MadeFor(model.name, model_hash(model), dtype, optimizer, tuple(sorted(chips.items())))
+    return MadeFor(model.name, model_hash(model), dtype, optimizer, tuple(sorted(chips.items())), fp8)
 
 
 def read_made_for(entry: Entry) -> MadeFor:
     """The section ``made_for`` of a plan file."""
     keys = entry.mapping(KEYS, required=("model", "model_hash", "dtype", "optimizer"))
     memory = keys["memory"].any_mapping() if "memory" in keys else {}
+    if ("fp8_format" in keys) != ("fp8_recipe" in keys):
+        entry.fail("it says only one of fp8_format and fp8_recipe", accepted="both, or none")
+    fp8 = Fp8(keys["fp8_format"].choice(FORMATS), keys["fp8_recipe"].choice(RECIPES)) if "fp8_format" in keys else None
     return MadeFor(
         keys["model"].text(),
         keys["model_hash"].text(),
         keys["dtype"].choice(DTYPES),
         keys["optimizer"].choice(OPTIMIZERS),
         tuple(sorted((name, value.integer(1)) for name, value in memory.items())),
+        fp8,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import mul
 from typing import Any
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
+from hetero_megatron.plan.fp8_memory import backward_bytes
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
@@ -53,6 +54,7 @@ class MemoryBytes:
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor.
         communicators: buffers of the communication library.
+        graphs: memory of device graphs beside the activations, which then are there all step long, too.
         host: fp32 masters and moments of an offloaded optimizer: in the host's memory, so not part of ``total``.
     """
 
@@ -64,14 +66,17 @@ class MemoryBytes:
     overhead: int = 0
     host: int = 0
     communicators: int = 0
+    graphs: int = 0
 
     @property
     def lasting(self) -> int:
         """What is there all step long."""
-        return self.overhead + self.communicators + self.weights + self.gradients + self.optimizer
+        return self.overhead + self.communicators + self.weights + self.gradients + self.optimizer + self.graphs
 
     @property
     def total(self) -> int:
+        if self.graphs:
+            return self.lasting + self.activations + self.buffers
         # Buckets travel when most activations of the last micro-batch are gone.
         return self.lasting + max(self.activations, self.buffers)
 
@@ -97,6 +102,8 @@ class RankWork:
         tp: the rank has 1/tp of heads and columns; shards: and an equal part of the tokens, of so many.
         limit: of the bytes of logits, where the stage's head goes through chunks (:func:`chunk_limit`), else None.
         load: of routed experts, in an average layer of these; None: of a plain TP group.
+        fp8: recipe of the fp8 that linear modules compute in; None: the dtype of the weights.
+        rows: sequences of the tokens.
     """
 
     layers: int
@@ -110,6 +117,8 @@ class RankWork:
     shards: int
     limit: int | None = None
     load: ExpertLoad | None = None
+    fp8: str | None = None
+    rows: int = 1
 
     @property
     def full(self) -> int:
@@ -163,7 +172,7 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
     their way to the stage before.
     """
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
-    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load), 0, 0
+    layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
     if held.full == held.layers > 0:
         layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         layer -= layer_activation_bytes(spec, tokens, "full", *sizes, held.load)
@@ -172,6 +181,14 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
         in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None)
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
+
+
+def linear_bytes(spec: ModelSpec, held: RankWork) -> Callable[[float, float], float] | None:
+    """Of a linear module in fp8 with so many (outputs, inputs), bytes of its backward; None: none is in fp8."""
+    if held.fp8 is None:
+        return None
+    recipe, length, item, trained = held.fp8, held.tokens / held.rows, held.item, spec.lora is None
+    return lambda n, k: backward_bytes(recipe, held.rows, length, n, k, item, trained)
 
 
 def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
@@ -187,6 +204,31 @@ def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterab
     kept = [kept_bytes(spec, chunk) for chunk in chunks]
     waiting = [operand_bytes(spec, chunk) for chunk in chunks]
     return most_held(kept, waiting, states) + max(working_bytes(spec, chunk) for chunk in chunks)
+
+
+def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
+    """Bytes that layers take as device graphs, beside their activations and what eager backward works with.
+
+    Of each micro-batch in flight, a layer has both parts of its output and the gradients of both parts of its input to
+    itself, and a chunk those of its ends and what forward of its last layer worked with. Chunks share nothing, though
+    not all of them have most micro-batches in flight at once. Backward works in memory of its own.
+    """
+    states = list(states)
+    most = [max(whole[c] for whole, _ in states) for c in range(len(chunks))]
+    kept = [kept_bytes(spec, chunk) for chunk in chunks]
+    total = sum(map(mul, most, kept)) - max(sum(map(mul, whole, kept)) for whole, _ in states)
+    backward = 0
+    for flying, chunk in zip(most, chunks, strict=True):
+        if not chunk.layers:
+            continue
+        sizes = (chunk.item, chunk.tp, chunk.shards, chunk.load)
+        whole = layer_activation_bytes(spec, chunk.tokens, "none", *sizes)
+        # Recomputed whole, a layer takes the sum of its input: a copy, and two tensors of output where one was kept.
+        hidden = 3 * chunk.layers + 2 * chunk.full + 4
+        total += flying * (hidden * boundary_bytes(spec, chunk) + whole)
+        again = whole if chunk.full or chunk.recompute == "selective" else 0
+        backward = max(backward, layer_backward_bytes(spec, chunk.tokens, *sizes) + again)
+    return total + backward
 
 
 def most_held(kept: Sequence[int], waiting: Sequence[int], states: Iterable[Held]) -> int:

@@ -80,6 +80,8 @@ def _box(
     chip = ", ".join(kinds) or stage.chip or ""
     lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, spec.num_layers)]
     lines += [_content(stage), _degrees(stage), f"recompute {stage.recompute}"]
+    if any(s.dtype is not None for p in plan.pipelines for s in p.stages):
+        lines.append(f"products in {stage.dtype}" if stage.dtype else "")
     if any(len(set(u.tp_split)) > 1 for p in plan.pipelines for s in p.stages for u in s.units):
         lines += _cuts(stage, spec)
     return [_short(line, INNER) for line in lines]

@@ -73,6 +73,10 @@ class PlanningProblem:
         """The same problem with another share of device memory kept free."""
         return replace(self, options=replace(self.options, costs=replace(self.options.costs, margin=margin)))
 
+    def without_fp8(self) -> PlanningProblem:
+        """The same problem with all products in the dtype of the run."""
+        return replace(self, options=replace(self.options, costs=replace(self.options.costs, fp8=None)))
+
     @property
     def can_offload(self) -> bool:
         """Whether the runtime can keep this optimizer in host memory."""

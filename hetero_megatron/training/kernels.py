@@ -16,13 +16,15 @@ from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.plan.fp8 import Fp8, stage_fp8
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import Dropout, ModelSpec
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.dry_experts import with_expected_rows
+from hetero_megatron.training.dry_fp8 import with_chip_products
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.words import notice_line
 
@@ -95,6 +97,9 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
     fp8 = stage_fp8(stage, config.fp8) if stage.num_layers else None
     kernels = default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled, fp8=fp8)
+    kernels = with_chip_products(kernels)
+    if "dropout" in kernels.choices:  # making masks of nothing would take most of the time
+        kernels.dropout = lambda x, *_: x.clone()  # type: ignore[attr-defined]
     return kernels if config.spec.moe is None else with_expected_rows(kernels)
 
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import enum
 import io
+import itertools
 import json
 import pickle
 import sys
@@ -34,6 +35,7 @@ from hetero_megatron.spec import ModelSpec, logical_tensors
 from tests.support.hf_reference import hf_to_logical
 
 PADDED = 128  # rows of the embedding are a multiple of it
+EXPERTS = ".mlp.experts.experts."
 
 
 @contextlib.contextmanager
@@ -67,7 +69,24 @@ def arguments(spec: ModelSpec, **changes: Any) -> dict[str, Any]:
         "add_qkv_bias": spec.qkv_bias and not spec.mlp_bias, "qk_layernorm": spec.qk_norm == "head",
         "untie_embeddings_and_output_weights": not spec.tied, "vocab_size": None, "init_method_std": 0.02,
         "num_experts": None, "window_size": None, "softmax_type": "vanilla", "bf16": True, "micro_batch_size": 4,
-        "params_dtype": torch.bfloat16, "apply_layernorm_1p": False, "multi_latent_attention": False, **changes,
+        "params_dtype": torch.bfloat16, "apply_layernorm_1p": False, "multi_latent_attention": False,
+        **_experts(spec), **changes,
+    }  # fmt: skip
+
+
+def _experts(spec: ModelSpec) -> dict[str, Any]:
+    moe = spec.moe
+    if moe is None:
+        return {}
+    groups, sigmoid = moe.groups > 1, moe.score == "sigmoid"
+    return {
+        "num_experts": moe.num_experts, "moe_router_topk": moe.top_k, "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(kind == "moe") for kind in (layer.mlp for layer in spec.layers)],
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax", "moe_shared_expert_gate": moe.shared_gate,
+        "moe_router_pre_softmax": not sigmoid and not moe.normalize, "moe_router_enable_expert_bias": moe.score_bias,
+        "moe_router_num_groups": moe.groups if groups else None, "moe_router_topk_scaling_factor": moe.scale,
+        "moe_router_group_topk": moe.top_groups if groups else None, "moe_latent_size": None,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
     }  # fmt: skip
 
 
@@ -97,7 +116,7 @@ def core_tensors(model: torch.nn.Module, spec: ModelSpec, fused_norms: bool = Tr
 
 def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) -> dict[str, torch.Tensor]:
     before_qkv = "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm."
-    before_mlp = "mlp.linear_fc1.layer_norm_" if fused_norms else "pre_mlp_layernorm."
+    before_mlp = "mlp.linear_fc1.layer_norm_" if fused_norms and "mlp.gate.weight" not in mine else "pre_mlp_layernorm."
     found = {}
     for kind in ("weight", "bias"):
         plain = {
@@ -105,7 +124,11 @@ def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) ->
             f"self_attn.q_norm.{kind}": f"self_attention.q_layernorm.{kind}",
             f"self_attn.k_norm.{kind}": f"self_attention.k_layernorm.{kind}",
             f"self_attn.o_proj.{kind}": f"self_attention.linear_proj.{kind}",
-            f"mlp.down_proj.{kind}": f"mlp.linear_fc2.{kind}",
+            f"mlp.down_proj.{kind}": f"mlp.linear_fc2.{kind}", f"mlp.gate.{kind}": f"mlp.router.{kind}",
+            f"mlp.experts.down_proj.{kind}": f"mlp.experts.experts.linear_fc2.{kind}",
+            f"mlp.shared_expert.down_proj.{kind}": f"mlp.shared_experts.linear_fc2.{kind}",
+            f"mlp.shared_expert_gate.{kind}": f"mlp.shared_experts.gate_{kind}",
+            "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
         }  # fmt: skip
         found |= {theirs: mine[ours] for ours, theirs in plain.items() if ours in mine}
         if f"self_attn.q_proj.{kind}" in mine:
@@ -114,18 +137,23 @@ def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) ->
             for g in range(spec.num_kv_heads):
                 rows += [q[g * per * d : (g + 1) * per * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d]]
             found[f"self_attention.linear_qkv.{kind}"] = torch.cat(rows)
-        if f"mlp.up_proj.{kind}" in mine:
-            parts = [mine[f"mlp.{x}_proj.{kind}"] for x in ("gate", "up") if f"mlp.{x}_proj.{kind}" in mine]
-            found[f"mlp.linear_fc1.{kind}"] = torch.cat(parts)
+        for ours, theirs in (("", ""), ("experts.", "experts.experts."), ("shared_expert.", "shared_experts.")):
+            both = [f"mlp.{ours}{x}_proj.{kind}" for x in ("gate", "up")]
+            if both[1] in mine:
+                parts = [mine[name] for name in both if name in mine]
+                found[f"mlp.{theirs}linear_fc1.{kind}"] = torch.cat(parts, int(ours == "experts."))
     return found
 
 
 def cut(name: str, whole: torch.Tensor, tp: int, rank: int, gated: bool) -> torch.Tensor:
     """What one tensor-parallel rank has."""
+    experts = int(EXPERTS in name and whole.dim() == 3)
+    if name.endswith(("_w", "_v")):
+        return whole.chunk(tp)[rank]
     if "linear_fc1" in name and "layer_norm" not in name and gated:
-        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
+        return torch.cat([half.chunk(tp, experts)[rank] for half in whole.chunk(2, experts)], experts)
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return whole.chunk(tp, 1)[rank]
+        return whole.chunk(tp, 1 + experts)[rank]
     rows = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
             "linear_fc1.bias")  # fmt: skip
     return whole.chunk(tp)[rank] if any(part in name for part in rows) else whole
@@ -133,25 +161,31 @@ def cut(name: str, whole: torch.Tensor, tp: int, rank: int, gated: bool) -> torc
 
 def save_legacy(
     root: Path, model: torch.nn.Module, spec: ModelSpec, tp: int = 1, pp: int = 1, chunks: int = 1,
-    old_names: bool = False, **changes: Any,
+    old_names: bool = False, ep: int = 1, experts: str = "sequential", **changes: Any,
 ) -> Path:  # fmt: skip
-    """Format ``torch``; ``chunks`` of each pipeline rank (interleaved); returns the directory of the run."""
+    """Format ``torch``; ``chunks`` of each pipeline rank (interleaved); ``experts`` in the form of which module;
+    returns the directory of the run."""
     whole = core_tensors(model, spec, fused_norms=not old_names)
     step = root / "iter_0000007"
+    sizes = {
+        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": tp,
+    }  # fmt: skip
     with megatron_modules() as kind:
-        namespace = argparse.Namespace(**arguments(spec, model_type=kind.encoder_or_decoder, **changes))
-        for p in range(pp):
-            for t in range(tp):
-                models = [_stage(whole, spec, tp, t, pp, p, chunks, c, old_names) for c in range(chunks)]
-                keys = ["model"] if chunks == 1 else [f"model{c}" for c in range(chunks)]
-                folder = step / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}")
-                folder.mkdir(parents=True)
-                state = {
-                    "args": namespace, "checkpoint_version": 3.0, "iteration": 7, **dict(zip(keys, models)),
-                    "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3}]},
-                    "rng_state": [{"np": np.random.RandomState(0).get_state(), "torch_rng_state": torch.ones(4)}],
-                }  # fmt: skip
-                torch.save(state, folder / "model_optim_rng.pt")
+        namespace = argparse.Namespace(**arguments(spec, model_type=kind.encoder_or_decoder, **sizes | changes))
+        for p, t, e in itertools.product(range(pp), range(tp), range(ep)):
+            models = [_stage(whole, spec, tp, t, pp, p, chunks, c, old_names) for c in range(chunks)]
+            models = [_experts_of(one, experts, spec, ep, e) for one in models]
+            keys = ["model"] if chunks == 1 else [f"model{c}" for c in range(chunks)]
+            numbers = [f"{t:02d}", *([f"{p:03d}"] if pp > 1 else []), *([f"{e:03d}"] if ep > 1 else [])]
+            folder = step / f"mp_rank_{'_'.join(numbers)}"
+            folder.mkdir(parents=True)
+            state = {
+                "args": namespace, "checkpoint_version": 3.0, "iteration": 7, **dict(zip(keys, models)),
+                "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3}]},
+                "rng_state": [{"np": np.random.RandomState(0).get_state(), "torch_rng_state": torch.ones(4)}],
+            }  # fmt: skip
+            torch.save(state, folder / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("7")
     return root
 
@@ -181,6 +215,24 @@ def _stage(
     return found if not old else _old(found)
 
 
+def _experts_of(model: dict[str, Any], module: str, spec: ModelSpec, ep: int, e: int) -> dict[str, Any]:
+    """One expert-parallel rank's, as SequentialMLP, TEGroupedMLP (grouped) or GroupedMLP (transposed) has them."""
+    found: dict[str, Any] = {}
+    for name, value in model.items():
+        if EXPERTS not in name:
+            found[name] = value
+            continue
+        mine, (mlp, rest) = value.chunk(ep)[e].clone(), name.split(EXPERTS)
+        if module == "transposed" and rest == "linear_fc1.weight":  # seen as [experts, hidden, 2 x ffn]
+            found[f"{mlp}.mlp.experts.weight1"] = mine.transpose(1, 2).reshape(spec.hidden_size, -1)
+        elif module == "transposed":
+            found[f"{mlp}.mlp.experts.weight2"] = mine.transpose(1, 2).reshape(-1, spec.hidden_size)
+        for i, one in enumerate(mine) if module != "transposed" else ():
+            new = f"experts.local_experts.{i}.{rest}" if module == "sequential" else f"experts.{rest}{i}"
+            found[f"{mlp}.mlp.{new}"] = one.clone()
+    return found
+
+
 def _old(found: dict[str, Any]) -> dict[str, Any]:
     """As before Megatron Core: other names, nested dictionaries, no state of modules."""
     names = {
@@ -206,9 +258,11 @@ def _old(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_torch_dist(
-    root: Path, model: torch.nn.Module, spec: ModelSpec, tp: int = 1, pp: int = 1, stacked: bool = True, **changes: Any
-) -> Path:
-    """Format ``torch_dist``; ``stacked``: tensors of layers are one, with the layer as first axis."""
+    root: Path, model: torch.nn.Module, spec: ModelSpec, tp: int = 1, pp: int = 1, stacked: bool = True,
+    singly: bool = False, **changes: Any,
+) -> Path:  # fmt: skip
+    """Format ``torch_dist``; ``stacked``: tensors of layers are one, with the layer as first axis; ``singly``: each
+    expert's tensors have names of their own, and gate and up projections, too."""
     step = root / "iter_0000007"
     step.mkdir(parents=True)
     entries: dict[str, Any] = {}
@@ -227,7 +281,8 @@ def save_torch_dist(
         index = MetadataIndex(name, torch.Size(offset))
         places[index] = filesystem._StorageInfo(file, start, len(one.getvalue()))
 
-    for name, whole in core_tensors(model, spec).items():
+    tensors = core_tensors(model, spec)
+    for name, whole in _singly(tensors).items() if singly else tensors.items():
         where = name.split(".")
         layer = int(where[2]) if where[:2] == ["decoder", "layers"] else None
         file = f"__{0 if layer is None else layer * pp // spec.num_layers}_0.distcp"
@@ -252,12 +307,26 @@ def save_torch_dist(
     return root
 
 
+def _singly(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, whole in tensors.items():
+        mlp, _, rest = name.partition(EXPERTS)
+        named = {f"{mlp}{EXPERTS}{i}.{rest}": one for i, one in enumerate(whole)} if rest else {name: whole}
+        for one, value in named.items():
+            if one.endswith("linear_fc1.weight"):
+                found |= dict(zip((f"{one}_w", f"{one}_v"), value.chunk(2), strict=True))
+            else:
+                found[one] = value
+    return found
+
+
 def _pieces(name: str, whole: torch.Tensor, tp: int, gated: bool) -> Iterator[tuple[slice, ...]]:
     """Where in the whole tensor the parts of tensor-parallel ranks are."""
     numbers = torch.arange(whole.numel()).view(whole.shape)
     for rank in range(tp):
         mine = cut(name, numbers, tp, rank, gated)
-        halves = mine.chunk(2) if "linear_fc1" in name and gated and "layer_norm" not in name else [mine]
+        both = "linear_fc1" in name and gated and "layer_norm" not in name and not name.endswith(("_w", "_v"))
+        halves = mine.chunk(2, int(EXPERTS in name)) if both else [mine]
         for part in halves:
             first = np.unravel_index(int(part.flatten()[0]), whole.shape)
             yield tuple(slice(int(a), int(a) + n) for a, n in zip(first, part.shape, strict=True))

@@ -1,7 +1,9 @@
 """Checkpoints that megatron-core itself writes on CPUs, for tests/slow/test_megatron_core.py.
 
-    torchrun --nproc-per-node TP*PP megatron_core_job.py save TP PP FORMAT DIR      # random weights
-    torchrun --nproc-per-node 1     megatron_core_job.py logits 1 1 torch_dist DIR  # DIR/logits.pt of DIR's weights
+    torchrun --nproc-per-node TP*PP megatron_core_job.py save TP PP EP FORMAT DIR      # random weights
+    torchrun --nproc-per-node 1     megatron_core_job.py logits 1 1 EP torch_dist DIR  # DIR/logits.pt of DIR's weights
+
+EP 0: a dense model; else the expert-parallel size of one with experts.
 """
 
 from __future__ import annotations
@@ -29,40 +31,51 @@ def main() -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.moe import moe_utils
 
     get_cuda_rng_tracker().fork = contextlib.nullcontext  # no dropout
+    moe_utils.te_general_gemm = None  # which it does not set without Transformer Engine
     fused_softmax.get_default_causal_mask = lambda n: torch.ones(n, n).triu(1).bool()
-    what, tp, pp, form, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+    (tp, pp, ep), (form, folder), what = map(int, sys.argv[2:5]), sys.argv[5:7], sys.argv[1]
+    folder = Path(folder)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tp, pp)
-    torch.manual_seed(1 + dist.get_rank())
-    model = build(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=max(ep, 1))
+    model = build(tp, pp, ep)
     if what == "logits":
         state = dist_checkpointing.load(model.sharded_state_dict(), str(folder / "iter_0000005"))
         model.load_state_dict(state, strict=False)
         tokens = torch.arange(24).view(2, 12) * 7 % VOCABULARY
         torch.save(model.eval()(tokens, torch.arange(12).expand(2, 12), None), folder / "logits.pt")
         return
+    place = parallel_state.get_tensor_model_parallel_rank() + tp * parallel_state.get_pipeline_model_parallel_rank()
+    own = torch.Generator().manual_seed(100 + dist.get_rank())
+    torch.manual_seed(1 + place)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "layernorm" not in name:  # of which every rank has a copy
-                parameter.copy_(torch.randn(parameter.shape) * 0.2)
-    save(model, form, folder, parallel_state)
+                generator = own if ".experts." in name else None  # all else is the same in expert-parallel ranks
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    save(model, form, folder, parallel_state, ep)
 
 
-def build(tp: int, pp: int) -> Any:
+def build(tp: int, pp: int, ep: int) -> Any:
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    experts: dict[str, Any] = {
+        "num_moe_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": ep, "moe_ffn_hidden_size": 24,
+    }  # fmt: skip
     config = TransformerConfig(
-        **SIZES, use_cpu_initialization=True, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        **SIZES, **(experts if ep else {}),
+        use_cpu_initialization=True, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
         pipeline_dtype=torch.float32, add_bias_linear=False, gated_linear_unit=True, qk_layernorm=True,
         activation_func=torch.nn.functional.silu, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
-    layers = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    layers = get_gpt_layer_local_spec(4 if ep else None, qk_layernorm=True, normalization="RMSNorm")
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     return GPTModel(
         config, layers, VOCABULARY, POSITIONS, first, last, share_embeddings_and_output_weights=False,
@@ -70,7 +83,7 @@ def build(tp: int, pp: int) -> Any:
     )  # fmt: skip
 
 
-def save(model: Any, form: str, folder: Path, parallel_state: Any) -> None:
+def save(model: Any, form: str, folder: Path, parallel_state: Any, ep: int) -> None:
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
@@ -82,7 +95,11 @@ def save(model: Any, form: str, folder: Path, parallel_state: Any) -> None:
         position_embedding_type="rope", rotary_base=10000, rotary_percent=1.0, normalization="RMSNorm",
         norm_epsilon=1e-5, swiglu=True, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=True,
         untie_embeddings_and_output_weights=True, vocab_size=None, attention_backend=AttnBackend.flash,
-        model_type=ModelType.encoder_or_decoder, params_dtype=torch.float32,
+        model_type=ModelType.encoder_or_decoder, params_dtype=torch.float32, num_experts=4 if ep else None,
+        moe_router_topk=2, moe_ffn_hidden_size=24, moe_layer_freq=1, moe_router_score_function="softmax",
+        expert_model_parallel_size=ep, moe_router_pre_softmax=False,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
     )  # fmt: skip
     step = folder / "iter_0000005"
     step.mkdir(parents=True, exist_ok=True)
@@ -91,7 +108,8 @@ def save(model: Any, form: str, folder: Path, parallel_state: Any) -> None:
         dist_checkpointing.save(model.sharded_state_dict() | {"args": stored, "iteration": 5}, str(step))
     else:
         t, p = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-        rank = step / f"mp_rank_{t:02d}_{p:03d}"
+        e = parallel_state.get_expert_model_parallel_rank()
+        rank = step / (f"mp_rank_{t:02d}_{p:03d}" + (f"_{e:03d}" if ep > 1 else ""))
         rank.mkdir()
         state = {"args": stored, "checkpoint_version": 3.0, "model": model.state_dict()}
         torch.save(state, rank / "model_optim_rng.pt")

@@ -17,7 +17,8 @@ from hetero_megatron.layout import Box
 from hetero_megatron.ops import SPECS
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8 import Fp8, fp8_fits
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
 from hetero_megatron.spec.balance import Balancing
 from hetero_megatron.training.islands import plan_for

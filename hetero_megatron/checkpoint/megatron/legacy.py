@@ -1,21 +1,23 @@
 """Megatron's format ``torch``: one file of torch.save per tensor and pipeline rank.
 
-``mp_rank_TT/model_optim_rng.pt`` or ``mp_rank_TT_PPP/…`` is a dictionary: ``args``, ``checkpoint_version``, and the
-weights under ``model``, or ``model0``, ``model1`` … where a rank has several chunks of layers (interleaved: chunk 0 of
-all pipeline ranks comes first). Layers are numbered from 0 in each. Models from before Megatron Core have their own
-names, in nested dictionaries.
+``mp_rank_TT/model_optim_rng.pt``, ``mp_rank_TT_PPP/…`` or, with expert parallelism, ``mp_rank_TT_PPP_EEE`` or
+``mp_rank_TT_EEE`` is a dictionary: ``args``, ``checkpoint_version``, and the weights under ``model``, or ``model0``,
+``model1`` … where a rank has several chunks of layers (interleaved: chunk 0 of all pipeline ranks comes first). Layers
+are numbered from 0 in each. Models from before Megatron Core have their own names, in nested dictionaries.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hetero_megatron.checkpoint.megatron.experts import joined, stacked
 from hetero_megatron.checkpoint.megatron.tensors import (
     STAND_INS,
     MegatronTensors,
@@ -32,6 +34,8 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MODELS = re.compile(r"model(\d*)")
+_Rank = dict[str, Any]  # a file's content
+Place = tuple[int, int, int]
 # Names of models from before Megatron Core -> Core's.
 _OLD = (
     (r"(module\.)*language_model\.", ""),
@@ -52,55 +56,78 @@ def read_legacy(step: Path) -> MegatronTensors:
     """The weights of the checkpoint in a directory with ``mp_rank_*``; its files are mapped, not read.
 
     Raises:
-        UserError: a damaged or missing file, ranks that do not fit together, divided experts, or an order of queries,
-            keys and values from before version 2.
+        UserError: a damaged or missing file, ranks that do not fit together, experts cut otherwise than the rest, or an
+            order of queries, keys and values from before version 2.
     """
     files = _files(step)
-    ranks = {place: _load(path) for place, path in files.items()}
-    first = ranks[0, 0]
+    loaded = {numbers: _load(path) for numbers, path in files.items()}
+    first = loaded[min(loaded)]
     version = first.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
         raise damaged(f"has checkpoint_version {version!s:.20}; from 2.0 on they are read", step)
-    tensor_ranks = 1 + max(t for t, _ in ranks)
+    said = arguments(first.get("args"))
+    ranks = _places(loaded, said, step)
+    tensor_ranks, _, expert_ranks = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
+    experts = said.get("num_experts") or 0
     found: dict[str, list[Part]] = {}
     layers = 0
     for chunk, pipeline in _chunks(ranks, step):
-        models = [_weights(ranks[t, pipeline][chunk], step) for t in range(tensor_ranks)]
-        if any(model.keys() != models[0].keys() for model in models):
-            raise damaged(f"the ranks of mp_rank_*_{pipeline:03d} hold different tensors", step)
+        each = []
+        for e in range(expert_ranks):
+            models = [_weights(ranks[t, pipeline, e][chunk], step) for t in range(tensor_ranks)]
+            if any(model.keys() != models[0].keys() for model in models):
+                raise damaged(f"the ranks of mp_rank_*_{pipeline:03d} hold different tensors", step)
+            parts = {name: [_part(model[name]) for model in models] for name in models[0]}
+            each.append(stacked(parts, experts // expert_ranks, step))
         here = 0
-        for name in models[0]:
+        for name, parts_of in joined(each, step).items():
             inside = _LAYER.fullmatch(name)
             if inside is not None:
                 here = max(here, int(inside[1]) + 1)
             full = name if inside is None else f"decoder.layers.{layers + int(inside[1])}.{inside[2]}"
-            parts = [_part(model[name]) for model in models]
-            _add(found, full, parts, step)
+            _add(found, full, parts_of, step)
         layers += here
-    return MegatronTensors(found, arguments(first.get("args")), str(step), "torch")
+    return MegatronTensors(found, said, str(step), "torch")
 
 
-def _files(step: Path) -> dict[tuple[int, int], Path]:
-    """(tensor rank, pipeline rank) -> file."""
-    found: dict[tuple[int, int], Path] = {}
+def _files(step: Path) -> dict[tuple[int, ...], Path]:
+    """The numbers in a folder's name -> its file."""
+    found: dict[tuple[int, ...], Path] = {}
     for folder in sorted(step.iterdir()):
         rank = _RANK.fullmatch(folder.name)
         if rank is None:
             continue
-        if rank[3] is not None:
-            raise damaged("its experts are divided over ranks, which is not read in this format", step)
         file = next((folder / name for name in FILES if (folder / name).exists()), None)
         if file is None:
             raise damaged(f"{folder.name} holds none of {', '.join(FILES)}", step)
-        found[int(rank[1]), int(rank[2] or 0)] = file
-    tensor, pipeline = (1 + max(ranks) for ranks in zip(*found, strict=True))
-    missing = [(t, p) for t in range(tensor) for p in range(pipeline) if (t, p) not in found]
-    if missing:
-        raise damaged("mp_rank_{:02d}_{:03d} is missing".format(*missing[0]), step)
+        found[tuple(int(number) for number in rank.groups() if number is not None)] = file
+    if len({len(numbers) for numbers in found}) > 1:
+        raise damaged("its folders mp_rank_* have names of several forms", step)
     return found
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _places(ranks: dict[tuple[int, ...], _Rank], said: Mapping[str, Any], step: Path) -> dict[Place, _Rank]:
+    """By (tensor rank, pipeline rank, expert rank). A single pipeline stage has no number, nor has a single rank of
+    experts: of two numbers the second one is what the run's arguments say is divided."""
+    of_experts = (said.get("expert_model_parallel_size") or 1) > 1 and said.get("pipeline_model_parallel_size") == 1
+    tp, etp = said.get("tensor_model_parallel_size"), said.get("expert_tensor_parallel_size")
+    if said.get("num_experts") and type(tp) is type(etp) is int and tp != etp:
+        problem = f"its experts are cut for {etp} tensor-parallel ranks and the rest for {tp}, which is not read"
+        raise damaged(f"{problem} in this format (torch_dist is)", step)
+    places = {}
+    for numbers, content in ranks.items():
+        t, *rest = numbers
+        p, e = rest if len(rest) == 2 else (0, *rest) if of_experts and rest else (*rest, 0) if rest else (0, 0)
+        places[t, p, e] = content
+    sizes = [1 + max(numbers) for numbers in zip(*places, strict=True)]
+    for place in itertools.product(*map(range, sizes)):
+        if place not in places:
+            form = "mp_rank_{0:02d}_{1:03d}" if sizes[2] == 1 else "mp_rank_{0:02d}_{1:03d}_{2:03d}"
+            raise damaged(f"{form.format(*place)} is missing", step)
+    return places
+
+
+def _load(path: Path) -> _Rank:
     try:
         with open_file(path) as file:
             content = load_tensors(file, STAND_INS, str(path))
@@ -111,13 +138,13 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _chunks(ranks: dict[tuple[int, int], dict[str, Any]], step: Path) -> list[tuple[str, int]]:
+def _chunks(ranks: dict[Place, _Rank], step: Path) -> list[tuple[str, int]]:
     """(key of the weights, pipeline rank), in the order of the layers."""
     keys = [sorted(key for key in content if isinstance(key, str) and _MODELS.fullmatch(key))
             for content in ranks.values()]  # fmt: skip
     if not keys[0] or any(other != keys[0] for other in keys):
         raise damaged("its files hold no weights under 'model', or not all the same chunks", step)
-    pipeline = 1 + max(p for _, p in ranks)
+    pipeline = 1 + max(p for _, p, _ in ranks)
     ordered = sorted(keys[0], key=lambda key: int(key.removeprefix("model") or 0))
     return [(key, p) for key in ordered for p in range(pipeline)]
 

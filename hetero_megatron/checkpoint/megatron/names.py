@@ -2,7 +2,7 @@
 
 Queries, keys and values are one tensor, by key-value group: the group's queries, its key, its value. Gate and up
 projection are one tensor, all of the gate first; of several tensor-parallel ranks each has its part of both. Norms may
-be part of the linear layer that follows them.
+be part of the linear layer that follows them. Experts are the first axis of their tensors (``experts.py``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero_megatron.checkpoint.megatron.experts import STACKED
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias|e_score_correction_bias)")
 # Logical module -> Core's modules, of which one is there; "{}" is weight or bias.
 _MODULES = {
     "input_layernorm": ("self_attention.linear_qkv.layer_norm_{}", "input_layernorm.{}"),
@@ -30,7 +31,16 @@ _MODULES = {
     "mlp.gate_proj": ("mlp.linear_fc1.{}", "mlp.linear_fc1.{}_w"),
     "mlp.up_proj": ("mlp.linear_fc1.{}", "mlp.linear_fc1.{}_v"),
     "mlp.down_proj": ("mlp.linear_fc2.{}",),
+    "mlp.gate": ("mlp.router.{}",),
+    "mlp.experts.gate_proj": ("mlp.experts.experts.linear_fc1.{}", "mlp.experts.experts.linear_fc1.{}_w"),
+    "mlp.experts.up_proj": ("mlp.experts.experts.linear_fc1.{}", "mlp.experts.experts.linear_fc1.{}_v"),
+    "mlp.experts.down_proj": ("mlp.experts.experts.linear_fc2.{}",),
+    "mlp.shared_expert.gate_proj": ("mlp.shared_experts.linear_fc1.{}", "mlp.shared_experts.linear_fc1.{}_w"),
+    "mlp.shared_expert.up_proj": ("mlp.shared_experts.linear_fc1.{}", "mlp.shared_experts.linear_fc1.{}_v"),
+    "mlp.shared_expert.down_proj": ("mlp.shared_experts.linear_fc2.{}",),
+    "mlp.shared_expert_gate": ("mlp.shared_experts.gate_{}",),
 }
+_KINDS = {"e_score_correction_bias": "expert_bias"}
 _OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.embed_positions.weight": "embedding.position_embeddings.weight",
@@ -47,11 +57,11 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """Where a logical tensor is: in the first of ``names`` that is there, whose first axis has ``rows``; ``cut`` takes
-    the tensor's own rows."""
+    """Where a logical tensor is: in the first of ``names`` that is there, which has ``shape``; ``cut`` takes the
+    tensor's own part."""
 
     names: tuple[str, ...]
-    rows: int
+    shape: tuple[int, ...]
     cut: Cut
 
 
@@ -59,21 +69,24 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource
     """Of one logical tensor. UserError: Megatron's models do not have it, or not in a form that is read."""
     found = _IN_LAYER.fullmatch(name)
     if found is None and name in _OUTSIDE:
-        return MegatronSource((_OUTSIDE[name],), shape[0], lambda whole: whole[: shape[0]])
+        return MegatronSource((_OUTSIDE[name],), shape, lambda whole: whole[: shape[0]])
     if found is None or found[2] not in _MODULES:
         raise UserError(
             "is not read from Megatron's checkpoints", field="SOURCE", value=name,
-            accepted="dense models with norms before attention and MLP",
+            accepted="models of ordinary attention, with norms before attention and MLP",
         )  # fmt: skip
     layer, module, kind = found.groups()
-    names = tuple(f"decoder.layers.{layer}.{theirs.format(kind)}" for theirs in _MODULES[module])
+    theirs = (form.format(_KINDS.get(kind, kind)) for form in _MODULES[module])
+    names = tuple(f"decoder.layers.{layer}.{name}" for name in theirs)
     projection = module.rpartition(".")[2]
     if projection in ("q_proj", "k_proj", "v_proj"):
         rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        return MegatronSource(names, rows, _of_groups(spec, projection))
-    if projection in ("gate_proj", "up_proj") and spec.gated:
-        return MegatronSource(names, 2 * shape[0], _half(shape[0], projection == "up_proj"))
-    return MegatronSource(names, shape[0], lambda whole: whole)
+        return MegatronSource(names, (rows, *shape[1:]), _of_groups(spec, projection))
+    if projection in ("gate_proj", "up_proj") and (spec.gated or module.startswith("mlp.experts")):
+        axis = int(STACKED in names[0])
+        both = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+        return MegatronSource(names, both, _half(shape[axis], projection == "up_proj", axis))
+    return MegatronSource(names, shape, lambda whole: whole)
 
 
 def _of_groups(spec: ModelSpec, projection: str) -> Cut:
@@ -87,9 +100,9 @@ def _of_groups(spec: ModelSpec, projection: str) -> Cut:
     return cut
 
 
-def _half(rows: int, second: bool) -> Cut:
+def _half(rows: int, second: bool, axis: int) -> Cut:
     """Of a tensor that holds both, or one alone."""
-    return lambda whole: whole if whole.shape[0] == rows else whole[rows:] if second else whole[:rows]
+    return lambda whole: whole if whole.shape[axis] == rows else whole.narrow(axis, rows * second, rows)
 
 
 def joined_shape(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -107,7 +120,7 @@ def join(name: str, parts: Sequence[torch.Tensor], gated: bool) -> torch.Tensor:
     if axis is None or len(parts) == 1:
         return parts[0]
     if gated and _GATED.fullmatch(name):
-        return torch.cat([half for i in (0, 1) for half in (part.chunk(2)[i] for part in parts)])
+        return torch.cat([half for i in (0, 1) for half in (part.chunk(2, axis)[i] for part in parts)], axis)
     return torch.cat(list(parts), axis)
 
 
@@ -117,4 +130,5 @@ def is_copied(name: str) -> bool:
 
 
 def _axis(name: str) -> int | None:
-    return 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None
+    axis = 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None
+    return axis if axis is None else axis + (STACKED in name)

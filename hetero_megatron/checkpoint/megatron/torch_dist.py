@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.checkpoint.megatron.experts import stacked
 from hetero_megatron.checkpoint.megatron.tensors import (
     STAND_INS,
     MegatronTensors,
@@ -69,7 +70,7 @@ def read_torch_dist(step: Path) -> MegatronTensors:
         raise
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, AssertionError) as error:
         raise damaged(".metadata is damaged: it does not describe tensors and their chunks", step) from error
-    return MegatronTensors(found, _arguments(step), str(step), "torch_dist")
+    return MegatronTensors(stacked(found, 0, step), _arguments(step), str(step), "torch_dist")
 
 
 def _constant(dtype: torch.dtype) -> Any:

@@ -27,8 +27,6 @@ class MegatronWeights:
     def __init__(self, tensors: MegatronTensors, spec: ModelSpec) -> None:
         self.spec, self._tensors = spec, tensors
         self.notices: list[str] = []
-        if spec.moe is not None:
-            raise self._refuse("mixtures of experts are not read from Megatron's checkpoints")
         known = logical_tensors(spec)
         self._sources = {t.name: source(spec, t.name, t.shape) for t in known}
         self._check(known)
@@ -43,7 +41,7 @@ class MegatronWeights:
                 problems.append(f"missing {wanted.names[0]}")
                 continue
             used.add(name)
-            got, expected = self._shape(name), (wanted.rows, *tensor.shape[1:])
+            got, expected = self._shape(name), wanted.shape
             alone = name.endswith(("_w", "_v"))
             if got != (tensor.shape if alone else expected) and not self._is_padded(name, got, expected):
                 problems.append(f"{name} is {list(got)}, not {list(expected)}")

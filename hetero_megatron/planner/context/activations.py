@@ -13,7 +13,7 @@ from hetero_megatron.plan.context_plan import (
     seen_tokens,
     stage_contexts,
 )
-from hetero_megatron.plan.memory import MemoryBytes, RankWork, most_held, operand_bytes
+from hetero_megatron.plan.memory import MemoryBytes, RankWork, linear_bytes, most_held, operand_bytes
 from hetero_megatron.planner.context.memory import block_bytes, core_bytes, home_bytes, outside_bytes
 from hetero_megatron.schedule import Held
 from hetero_megatron.spec import ModelSpec
@@ -41,6 +41,9 @@ def context_activations(
                     head = head_activation_bytes(spec, own, item, tp, limit=chunk.limit) if chunk.head else 0
                     kept.append(round(rows * each) + head)
                     waiting.append(operand_bytes(spec, replace(chunk, tokens=own, tp=tp)))
+                    linear = linear_bytes(spec, replace(chunk, tokens=own, tp=tp, rows=rows)) if chunk.layers else None
+                    if linear is not None:
+                        working = max(working, linear(spec.hidden_size, spec.ffn_hidden_size / tp) / rows)
                     work = max(work, round(rows * working))
                 found[member.rank] = MemoryBytes(activations=most_held(kept, waiting, states) + work)
     return found

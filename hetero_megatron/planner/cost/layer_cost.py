@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan.canonical import Stage
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import cut_fits, stage_fp8
 from hetero_megatron.plan.memory import (
     ITEM_BYTES,
     MemoryBytes,
@@ -29,6 +32,7 @@ from hetero_megatron.plan.routing import EVEN, Routing
 from hetero_megatron.planner.cost.expert_cost import token_bytes
 from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES, Operators
+from hetero_megatron.planner.cost.product_cost import Fp8Products
 from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
@@ -79,6 +83,8 @@ class CostOptions:
         margin: share of a chip's memory kept free (fragmentation, kernels' workspaces).
         moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
         routing: how tokens divide over experts; by default evenly.
+        fp8: what the linear modules of stages compute in, where their ``dtype`` does not say otherwise; None: the dtype
+            of the run.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
         host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
         overlap: gradients are sent during the last backward, as by our runtime; False: after it.
@@ -95,6 +101,7 @@ class CostOptions:
     margin: float = 0.06
     moments: int = 2
     routing: Routing = EVEN
+    fp8: Fp8 | None = None
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9
     overlap: bool = True
@@ -164,8 +171,8 @@ class CostModel:
             raise UserError("unknown dtype", field="dtype", value=dtype, accepted=", ".join(ITEM_BYTES))
         self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
-        self.rates: Rates = rates or load_rates(cluster, dtype)
-        self._operators: dict[str, Operators] = {}
+        self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
+        self._operators: dict[tuple[str, bool], Operators] = {}
         self.node_groups = {g.name: g for g in cluster.nodes}
         self._home = {
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
@@ -173,7 +180,8 @@ class CostModel:
         self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
         self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
         self._held: dict[tuple[int, int, bool, bool], int] = {}
-        self._units: dict[tuple[str, str, int, int, str], UnitSeconds] = {}
+        self._units: dict[tuple[object, ...], UnitSeconds] = {}
+        self._faster: dict[tuple[str, int, int], bool] = {}
         self._buckets: dict[tuple[int, bool, bool], tuple[int, int]] = {}
         self._most: dict[tuple[int, int, bool, bool], int] = {}
 
@@ -188,13 +196,40 @@ class CostModel:
             )  # fmt: skip
         return self.rates.chips[chip]
 
-    def operators(self, chip: str) -> Operators:
-        if chip not in self._operators:
-            self._operators[chip] = Operators(
+    def operators(self, chip: str, fp8: bool = False) -> Operators:
+        """``fp8``: with linear modules in fp8, on a chip that has it."""
+        key = (chip, fp8)
+        if key not in self._operators:
+            products = None
+            if fp8:
+                assert self.options.fp8 is not None and chip in self.rates.fp8, f"{chip} has no fp8"
+                products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
+            self._operators[key] = Operators(
                 self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
-                self.options.softmax_batches,
+                self.options.softmax_batches, products,
             )  # fmt: skip
-        return self._operators[chip]
+        return self._operators[key]
+
+    def computes_in_fp8(self, stage: Stage) -> bool:
+        """Whether a stage of a plan has its linear modules in fp8."""
+        return stage.num_layers > 0 and stage_fp8(stage, self.options.fp8) is not None
+
+    def in_fp8(self, stage: StageChoice, micro_batch_size: int) -> bool:
+        """Whether the planner has the stage's linear modules in fp8: where the run, its chips and its cut allow it, and
+        neither forward nor backward of a layer is slower for it."""
+        if self.options.fp8 is None or not stage.layers or stage.chip not in self.rates.fp8:
+            return False
+        key = (stage.chip, stage.tp, -(-micro_batch_size // stage.dp))
+        if key not in self._faster:
+            self._faster[key] = cut_fits(self.model, stage.tp, self.options.fp8) and self.fp8_pays(
+                stage.chip, 1 / stage.tp, key[2], self.seq_length
+            )
+        return self._faster[key]
+
+    def fp8_pays(self, chip: str, share: float, rows: float, length: int) -> bool:
+        """Whether a layer is faster in fp8 and neither its forward nor its backward is slower."""
+        quantised, plain = (self.operators(chip, fp8).layer(share, rows, length) for fp8 in (True, False))
+        return quantised != plain and all(a <= b for a, b in zip(quantised, plain, strict=True))
 
     def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
         """The whole stage including TP collectives, without boundary transfers."""
@@ -208,13 +243,14 @@ class CostModel:
         key = (stage, micro_batch_size)
         if key not in self._seconds:
             rows = -(-micro_batch_size // stage.dp)
-            unit = (stage.chip, stage.home, stage.tp, rows, stage.recompute)
+            fp8 = self.in_fp8(stage, micro_batch_size)
+            unit = (stage.chip, stage.home, stage.tp, rows, stage.recompute, fp8)
             if unit not in self._units:
                 link = self.tp_link(stage) if stage.tp > 1 else None
                 swap = self.tp_exchange_seconds(stage.tp, rows, link)
                 posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
                 self._units[unit] = self.unit_seconds(
-                    self.operators(stage.chip), 1 / stage.tp, rows, swap, stage.recompute, posting,
+                    self.operators(stage.chip, fp8), 1 / stage.tp, rows, swap, stage.recompute, posting,
                     routed=self._routed_seconds(stage.tp, rows, link, posting),
                 )  # fmt: skip
             parts = self._units[unit]
@@ -399,13 +435,14 @@ class CostModel:
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
         rows = -(-micro_batch_size // stage.dp)
-        key = (stage.tp, rows, stage.layers, stage.embed, stage.head, stage.recompute, stage.first)
+        fp8 = self.in_fp8(stage, micro_batch_size)
+        key = (stage.tp, rows, stage.layers, stage.embed, stage.head, stage.recompute, stage.first, fp8)
         if key not in self._activations:
             tokens = rows * self.seq_length
             limit = chunk_limit(self.model, [(tokens, (1,) * stage.tp)], self.item) if stage.head else None
             held = RankWork(
                 stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
-                stage.tp, limit,
+                stage.tp, limit, fp8=self.options.fp8.recipe if fp8 and self.options.fp8 else None, rows=rows,
             )  # fmt: skip
             self._activations[key] = kept_bytes(self.model, held), working_bytes(self.model, held)
         return self._activations[key]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from hetero_megatron.planner.cost.expert_cost import expert_seconds
+from hetero_megatron.planner.cost.product_cost import Fp8Products, Products, in_all, nearest, product_seconds
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers, plain_load
@@ -24,7 +26,7 @@ from hetero_megatron.spec.flops import (
 
 Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
-NEAREST = 2  # measured rows used to interpolate at other sizes
+IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear modules are in fp8
 UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more launches to a layer's about twenty
 UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
 
@@ -37,13 +39,16 @@ class Operators:
         item: bytes per activation element.
         sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
         softmax_batches: as in :class:`~hetero_megatron.planner.cost.layer_cost.CostOptions`.
+        fp8: what the linear modules of layers compute in; None: the dtype of the run. Head, router, experts, adapters
+            and attention stay in that dtype.
     """
 
     def __init__(
-        self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True, softmax_batches: int = 0
-    ) -> None:
+        self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True, softmax_batches: int = 0,
+        fp8: Fp8Products | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
-        self.softmax_batches = softmax_batches
+        self.softmax_batches, self.fp8 = softmax_batches, fp8
         self.fingerprint = model_fingerprint(model)
         self._cache: dict[tuple[object, ...], Seconds] = {}
         self._rows: dict[str, list[LayerRow]] = {}
@@ -63,13 +68,26 @@ class Operators:
             plain = self.layer(share, rows, length, exchange, posting)
             more = self.beyond_plain(share, rows, length, load)
             return plain[0] + more[0], plain[1] + more[1]
-        if self._measured("layers"):
-            forward, backward = self._cached("layers", share, rows, length, self._layer_by_operators)
+        if self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")):
+            forward, backward = self._measured_layer(share, rows, length)
             return forward + exchange[0], backward + exchange[1]
         key = ("layer", share, rows, length, exchange, posting)
         if key not in self._cache:
             self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
         return self._cache[key]
+
+    def _measured_layer(self, share: float, rows: float, length: int) -> Seconds:
+        """Layers that were only measured in the dtype of the run differ in fp8 as modelled ones do."""
+        if self._measured("layers") or not rows:
+            return self._cached("layers", share, rows, length, self._layer_by_operators)
+        found = self.unquantised.layer(share, rows, length)
+        here, there = (x._layer_by_operators(share, rows, length) for x in (self, self.unquantised))
+        return found[0] * here[0] / there[0], found[1] * here[1] / there[1]
+
+    @cached_property
+    def unquantised(self) -> Operators:
+        """The same chip where nothing is in fp8."""
+        return Operators(self.model, self.rates, self.item, self.sequence_parallel, self.softmax_batches)
 
     def beyond_plain(self, share: float, rows: float, length: int, load: ExpertLoad) -> Seconds:
         """What a layer takes more with this load than with that of a plain TP group, in an average layer."""
@@ -78,7 +96,7 @@ class Operators:
         others = self._dense_mlp(share, rows * length, load.layers), self._dense_mlp(share, rows * length, plain.layers)
         here, there = self.experts(load), self.experts(plain)
         forward, backward = (
-            (i + 1) * (others[0] - others[1]) + load.layers * here[i] - plain.layers * there[i] for i in (0, 1)
+            others[0][i] - others[1][i] + load.layers * here[i] - plain.layers * there[i] for i in (0, 1)
         )
         return forward, backward
 
@@ -97,21 +115,26 @@ class Operators:
             return (0.0, 0.0), (1.0, 1.0)
         key = ("split", share, rows, length)
         if key not in self._cache:
-            # Host seconds of launches count once per layer, with attention and what it exchanges.
-            bare = replace(self.rates, layers=(), layer_seconds=0.0, layer_backward_seconds=0.0)
-            plain = Operators(self.model, bare, self.item, self.sequence_parallel)
+            plain = self._modelled()
             whole, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
-            rest, ratio = self._corrections(plain, share, rows, length)
+            rest, ratio = self._corrections(share, rows, length)
             self._cache["ratio", share, rows, length] = ratio
             self._cache[key] = ((whole[0] - core[0]) * rest[0], (whole[1] - core[1]) * rest[1])
         return self._cache[key], self._cache["ratio", share, rows, length]
 
-    def _corrections(self, plain: Operators, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
+    def _modelled(self, layers: tuple[LayerRow, ...] = ()) -> Operators:
+        """The same without measured layers but these. Host seconds of launches count once per layer, with attention
+        and what it exchanges."""
+        bare = replace(self.rates, layers=layers, layer_seconds=0.0, layer_backward_seconds=0.0)
+        fp8 = replace(self.fp8, rates=replace(self.fp8.rates, layers=layers)) if self.fp8 is not None else None
+        return Operators(self.model, bare, self.item, self.sequence_parallel, fp8=fp8)
+
+    def _corrections(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
         """Measured over modelled time of (a layer without its attention core, the core). If attention was measured
         separately, its factor is 1 and the rest takes the difference of measured whole layers."""
-        measured = self._measured("layers")
+        measured, plain = self._measured("layers"), self._modelled()
         if not measured:
-            return (1.0, 1.0), (1.0, 1.0)
+            return ((1.0, 1.0), (1.0, 1.0)) if self.fp8 is None else self.unquantised._corrections(share, rows, length)
         if self.rates.attention:
             row = min(
                 measured, key=lambda r: (r.tp != round(1 / share), abs(r.micro_batch_size * r.seq_length - length))
@@ -121,9 +144,7 @@ class Operators:
             if row.forward > core[0] and row.backward > core[1]:
                 rest = (row.forward - core[0]) / (whole[0] - core[0]), (row.backward - core[1]) / (whole[1] - core[1])
                 return rest, (1.0, 1.0)
-        modelled = plain.layer(share, rows, length)
-        with_rows = replace(plain.rates, layers=self.rates.layers)
-        found = Operators(self.model, with_rows, self.item, self.sequence_parallel).layer(share, rows, length)
+        modelled, found = (x.layer(share, rows, length) for x in (plain, self._modelled(tuple(measured))))
         ratio = found[0] / modelled[0], found[1] / modelled[1]
         return ratio, ratio
 
@@ -141,7 +162,7 @@ class Operators:
         def modelled(share: float, rows: float, length: int) -> Seconds:
             by_operators, tokens = self._layer_by_operators(share, rows, length)[1], rows * length
             lora = self.model.lora is not None
-            weights = self._adapters(share, tokens) if lora else self._products(share, tokens)
+            weights = self._adapters(share, tokens) if lora else self._products(share, tokens).weight
             return _split(self.layer(share, rows, length)[1], weights / by_operators)
 
         return self._cached("split_layers", share, rows, length, modelled)
@@ -188,13 +209,18 @@ class Operators:
         """[m, k] x [k, n]: FLOPs at the rate for products of this size, or the memory traffic if that takes longer."""
         if min(m, n, k) <= 0:
             return 0.0
-        rates, flops = self.rates, 2 * m * n * k
+        rates = self.rates
         if rates.gemm:
-            near = _nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
-            return flops / near
-        size = min(n, k)
-        rate = rates.gemm_flops * size / (size + rates.gemm_half) * m / (m + rates.gemm_half)
-        return max(flops / rate, self.item * (m * n + n * k + m * k) / rates.bytes_per_second)
+            near = nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
+            return 2 * m * n * k / near
+        return product_seconds(rates, m, n, k, self.item * (m * n + n * k + m * k))
+
+    def linear(self, m: float, widths: Sequence[float], k: float) -> Products:
+        """Linear modules of these output widths that get the same x [m, k]: one product, except in fp8, where each has
+        scales of its own."""
+        if self.fp8 is not None:
+            return in_all(self.fp8.seconds(m, n, k) for n in widths)
+        return Products(*3 * (self.gemm(m, sum(widths), k),))
 
     def optimizer(self, elements: float) -> float:
         """One Adam update of the owned elements."""
@@ -203,7 +229,7 @@ class Operators:
             (a, s), (b, t) = rows[0], rows[-1]
             return float(max(s + (t - s) * (elements - a) / (b - a), 0.0))
         if rows:
-            return elements / _nearest([(r[:1], r[0] / r[1]) for r in rows], (max(elements, 1.0),))
+            return elements / nearest([(r[:1], r[0] / r[1]) for r in rows], (max(elements, 1.0),))
         return elements * UPDATE_BYTES / self.rates.bytes_per_second
 
     def most_updated(self, seconds: float) -> float:
@@ -229,7 +255,8 @@ class Operators:
 
     def _measured(self, table: str) -> list[LayerRow]:
         if table not in self._rows:
-            self._rows[table] = [r for r in getattr(self.rates, table) if r.fingerprint == self.fingerprint]
+            rates = self.rates if self.fp8 is None or table not in IN_FP8 else self.fp8.rates
+            self._rows[table] = [r for r in getattr(rates, table) if r.fingerprint == self.fingerprint]
         return self._rows[table]
 
     @staticmethod
@@ -253,45 +280,48 @@ class Operators:
             modelled = model(size[0], size[1], int(size[2]))
             for i, seconds in enumerate((row.forward, row.backward)):
                 ratios[i].append((size, seconds / modelled[i]))
-        return forward * _nearest(ratios[0], at), backward * _nearest(ratios[1], at)
+        return forward * nearest(ratios[0], at), backward * nearest(ratios[1], at)
 
-    def _products(self, share: float, tokens: float) -> float:
-        """Seconds of the matrix products of a layer's forward."""
+    def _products(self, share: float, tokens: float) -> Products:
+        """Seconds of the matrix products of a layer."""
         model = self.model
         h, routed = model.hidden_size, moe_layers(model)
-        found = self._projections(share, tokens) + self._mlp_products(share, tokens, common_columns(model, routed))
+        found = [self._projections(share, tokens), self._mlp_products(share, tokens, common_columns(model, routed))]
         plain = self.plain(share, tokens)
         if plain is not None and model.moe is not None:
-            found += routed * (self.gemm(plain.tokens, model.moe.num_experts, h) + self.experts(plain)[0])
-        return found
+            router = self.gemm(plain.tokens, model.moe.num_experts, h)
+            found.append(Products(*3 * (routed * (router + self.experts(plain)[0]),)))
+        return in_all(found)
 
-    def _projections(self, share: float, tokens: float) -> float:
+    def _projections(self, share: float, tokens: float) -> Products:
         """Those before and after attention; latents are computed by every rank of a TP group."""
         model, mla = self.model, self.model.mla
         h, heads = model.hidden_size, share * model.num_heads
         if mla is None:
             q, kv = heads * model.head_dim, share * model.num_kv_heads * model.head_dim
-            return self.gemm(tokens, q + 2 * kv, h) + self.gemm(tokens, h, q)
-        return (
-            self.gemm(tokens, mla.latents, h)
-            + self.gemm(tokens, heads * mla.qk_dim, mla.q_rank or h)
-            + self.gemm(tokens, heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
-            + self.gemm(tokens, h, heads * mla.v_dim)
-        )
+            return in_all([self.linear(tokens, (q, kv, kv), h), self.linear(tokens, (h,), q)])
+        return in_all([
+            self.linear(tokens, (mla.q_rank or 0, mla.latents - (mla.q_rank or 0)), h),
+            self.linear(tokens, (heads * mla.qk_dim,), mla.q_rank or h),
+            self.linear(tokens, (heads * (mla.nope_dim + mla.v_dim),), mla.kv_rank),
+            self.linear(tokens, (h,), heads * mla.v_dim),
+        ])  # fmt: skip
 
     def plain(self, share: float, tokens: float) -> ExpertLoad | None:
         """The load of routed experts that a layer without another one has; None for a dense model."""
         return plain_load(self.model, tokens, share, max(1, round(1 / share)) if share else 1)
 
-    def _mlp_products(self, share: float, tokens: float, columns: float) -> float:
-        h, wide = self.model.hidden_size, (2 if self.model.gated else 1) * columns
-        return self.gemm(tokens, share * wide, h) + self.gemm(tokens, h, share * columns)
+    def _mlp_products(self, share: float, tokens: float, columns: float) -> Products:
+        h, width = self.model.hidden_size, share * columns
+        up = self.linear(tokens, (width,) * (2 if self.model.gated else 1), h)
+        return in_all([up, self.linear(tokens, (h,), width)])
 
-    def _dense_mlp(self, share: float, tokens: float, routed: float) -> float:
-        """Forward seconds of what all tokens pass in an average layer's MLP."""
+    def _dense_mlp(self, share: float, tokens: float, routed: float) -> Seconds:
+        """(forward, backward) of what all tokens pass in an average layer's MLP."""
         columns = common_columns(self.model, routed)
         activation = ((2 if self.model.gated else 1) + 1) * columns * share * tokens * self.item
-        return self._mlp_products(share, tokens, columns) + activation / self.rates.bytes_per_second
+        products, small = self._mlp_products(share, tokens, columns), activation / self.rates.bytes_per_second
+        return products.forward + small, products.input + products.weight + 2 * small
 
     def _layer_by_operators(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
@@ -309,10 +339,11 @@ class Operators:
         # Kernels are launched ahead of the device, so launching only counts where it takes longer than running them.
         unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
         launches = 1 + UNFUSED if unfused else 1.0
-        forward = max(products + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
+        forward = max(products.forward + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
         frozen, adapters = model.lora is not None, self._adapters(share, tokens)
         forward += adapters
-        backward = (1 if frozen else 2) * products + 2 * (small + adapters) + core[1] + exchange[1]
+        both = products.input + (0.0 if frozen else products.weight)
+        backward = both + 2 * (small + adapters) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
 
     def _adapters(self, share: float, tokens: float) -> float:
@@ -325,7 +356,8 @@ class Operators:
             cut_rows = inputs == self.model.hidden_size  # else the columns
             n, k = (share * outputs, inputs) if cut_rows else (outputs, share * inputs)
             seconds += self.gemm(tokens, lora.rank, k) + self.gemm(tokens, n, lora.rank)
-            seconds += 3 * self.item * tokens * n / self.rates.bytes_per_second
+            moved = 3 * n + (2 * k if lora.dropout else 0)
+            seconds += self.item * tokens * moved / self.rates.bytes_per_second
         return seconds
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
@@ -346,12 +378,3 @@ def _split(backward: float, weight_share: float) -> Seconds:
     measured backwards are as fast as modelled ones, and splitting costs nothing."""
     weight = backward * weight_share
     return backward - weight, weight
-
-
-def _nearest(points: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...]) -> float:
-    """Weighted mean of the values at the nearest points, in log space, weights 1 / distance; exact at a point."""
-    ranked = sorted((math.dist([math.log(x) for x in p], [math.log(x) for x in at]), v) for p, v in points)[:NEAREST]
-    if ranked[0][0] < 1e-9:
-        return ranked[0][1]
-    weights = [1 / d for d, _ in ranked]
-    return math.exp(sum(w * math.log(v) for w, (_, v) in zip(weights, ranked)) / sum(weights))

@@ -6,7 +6,7 @@ name; not both)::
     rates:
       chips:
         <chip>:
-          <dtype>:                       # fp64 | fp32 | bf16 | fp16
+          <dtype>:                       # fp64 | fp32 | bf16 | fp16; fp8_tensorwise, fp8_blockwise: see below
             gemm: [[m, n, k, seconds], …]             # one product [m, k] x [k, n]
             gemm_flops: 2.1e14                        # or: achieved FLOP/s of large products …
             gemm_half: 300                            # … times m/(m + half) and min(n, k)/(min(n, k) + half); default 0
@@ -50,6 +50,11 @@ tokens, and for one token sent or received: forward and backward of each, eight 
 :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured takes the nearest
 rows, scaled by the operator rates.
 
+Linear modules in fp8 have sections of their own, ``fp8_tensorwise`` and ``fp8_blockwise`` after the recipe: ``gemm`` of
+whole products (both operands quantised, [m, n, k, seconds] of x [m, k] and w [n, k]), or ``gemm_flops`` and
+``gemm_half`` of the product alone; ``layers`` and ``split_layers`` of runs in fp8. All else is taken from the section
+of the run's dtype.
+
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
 stas00/ml-engineering and FlagPerf, for very large products in 16 bit, and taken for fp32 and fp64 too; half-saturation
 at 300, as fits of vTrain's A100 runs have it (h/tp of 290-455). Fitted to Megatron's four published times with full
@@ -62,7 +67,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_megatron.cluster import Chip, Cluster, Link
@@ -219,12 +224,14 @@ def model_fingerprint(spec: ModelSpec) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """All rates of a cluster for one dtype: ``chips`` by name; links by :meth:`link`."""
+    """All rates of a cluster for one dtype: ``chips`` by name; links by :meth:`link`. ``fp8``: of the chips that also
+    have this, with a recipe of fp8."""
 
     cluster: Cluster
     dtype: str
     chips: Mapping[str, ChipRates]
     measured: Mapping[tuple[str, str, bool], LinkRates] = field(default_factory=dict)
+    fp8: Mapping[str, ChipRates] = field(default_factory=dict)
     _links: dict[tuple[str, str, bool], LinkRates] = field(default_factory=dict, repr=False, compare=False)
 
     def link(self, a: int, b: int) -> LinkRates:
@@ -269,8 +276,8 @@ class Rates:
         return LinkRates(alpha, together, same_node=same_node, alone=single - together)
 
 
-def load_rates(cluster: Cluster, dtype: str) -> Rates:
-    """The rates of every chip of ``cluster`` that computes in ``dtype``.
+def load_rates(cluster: Cluster, dtype: str, recipe: str | None = None) -> Rates:
+    """The rates of every chip of ``cluster`` that computes in ``dtype``; ``recipe``: and in fp8, if so.
 
     Raises:
         UserError: a malformed row, or a chip about which neither rates nor a data sheet say enough.
@@ -283,12 +290,21 @@ def load_rates(cluster: Cluster, dtype: str) -> Rates:
             accepted=", ".join(cluster.chips),
         )  # fmt: skip
     refuse_twice(cluster, section)
-    chips = {}
+    chips, fp8 = {}, {}
     for name, chip in cluster.chips.items():
+        given = {**section.get(name, {}), **chip.rates}
         if dtype in chip.dtypes:
-            given = {**section.get(name, {}), **chip.rates}.get(dtype, {})
-            chips[name] = chip_rates(chip, dtype, given, cluster)
-    return Rates(cluster, dtype, chips, _measured_links(cluster))
+            chips[name] = chip_rates(chip, dtype, given.get(dtype, {}), cluster)
+        if name in chips and recipe is not None and "fp8" in chip.dtypes:
+            fp8[name] = _fp8_rates(chips[name], chip, recipe, given.get(f"fp8_{recipe}", {}), cluster)
+    return Rates(cluster, dtype, chips, _measured_links(cluster), fp8)
+
+
+def _fp8_rates(plain: ChipRates, chip: Chip, recipe: str, given: Any, cluster: Cluster) -> ChipRates:
+    """``plain``: the chip's rates in the dtype of the run, which it moves bytes with."""
+    values = given_rates(chip.name, f"fp8_{recipe}", given, cluster)
+    known = {"bytes_per_second": plain.bytes_per_second, **values}
+    return replace(_cold_start(chip, "fp8", known, cluster), **known, calibrated=bool(given))
 
 
 def refuse_twice(cluster: Cluster, section: Mapping[str, Any]) -> None:
@@ -463,29 +479,3 @@ def _rows(value: Any, width: int, where: str, cluster: Cluster) -> tuple[tuple[A
         numbers = [_number(x, where, cluster, zero=False) for x in row[first:]]
         rows.append((*map(str, row[:first]), *numbers))
     return tuple(rows)
-
-
-def as_document(rates: ChipRates) -> dict[str, Any]:
-    """Rates as the mapping below ``<dtype>:`` in a cluster file; empty tables are left out."""
-    out: dict[str, Any] = {k: getattr(rates, k) for k in NUMBERS}
-    if rates.spread:
-        out["spread"] = dict(rates.spread)
-    for key in ROWS:
-        rows = getattr(rates, key)
-        if rows:
-            out[key] = [list(asdict(r).values()) if isinstance(r, LayerRow) else list(r) for r in rows]
-    return out
-
-
-def link_document(source: str, target: str, link: LinkRates) -> dict[str, Any]:
-    """A link's entry in ``rates.links``; what was not measured is left out."""
-    out: dict[str, Any] = {"within": source} if link.same_node else {"from": source, "to": target}
-    out |= {"alpha": link.alpha, "beta": link.beta}
-    if link.message_seconds is not None:
-        out["message_seconds"] = link.message_seconds
-    pairs = {name: getattr(link, name) for name in COLLECTIVES}
-    if any(pairs.values()):
-        out["collectives"] = {n: dict(zip(("alpha", "beta"), pair)) for n, pair in pairs.items() if pair}
-    if link.spread is not None:
-        out["spread"] = link.spread
-    return out

@@ -61,7 +61,7 @@ def _problem(model: ModelSpec, costs: CostModel, members: Sequence[ContextMember
 
 
 def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
-    operators: Operators = costs.operators(chip)
+    kinds: list[Operators] = [costs.operators(chip, fp8) for fp8 in {False, chip in costs.rates.fp8}]
     flops = layer_matmul_flops(model)
     pairs = layer_attention_flops(model, mean_attention_pairs(model, costs.seq_length))
     gemm = core = back = 0.0
@@ -69,10 +69,11 @@ def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
         for tp in DEGREES:
             for part in PARTS:
                 length = max(1, costs.seq_length // part)
-                linear, ratio = operators.split(1 / tp, rows, length)
-                work = flops * rows * length / tp
-                gemm = max(gemm, work / linear[0], 2 * work / linear[1])
-                seconds = operators.attention(1 / tp, rows, costs.seq_length)
-                core = max(core, pairs * rows / tp / (seconds[0] * ratio[0]))
-                back = max(back, pairs * rows / tp / (seconds[1] * ratio[1]))
+                for operators in kinds:
+                    linear, ratio = operators.split(1 / tp, rows, length)
+                    work = flops * rows * length / tp
+                    gemm = max(gemm, work / linear[0], 2 * work / linear[1])
+                    seconds = operators.attention(1 / tp, rows, costs.seq_length)
+                    core = max(core, pairs * rows / tp / (seconds[0] * ratio[0]))
+                    back = max(back, pairs * rows / tp / (seconds[1] * ratio[1]))
     return ContextMember((0,), 0, 0, gemm, core, 0.0, attention_backward=core / back)

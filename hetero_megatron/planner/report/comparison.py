@@ -20,6 +20,7 @@ from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, 
 from hetero_megatron.planner.search.driver import SearchResult, search_types_alone
 from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress, judge_template
 from hetero_megatron.planner.search.uniform import UniformPlan, top_uniform_plans, uniform_plans
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate, describe
 from hetero_megatron.planner.time_budget import TimeBudget, never
@@ -213,7 +214,7 @@ def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = T
     few, over = top_uniform_plans(problem, scorer, 4)
     for uniform, template in few if every else sorted(few, key=lambda row: _estimated(scorer, row[1])):
         try:
-            plan = from_megatron(uniform.flags(problem.seq_length, batch), model)
+            plan = with_dtypes(from_megatron(uniform.flags(problem.seq_length, batch), model), scorer.costs)
             found = predict(plan, model, cluster, problem.dtype, scorer.costs)
         except UserError as error:
             why = error.problem

@@ -9,7 +9,7 @@ from typing import Any
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.planner.simulate.memory_report import format_memory
 from hetero_megatron.planner.simulate.step import Prediction
-from hetero_megatron.words import plural, rank_ranges
+from hetero_megatron.words import plural, rank_ranges, word
 
 PARTS = {
     "pipelines": "pipelines, until the last backward",
@@ -58,6 +58,7 @@ def format_prediction(found: Prediction) -> str:
         seconds = found.parts[part]
         if seconds or part != "jitter":
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / found.step_seconds:>8.1%}")
+    lines += format_dtypes(found)
     lines += ["", "busy with compute", *_busy(found), "", format_memory(found.memory)]
     lines += found.communicators
     free = min((found.limits[r] - m.total, r) for r, m in found.memory.items())
@@ -79,6 +80,18 @@ def split_notice(found: Prediction) -> list[str]:
         return []
     return [f"assumed: weight gradients (W) take their share of a backward's FLOPs, and splitting it takes nothing, on "
             f"{', '.join(found.unsplit)}: their rates say nothing about it, run calibrate"]  # fmt: skip
+
+
+def format_dtypes(found: Prediction) -> list[str]:
+    """A line per dtype: which ranks have linear modules in it; nothing where no run has fp8."""
+    rows: dict[str, list[int]] = {}
+    for rank, dtype in sorted(found.dtypes.items()):
+        rows.setdefault(dtype, []).append(rank)
+    lines = []
+    for dtype, ranks in rows.items():
+        chips = ", ".join(dict.fromkeys(found.chips[rank] for rank in ranks))
+        lines.append(f"  linear modules in {dtype}: {word(len(ranks), 'rank')} {rank_ranges(ranks)} ({chips})")
+    return lines
 
 
 def _busy(found: Prediction) -> list[str]:
@@ -110,6 +123,7 @@ def as_json(found: Prediction) -> Mapping[str, Any]:
                 "rank": rank,
                 "chip": found.chips[rank],
                 "busy_seconds": found.busy[rank],
+                **({"linear_modules": found.dtypes[rank]} if found.dtypes else {}),
                 "memory": memory.parts() | {"total": memory.total, "host": memory.host},
                 "memory_limit": found.limits[rank],
             }

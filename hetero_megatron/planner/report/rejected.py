@@ -11,6 +11,7 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.memory_report import OverLimit
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import over_memory
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 
@@ -64,6 +65,7 @@ def _look(
             break
         try:
             plan = from_megatron(uniform.flags(problem.seq_length, problem.global_batch_size), problem.model)
+            plan = with_dtypes(plan, scorer.costs)
             validate(plan, problem.model, problem.cluster, dtype=problem.dtype)
         except UserError:
             continue

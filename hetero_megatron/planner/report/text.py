@@ -11,7 +11,13 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
-from hetero_megatron.planner.report.prediction import bubble_share, format_seconds, format_step_seconds, split_notice
+from hetero_megatron.planner.report.prediction import (
+    bubble_share,
+    format_dtypes,
+    format_seconds,
+    format_step_seconds,
+    split_notice,
+)
 from hetero_megatron.planner.report.timeline import format_layers
 from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
@@ -39,6 +45,7 @@ def format_plan(summary: Summary) -> str:
         f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
     ]
+    lines += format_dtypes(found)
     lines += _schedule_lines(summary)
     lines += _cost_lines(summary)
     lines.append(f"  context groups: {result.context}")

@@ -30,6 +30,7 @@ from hetero_megatron.planner.search.context_structures import ContextStructure, 
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.memory_report import plan_activations
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.plan_template import in_flight
 from hetero_megatron.planner.template.search_space import why_no_context
@@ -236,7 +237,7 @@ class _ContextSearch:
     def judge(self, plan: Plan, text: str) -> JudgedPlan | None:
         """The simulated plan, with the ring block size that is fastest and no more layers recomputed than needed; None:
         over memory."""
-        plan = with_islands_where_quick(plan, self.model, self.cluster)
+        plan = with_islands_where_quick(with_dtypes(plan, self.costs), self.model, self.cluster)
         validate(plan, self.model, self.cluster, dtype=self.costs.dtype)
         found = self._predict(plan)
         for change in (self._blocks, self._recompute_less):
@@ -263,7 +264,7 @@ class _ContextSearch:
             while low < high:
                 count = (low + high) // 2
                 trial = _with_first(plan, s, count)
-                needs = plan_activations(trial, self.model, self.costs.item)
+                needs = plan_activations(trial, self.model, self.costs.item, fp8=self.costs.options.fp8)
                 fits = all(
                     replace(others[r], activations=m.activations).total <= found.limits[r] for r, m in needs.items()
                 )

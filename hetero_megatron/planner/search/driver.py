@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import supports
+from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
@@ -39,6 +40,8 @@ from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
 from hetero_megatron.planner.search.schedule_search import ScheduleSearch
 from hetero_megatron.planner.search.uniform import UniformSeeds
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes, without_fp8
+from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -106,6 +109,15 @@ def search(
     """
     problem.check()
     budget, started = budget or TimeBudget(problem.options.time_limit), time.monotonic()
+    if problem.options.costs.fp8 is not None:
+        return _search_in_fp8(problem, scorer, budget, progress, started)
+    return _search_all(problem, scorer, budget, progress, started)
+
+
+def _search_all(
+    problem: PlanningProblem, scorer: TemplateScorer | None, budget: TimeBudget, progress: Progress | None,
+    started: float,
+) -> SearchResult:  # fmt: skip
     result = _search(problem, scorer or make_scorer(problem), budget, progress)
     if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
         with budget.catching():
@@ -116,6 +128,41 @@ def search(
     result.complete = result.complete and not budget.cut
     result.seconds = time.monotonic() - started
     return result
+
+
+def _search_in_fp8(
+    problem: PlanningProblem, scorer: TemplateScorer | None, budget: TimeBudget, progress: Progress | None,
+    started: float,
+) -> SearchResult:  # fmt: skip
+    """The best plan whose stages may be in fp8, or the best one without it where that is faster: what fp8 needs of
+    memory for a while may be missing, and the search is no complete one."""
+    scorer = scorer or make_scorer(problem)
+    plain = problem.without_fp8()
+    try:
+        result = _search_all(problem, scorer, budget, progress, started)
+    except UserError:
+        result = _search_all(plain, None, budget, progress, started)
+        result.best, result.scorer, result.others = _unquantised(result.best, problem, scorer), scorer, []
+        return result
+    beaten = result.best.step_seconds <= work_bound(make_scorer(plain), problem.model, problem.global_batch_size)
+    if not beaten and not budget.over():
+        with budget.catching():
+            found = _unquantised(_search_all(plain, None, budget, None, started).best, problem, scorer)
+            if found.step_seconds < result.best.step_seconds:
+                result.best, result.others = found, [result.best, *result.others]
+                result.lower_bound = 0.0
+        result.seconds = time.monotonic() - started
+    return result
+
+
+def _unquantised(plan: JudgedPlan, problem: PlanningProblem, scorer: TemplateScorer) -> JudgedPlan:
+    """A plan that was found without fp8, with the stages in fp8 where that pays if it fits into memory so."""
+    stays = without_fp8(plan.plan, problem.dtype)
+    for made in (with_dtypes(stays, scorer.costs), stays):
+        found = predict(made, problem.model, problem.cluster, problem.dtype, scorer.costs)
+        if not found.over:
+            break
+    return replace(plan, plan=made, prediction=found)
 
 
 def _search(

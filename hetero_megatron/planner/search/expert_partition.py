@@ -47,6 +47,15 @@ def divide_experts(
     return intervals, slowest
 
 
+def least_seconds(costs: Sequence[Sequence[float]], kinds: Sequence[int]) -> float:
+    """A lower bound for any division, replicas included: of ranks that are as fast as on their best expert, and take
+    any part of an expert."""
+    kind0 = costs[0]
+    ratios = [min((c / c0 for c, c0 in zip(row, kind0, strict=True) if c0 > 0.0), default=0.0) for row in costs]
+    speed = sum(1.0 / ratios[kind] if ratios[kind] > 0.0 else 0.0 for kind in kinds)
+    return sum(kind0) / speed if speed else 0.0
+
+
 _Counts = tuple[int, ...]
 
 

@@ -4,6 +4,7 @@ A structure is a number of equal pipelines, the chips of each of their stages (o
 a TP degree and a micro-batch size. In a stage tokens wait for the slowest rank before the experts and after them, so
 its two divisions are independent: sequences by the speed of what is not experts, experts by the speed of experts
 (:mod:`expert_partition`) and the measured or even routing. Structures are simulated in the order of a lower bound.
+Where memory allows, experts are replicated (:mod:`expert_replicas`) if that shortens the step.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from dataclasses import dataclass, replace
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit, supports, validate
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
+from hetero_megatron.plan.experts import replicated_experts
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.plan.routing import Popularity
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_structures import CUTS, Ranks, divide, stagings, tp_sizes
-from hetero_megatron.planner.search.expert_partition import divide_experts, divide_rows
+from hetero_megatron.planner.search.expert_partition import divide_experts, divide_rows, least_seconds
+from hetero_megatron.planner.search.expert_price import DivisionPrice, divided
+from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
+from hetero_megatron.planner.simulate.stage_cost import StageCosts
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers
@@ -83,11 +89,13 @@ class _Structure:
 
 @dataclass(frozen=True)
 class _Divided:
-    """One stage: sequences of each TP group, seconds of a layer (and of the head) in forward and backward."""
+    """One stage: sequences of each TP group, seconds of a layer (and of the head) in forward and backward; ``least``:
+    those of a layer whose experts are balanced perfectly, which with replicas they may be."""
 
     rows: tuple[int, ...]
     layer: float
     head: float
+    least: float
 
 
 class _ExpertSearch:
@@ -135,7 +143,7 @@ class _ExpertSearch:
         if any(stage is None for stage in stages):
             return math.inf
         known = [stage for stage in stages if stage is not None]
-        seconds = [n * x.layer + x.head for n, x in zip(self.layers(known), known, strict=True)]
+        seconds = [n * x.least + x.head for n, x in zip(self.layers(known), known, strict=True)]
         rounds = self.batch // len(structure.ranks) // structure.size
         return (rounds - 1) * max(seconds) + sum(seconds)
 
@@ -160,14 +168,17 @@ class _ExpertSearch:
         units = [ranks[i : i + tp] for i in range(0, len(ranks), tp)]
         seconds = [[self._rest(unit[0], tp, rows) for rows in range(size + 1)] for unit in units]
         rows = divide_rows(seconds, size)
-        experts = self.experts(ranks, size, self.popularity(range(self.model.num_layers)), {})
+        costs, kinds, caps = self.expert_costs(ranks, size, self.popularity(range(self.model.num_layers)), {})
+        experts = divide_experts(costs, kinds, caps)
         if rows is None or experts is None:
             return None
         slowest = max(table[n] for table, n in zip(seconds, rows, strict=True))
         operators = [self.costs.operators(self.cluster.ranks[unit[0]].chip) for unit in units]
         length = self.costs.seq_length
         ends = [sum(ops.head(1 / tp, n, length)) for ops, n in zip(operators, rows, strict=True)] if head else [0.0]
-        return _Divided(tuple(rows), slowest + moe_layers(self.model) * experts[1], max(ends))
+        moe = moe_layers(self.model)
+        layer, least = (slowest + moe * x for x in (experts[1], least_seconds(costs, kinds)))
+        return _Divided(tuple(rows), layer, max(ends), least)
 
     def _rest(self, rank: int, tp: int, rows: int) -> float:
         """Seconds of a layer without its routed experts, without exchanges."""
@@ -184,11 +195,11 @@ class _ExpertSearch:
         rows = [known[i] for i in layers if i in known] or [(1 / count,) * count]
         return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
 
-    def experts(
+    def expert_costs(
         self, ranks: Ranks, size: int, popular: Popularity, caps: dict[int, int]
-    ) -> tuple[list[tuple[int, int]], float] | None:
-        """(experts of each rank of a stage, forward and backward seconds of the slowest in a layer). ``caps``: by place
-        in the stage, the most experts."""
+    ) -> tuple[list[list[float]], list[int], list[int]]:
+        """What :func:`divide_experts` takes: by kind of rank, forward and backward seconds of each expert in a layer;
+        the kind of each rank of a stage; by kind, the most experts. ``caps``: these by place in the stage."""
         tokens, count = size * self.costs.seq_length, self.moe.num_experts
         chips = [(self.cluster.ranks[r].chip, caps.get(i, count)) for i, r in enumerate(ranks)]
         kinds = list(dict.fromkeys(chips))
@@ -201,10 +212,11 @@ class _ExpertSearch:
                     one = ExpertLoad(1.0, 0.0, 0.0, 0.0, rows, 1, float(self.moe.ffn_hidden_size), 1)
                     known[share] = sum(operators.experts(one))
             costs.append([known[share] for share in popular])
-        return divide_experts(costs, [kinds.index(chip) for chip in chips], [cap for _, cap in kinds])
+        return costs, [kinds.index(chip) for chip in chips], [cap for _, cap in kinds]
 
     def fitted(self, structure: _Structure, best: float) -> JudgedPlan | None:
-        """The simulated plan, with fewer experts on ranks that lack memory; None: it does not fit, or is not faster."""
+        """The simulated plan, with fewer experts on ranks that lack memory, and replicated ones where that is faster;
+        None: it does not fit, or is not faster than ``best``."""
         for recompute in (self.space.recompute,) if self.space.recompute else ("none", "full"):
             caps: list[dict[int, int]] = [{} for _ in range(structure.stages)]
             for _ in range(ROUNDS):
@@ -217,11 +229,48 @@ class _ExpertSearch:
                     return None
                 found = predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
                 if not found.over:
-                    judged = judged_plan(self.problem, self.scorer, plan, found, self.text(structure, plan))
+                    once = judged_plan(self.problem, self.scorer, plan, found, self.text(structure, plan))
+                    judged = self.replicated(structure, once, caps)
                     return judged if judged.step_seconds < best else None
                 if not self._lower(plan, {x.rank: x.need - x.limit for x in found.over}, caps):
                     break
         return None
+
+    def replicated(self, structure: _Structure, once: JudgedPlan, caps: Sequence[dict[int, int]]) -> JudgedPlan:
+        """The plan with replicated experts if it fits and is faster; else ``once``, which has each on one rank."""
+        best, limits = once, [dict(cap) for cap in caps]
+        for _ in range(ROUNDS):
+            lowered = False
+            for plan in self._with_replicas(once.plan, limits):
+                found = predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
+                if found.over:
+                    lowered |= self._lower(plan, {x.rank: x.need - x.limit for x in found.over}, limits)
+                elif found.step_seconds < best.step_seconds:
+                    judged = judged_plan(self.problem, self.scorer, plan, found, self.text(structure, plan))
+                    best = replace(judged, once_seconds=once.step_seconds)
+            if best is not once or not lowered:
+                break
+        return best
+
+    def _with_replicas(self, plan: Plan, caps: Sequence[dict[int, int]]) -> list[Plan]:
+        """Some with the experts of all pipelines as they may be best in the first one, which is like the others."""
+        first, costs = plan.pipelines[0], StageCosts(plan, self.costs)
+        ranked: list[list[Intervals]] = []
+        for stage, cap in zip(first.stages, caps, strict=True):
+            start = tuple(m.experts for g in stage.experts for m in g.members)
+            # What a rank held before fits.
+            most = [max(cap.get(i, self.moe.num_experts), b - a) for i, (a, b) in enumerate(start)]
+            price = DivisionPrice(costs, stage, first.num_micro_batches) if start else None
+            ranked.append(best_divisions(self.popularity(stage.layer_indices()), most, price, start) if price else [])
+        found = []
+        for i in range(max(map(len, ranked))):
+            held = [rows[min(i, len(rows) - 1)] if rows else () for rows in ranked]
+            pipelines = [
+                replace(p, stages=tuple(divided(s, x) if x else s for s, x in zip(p.stages, held, strict=True)))
+                for p in plan.pipelines
+            ]
+            found.append(replace(plan, pipelines=tuple(pipelines)))
+        return [other for other in dict.fromkeys(found) if other != plan]
 
     def _lower(self, plan: Plan, over: dict[int, int], caps: list[dict[int, int]]) -> bool:
         """Lower the caps of ranks that lack memory; whether that may help."""
@@ -249,7 +298,8 @@ class _ExpertSearch:
         shapes = []
         for s, one in enumerate(known):
             layers = range(starts[s], starts[s + 1])
-            experts = self.experts(structure.ranks[0][s], structure.size, self.popularity(layers), caps[s])
+            popular = self.popularity(layers)
+            experts = divide_experts(*self.expert_costs(structure.ranks[0][s], structure.size, popular, caps[s]))
             if experts is None:
                 return None
             shapes.append((one.rows, experts[0], (starts[s], starts[s + 1])))
@@ -261,7 +311,7 @@ class _ExpertSearch:
             for stages in structure.ranks
         )  # fmt: skip
         plan = Plan(self.costs.seq_length, self.batch, self.space.schedules[0], pipelines)
-        return with_islands_where_quick(plan, self.model, self.cluster)
+        return with_islands_where_quick(with_dtypes(plan, self.costs), self.model, self.cluster)
 
     def _stage(
         self, ranks: Ranks, tp: int, rows: Sequence[int], experts: Sequence[tuple[int, int]], layers: tuple[int, int],
@@ -290,6 +340,8 @@ class _ExpertSearch:
             counts = [str(m.experts[1] - m.experts[0]) for g in stage.experts for m in g.members]
             more = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute.kind}"
             experts = f" experts {','.join(counts)}" if counts else ""
+            more_than_once = len(replicated_experts(stage))
+            experts += f" ({more_than_once} replicated)" if more_than_once else ""
             tp = f" tp{structure.tp}" if structure.tp > 1 else ""
             parts.append(f"{names}{tp}{rows if len(chips) > 1 else ''}{experts} [{stage.num_layers}]{more}")
         head = f"{len(plan.pipelines)} x (m {pipeline.num_micro_batches}, b {pipeline.micro_batch_size})"

@@ -19,6 +19,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.graph_partition import layer_seconds
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import batch_sizes
 
@@ -116,7 +117,8 @@ class _Structures:
             unit = Unit(ranks, split, (0, size), ((0, self.costs.seq_length),), (0, self.model.num_heads))
             stage = Stage(((0, self.model.num_layers),), (unit,), True, True, Recompute(recompute))
             pipelines.append(Pipeline(size, self.batch // copies // size, (stage,)))
-        return Plan(self.costs.seq_length, self.batch, self.space.schedules[0], tuple(pipelines))
+        plan = Plan(self.costs.seq_length, self.batch, self.space.schedules[0], tuple(pipelines))
+        return with_dtypes(plan, self.costs)
 
     def text(self, counts: Weights, copies: int, size: int, recompute: str, weights: Weights) -> str:
         chips = " + ".join(f"{n} {self.pool.groups[g].chip}" for g, n in enumerate(counts) if n)

@@ -20,6 +20,7 @@ from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.materialize import TemplateBuilder
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
@@ -153,6 +154,7 @@ class JudgedPlan:
     Attributes:
         cluster: the cluster that the plan's ranks refer to; idle: its ranks without work.
         template: what the plan was made from; empty if ``text`` describes it (context groups, TP over unlike chips).
+        once_seconds: of a step without replicas of experts; None: the plan has none.
     """
 
     plan: Plan
@@ -161,6 +163,7 @@ class JudgedPlan:
     prediction: Prediction
     idle: tuple[int, ...]
     text: str = ""
+    once_seconds: float | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -205,7 +208,8 @@ def judge_template(template: PlanTemplate, problem: PlanningProblem, scorer: Tem
     if placed is None:
         return None
     model, cluster = problem.model, problem.cluster
-    plan = with_islands_where_quick(to_plan(placed, cluster, problem.seq_length, model.num_heads), model, cluster)
+    plan = with_dtypes(to_plan(placed, cluster, problem.seq_length, model.num_heads), scorer.costs)
+    plan = with_islands_where_quick(plan, model, cluster)
     validate(plan, model, cluster, dtype=problem.dtype)
     prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
     return JudgedPlan(plan, cluster, template, prediction, placed.idle)

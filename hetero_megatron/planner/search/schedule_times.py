@@ -23,7 +23,7 @@ def pipeline_times(
     micro-batch."""
     seconds, stages = priced.costs, list[tuple[StageTimes, ...]]()
     for s, stage in enumerate(pipeline.stages):
-        rows = micro_batch_bytes(stage, costs.model, costs.item, costs.options.routing)
+        rows = micro_batch_bytes(stage, costs.model, costs.item, costs.options.routing, costs.options.fp8)
         limits, memory = prediction.limits, prediction.memory
         room = min(limits[rank] - memory[rank].lasting - max(x[2] for x in row) for rank, row in rows.items())
         kept, waiting = ([max(row[c][i] for row in rows.values()) for c in range(pipeline.chunks)] for i in (0, 1))

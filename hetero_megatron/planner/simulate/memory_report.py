@@ -13,6 +13,9 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+from hetero_megatron.plan.experts import rank_shares
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.plan.memory import (
     ITEM_BYTES,
     MemoryBytes,
@@ -20,19 +23,18 @@ from hetero_megatron.plan.memory import (
     activation_bytes,
     buffer_bytes,
     chunk_limit,
-    held_elements,
+    graph_bytes,
     host_bytes,
     kept_bytes,
     operand_bytes,
     state_bytes,
-    trained_elements,
     working_bytes,
 )
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE, pipeline_schedule
 from hetero_megatron.plan.routing import EVEN, Routing, mean_loads
 from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.schedule import Held, generate, held_states
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec import ModelSpec, stage_tensors, tensor_box
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.words import plural, rank_ranges
@@ -42,7 +44,7 @@ Ints = NDArray[np.int64]
 
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
-    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
+    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, fp8: Fp8 | None = None, graphs: bool = False,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
     """Memory of every rank in bytes, without the framework's overhead and communicators.
 
@@ -51,9 +53,11 @@ def estimate_memory(
         buckets: those of the plan, if already made.
         logits_bytes: size of a micro-batch's logits on a rank above which head and loss run in chunks of tokens.
         routing: how tokens divide over experts, which what they keep depends on.
+        fp8: what linear modules compute in, where their stage does not say otherwise.
+        graphs: layers run as device graphs.
     """
     item = ITEM_BYTES[dtype]
-    out = plan_activations(plan, spec, item, logits_bytes, routing)
+    out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
@@ -86,18 +90,19 @@ def estimate_memory(
         host = 0
         if rank in offloading:
             optimizer, host = 0, host_bytes(owns, moments)
-        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
+        of_graphs = out[rank].graphs
+        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host, graphs=of_graphs)
     return out
 
 
 def _frozen(plan: Plan, spec: ModelSpec) -> dict[int, int]:
     """Elements that each rank holds and that are not trained."""
-    found = {}
+    found: dict[int, int] = {}
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
-        for unit in stage.units:
-            for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True):
-                what = (spec, stage.num_layers, stage.embed, stage.head, share)
-                found[rank] = held_elements(*what) - trained_elements(*what)
+        tensors = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
+        held = rank_shares(spec, stage)
+        sizes = {share: sum(tensor_box(t, share).size for t in tensors if not t.trained) for share in {*held.values()}}
+        found |= {rank: sizes[share] for rank, share in held.items()}
     return found
 
 
@@ -109,9 +114,10 @@ def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
 
 
 def plan_activations(
-    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN
-) -> dict[int, MemoryBytes]:
-    """Only the activations of every rank."""
+    plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
+    fp8: Fp8 | None = None, graphs: bool = False,
+) -> dict[int, MemoryBytes]:  # fmt: skip
+    """Only the activations of every rank, and what ``graphs`` take beside them."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
@@ -126,17 +132,18 @@ def plan_activations(
             for unit in stage.units:
                 for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
                     mine = [load[rank] for load in loads]
-                    chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
+                    chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine, fp8)
                     if (chunks, held) not in known:
                         activations = activation_bytes(spec, chunks, held)
-                        known[chunks, held] = MemoryBytes(activations=activations)
+                        beside = graph_bytes(spec, chunks, held) if graphs else 0
+                        known[chunks, held] = MemoryBytes(activations=activations, graphs=beside)
                     out[rank] = known[chunks, held]
             out |= context_activations(plan, spec, stage, chunks, held, item)
     return out
 
 
 def micro_batch_bytes(
-    stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN
+    stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN, fp8: Fp8 | None = None
 ) -> dict[int, list[tuple[int, int, int]]]:
     """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
     B_INPUT to W, what a backward works with)."""
@@ -145,7 +152,7 @@ def micro_batch_bytes(
     for unit in stage.units:
         for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
             mine = [load[rank] for load in loads]
-            chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine)
+            chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine, fp8)
             found[rank] = [(kept_bytes(spec, x), operand_bytes(spec, x), working_bytes(spec, x)) for x in chunks]
     return found
 
@@ -158,10 +165,12 @@ def _logits_limit(stage: Stage, spec: ModelSpec, item: int, logits_bytes: int) -
 
 
 def _chunks(
-    stage: Stage, unit: Unit, tp: float, item: int, limit: int | None, loads: Sequence[ExpertLoad | None]
-) -> tuple[RankWork, ...]:
+    stage: Stage, unit: Unit, tp: float, item: int, limit: int | None, loads: Sequence[ExpertLoad | None],
+    fp8: Fp8 | None,
+) -> tuple[RankWork, ...]:  # fmt: skip
     """What a rank works on in each chunk of its stage."""
     found, before = [], 0
+    mine, rows = stage_fp8(stage, fp8), unit.sequences[1] - unit.sequences[0]
     last = len(stage.chunks) - 1
     for c, (a, b) in enumerate(stage.chunks):
         first = min(max(stage.recompute.layers - before, 0), b - a)
@@ -169,7 +178,7 @@ def _chunks(
         embed, head = stage.embed and c == 0, stage.head and c == last
         found.append(RankWork(
             b - a, embed, head, stage.recompute.kind, first, unit.micro_batch_tokens, item, tp, unit.tp,
-            limit if head else None, loads[c],
+            limit if head else None, loads[c], mine.recipe if mine is not None else None, rows,
         ))  # fmt: skip
     return tuple(found)
 
@@ -216,6 +225,7 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
     bytes_ = format_bytes(memory[worst.rank].parts()[largest])
     help_by = {
         "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "graphs": "the run without --cuda-graph-impl local, or fewer micro-batches in flight",
         "overhead": "a chip with more memory",
         "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",
     }
@@ -236,8 +246,8 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)
     heads = ["weights", "gradients", "optimizer", "activations", "buffers"]
-    heads += ["overhead", "communicators", "total", "host"]
-    for head in ("overhead", "communicators", "host"):
+    heads += ["graphs", "overhead", "communicators", "total", "host"]
+    for head in ("graphs", "overhead", "communicators", "host"):
         if not any(getattr(needs, head) for needs in rows):
             heads.remove(head)
     lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]

@@ -26,7 +26,8 @@ from hetero_megatron.plan import Plan, load_plan
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, format_added
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, as_document, link_document, scaled_rows
+from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, scaled_rows
+from hetero_megatron.planner.cost.rates_document import as_document, link_document
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.step import pipeline_seconds, step_seconds
 from hetero_megatron.spec import ModelSpec, load_model

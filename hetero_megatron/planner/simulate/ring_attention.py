@@ -66,7 +66,7 @@ class ContextSeconds:
         """Times of one rank's parts; the layer's time is the stage's, because groups wait for each other's keys and
         values. ``load``, ``routed``: of its routed experts, as for :meth:`CostModel.unit_seconds`."""
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
-        operators = model.operators(self._chip(unit.ranks[t]))
+        operators = model.operators(self._chip(unit.ranks[t]), model.computes_in_fp8(stage))
         columns = _share(self.model, unit, t)[1]
         swap = operators.exchange(columns, rows, unit.num_tokens, self._swap(unit, rows)[0])
         embed, head = (
@@ -93,7 +93,8 @@ class ContextSeconds:
             found = []
             for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
                 units = [u for u in stage.units if u.sequences == rows]
-                found.append(_Layer(self, traffic, units, rows[1] - rows[0]).seconds(stage.recompute.kind))
+                fp8 = self.model.computes_in_fp8(stage)
+                found.append(_Layer(self, traffic, units, rows[1] - rows[0], fp8).seconds(stage.recompute.kind))
             self._layers[stage] = (max(f for f, _ in found), max(b for _, b in found))
         return self._layers[stage]
 
@@ -114,7 +115,9 @@ def _share(model: CostModel, unit: Unit, t: int) -> tuple[float, float]:
 
 
 class _Layer:
-    def __init__(self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int) -> None:
+    def __init__(
+        self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int, fp8: bool
+    ) -> None:
         self.prices, self.traffic, self.rows = prices, traffic, rows
         self.context: StageContext = traffic.context
         model = prices.model
@@ -128,7 +131,7 @@ class _Layer:
         for unit in units:
             swap, posting = prices._swap(unit, rows)
             for t, rank in enumerate(unit.ranks):
-                operators = model.operators(prices._chip(rank))
+                operators = model.operators(prices._chip(rank), fp8)
                 rates = operators.rates
                 columns = _share(model, unit, t)[1]
                 linear, ratio = operators.split(columns, rows, unit.num_tokens)

@@ -72,7 +72,7 @@ class StageCosts:
         rows: list[object] = [pipeline.micro_batch_size, pipeline.num_micro_batches]
         for stage in pipeline.stages:
             sizes = tuple(b - a for a, b in stage.chunks)
-            rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv))
+            rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv, stage.dtype))
             if self.model.model.moe is not None:
                 rows.append((stage.layer_indices(), _local_groups(stage), _local_islands(stage, self.plan.islands)))
             for unit in stage.units:
@@ -165,6 +165,10 @@ class StageCosts:
         own = self._rank_seconds(stage, unit, t, exchanges=False)
         return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
 
+    def stage_seconds(self, stage: Stage) -> float:
+        """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""
+        return sum(self._slowest(stage).total(stage.num_layers, _full(stage), stage.embed, stage.head))
+
     def jitter(self, rank: int) -> float:
         """Standard deviation of one second of compute on the rank."""
         return self.model.chip_rates(self.network.ranks[rank].chip).jitter
@@ -205,7 +209,7 @@ class StageCosts:
         swap, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
-        operators = model.operators(chip)
+        operators = model.operators(chip, model.computes_in_fp8(stage))
         return model.unit_seconds(operators, share, rows, swap, stage.recompute.kind, posting, load, routed)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:

@@ -8,7 +8,7 @@ rates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.memory import MemoryBytes, state_bytes
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
@@ -56,6 +57,7 @@ class Prediction:
             summed, which the end of the step waits for.
         unsplit: other chips of a plan that splits backwards whose rates do not say what B_INPUT and W take: W is
             counted by FLOPs, and splitting costs nothing.
+        dtypes: by rank, what its linear modules compute in, as words; empty where the run has no fp8.
         communicators: what of ``memory`` the communication libraries take, in words, and where that is from.
     """
 
@@ -76,6 +78,7 @@ class Prediction:
     assumed: Mapping[str, str]
     tails: Mapping[int, float]
     unsplit: tuple[str, ...] = ()
+    dtypes: Mapping[int, str] = field(default_factory=dict)
     communicators: tuple[str, ...] = ()
 
     @property
@@ -120,6 +123,7 @@ def predict(
         validate(plan, model, cluster, dtype=dtype)
         costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
     _check(plan, costs)
+    fp8_fits(plan, model, costs.options.fp8, costs.dtype, cluster)
     return _Step(prepared or _prepare(plan, costs), costs).prediction()
 
 
@@ -266,6 +270,7 @@ class _Step:
             chips=self.chips,
             communicators=tuple(format_communicators(self.plan, costs.cluster)),
             tails=times.tails,
+            dtypes=self._dtypes(),
             assumed={
                 c: source_of(costs.cluster.chips[c])
                 for c in sorted(set(self.chips.values()))
@@ -274,9 +279,22 @@ class _Step:
             unsplit=tuple(
                 c
                 for c in sorted(set(self.chips.values()) if splits_backward(self.plan) else ())
-                if costs.chip_rates(c).calibrated and not costs.operators(c).split_measured
+                if costs.chip_rates(c).calibrated and not self._split_measured(c)
             ),
         )
+
+    def _dtypes(self) -> dict[int, str]:
+        fp8 = self.costs.options.fp8
+        if fp8 is None:
+            return {}
+        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
+        words = {True: str(fp8), False: self.costs.dtype}
+        return {rank: words[self.costs.computes_in_fp8(stage)] for stage in stages for rank in stage.ranks}
+
+    def _split_measured(self, chip: str) -> bool:
+        """Whether B_INPUT and W were measured in what the stages on the chip compute in."""
+        stages = [s for p in self.plan.pipelines for s in p.stages if any(self.chips[r] == chip for r in s.ranks)]
+        return all(self.costs.operators(chip, self.costs.computes_in_fp8(s)).split_measured for s in stages)
 
     def _last_backwards(
         self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
@@ -329,7 +347,7 @@ class _Step:
         costs = self.costs
         found = estimate_memory(
             self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets,
-            routing=costs.options.routing,
+            routing=costs.options.routing, fp8=costs.options.fp8,
         )  # fmt: skip
         memory = {}
         for rank, needs in found.items():

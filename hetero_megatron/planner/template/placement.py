@@ -90,10 +90,8 @@ def place(template: PlanTemplate, pool: DevicePool) -> PlacedTemplate | None:
     return PlacedTemplate(template, pipelines, tuple(sorted(idle)))
 
 
-def to_plan(
-    placed: PlacedTemplate, cluster: Cluster, seq_length: int, num_heads: int, number: Mapping[int, int] | None = None
-) -> Plan:
-    """The concrete plan. ``number``: replacement for each rank; None: the cluster's ranks."""
+def to_plan(placed: PlacedTemplate, cluster: Cluster, seq_length: int, num_heads: int) -> Plan:
+    """The concrete plan, on the cluster's ranks."""
     pipelines = []
     for shape, count, stages in placed.pipelines:
         start, built = 0, []
@@ -101,8 +99,6 @@ def to_plan(
             layers = ((start, start + stage.layers),) if stage.layers else ()
             start += stage.layers
             chip = cluster.ranks[units[0][0]].chip
-            if number is not None:
-                units = tuple(tuple(number[r] for r in unit) for unit in units)
             built.append(_stage(stage, units, shape, layers, s, seq_length, num_heads, chip))
         pipelines.append(Pipeline(shape.micro_batch_size, count, tuple(built)))
     batch = sum(p.batch_size for p in pipelines)

@@ -27,6 +27,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, renumbered, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
@@ -146,7 +147,8 @@ class WarmPlanner:
             return renumbered(found.plan, {a: number[b] for a, b in zip(*ranks, strict=True)})
         placed = place(found.plan, pool)
         assert placed is not None, "it was evaluated on these chips"
-        return to_plan(placed, self.cluster, self.problem.seq_length, self.model.num_heads, number)
+        plan = to_plan(placed, self.cluster, self.problem.seq_length, self.model.num_heads)
+        return renumbered(with_dtypes(plan, self.result.scorer.costs), number)
 
     def prepare(self) -> None:
         """Plan ahead for the loss of any one node, once per group of equal nodes."""

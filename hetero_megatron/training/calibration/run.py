@@ -11,7 +11,8 @@ from typing import Any
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.neighbours import tp_groups
 from hetero_megatron.planner.cost.link_model import LinkModel
-from hetero_megatron.planner.cost.rates import LinkRates, Rates, link_document, model_fingerprint
+from hetero_megatron.planner.cost.rates import LinkRates, Rates, model_fingerprint
+from hetero_megatron.planner.cost.rates_document import link_document
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.exchange import Phase, fit_phases, observe_exchange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import shutil
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hetero_megatron.cli.main import main
 from tests.support.hf_reference import make_hf
-from tests.support.megatron_checkpoint import save_legacy, save_torch_dist
+from tests.support.megatron_checkpoint import megatron_modules, save_legacy, save_torch_dist
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
@@ -37,6 +38,24 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch_dist": (save_torch_dist, {}),
     "torch_dist_tp2_pp2": (save_torch_dist, {"tp": 2, "pp": 2}),
     "torch_dist_by_layer": (save_torch_dist, {"tp": 2, "pp": 1, "stacked": False}),
+}
+EXPERTS = LLAMA | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "qwen3_moe": EXPERTS | {"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True},
+    "glm4_moe": LLAMA | {"model_type": "glm4_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                         "num_nextn_predict_layers": 0, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 2,
+                         "topk_group": 1,
+                         "first_k_dense_replace": 1, "use_qk_norm": True, "partial_rotary_factor": 1.0},
+}  # fmt: skip
+FORMS_OF_EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "legacy": (save_legacy, {"tp": 2}),
+    "legacy_tp2_pp2_ep2_grouped": (save_legacy, {"tp": 2, "pp": 2, "ep": 2, "experts": "grouped"}),
+    "legacy_ep4_transposed": (save_legacy, {"ep": 4, "experts": "transposed"}),
+    "legacy_interleaved": (save_legacy, {"tp": 2, "pp": 2, "chunks": 2, "ep": 2}),
+    "torch_dist_tp2": (save_torch_dist, {"tp": 2}),
+    "torch_dist_singly": (save_torch_dist, {"tp": 2, "singly": True}),
 }
 TOKENS = torch.arange(12).view(1, 12) * 5 % 61
 
@@ -67,11 +86,33 @@ def test_the_stored_arguments_say_what_the_model_is(
     check(name, form, tmp_path, capsys, by_model=False)
 
 
+PAIRS = [  # every form and every family once; the rest is slow
+    pytest.param(name, form, marks=[] if (i - j) % 4 == 0 else pytest.mark.slow)
+    for i, name in enumerate(WITH_EXPERTS) for j, form in enumerate(FORMS_OF_EXPERTS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form"), PAIRS)
+def test_mixtures_of_experts(name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(name, form, tmp_path, capsys, by_model=True)
+
+
+@pytest.mark.parametrize(("name", "form"), [
+    ("mixtral", "torch_dist_tp2"), ("qwen3_moe", "legacy_tp2_pp2_ep2_grouped"), ("glm4_moe", "legacy"),
+])  # fmt: skip
+def test_the_stored_arguments_say_what_the_experts_are(
+    name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(name, form, tmp_path, capsys, by_model=False)
+
+
 def check(name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], by_model: bool) -> None:
-    model, spec = make_hf(MODELS[name], seed=5, dtype=torch.float32)
+    model, spec = make_hf((MODELS | WITH_EXPERTS)[name], seed=5, dtype=torch.float32)
     model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    write, options = FORMS[form]
+    write, options = (FORMS_OF_EXPERTS if name in WITH_EXPERTS else FORMS)[form]
+    if len({kind.mlp for kind in spec.layers}) > 1 and write is save_torch_dist:
+        options = options | {"stacked": False}
     source = write(tmp_path / "megatron", model, spec, **options)
     named = ("--model", tmp_path / "hf") if by_model else ()
     done = convert(capsys, source, tmp_path / "native", *named)
@@ -184,8 +225,18 @@ def test_a_legacy_pickle_is_not_executed(tmp_path: Path, capsys: pytest.CaptureF
     assert "it holds io.open" in capsys.readouterr().err and not (tmp_path / "executed").exists()
 
 
+def test_what_other_packages_let_torch_load_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """megatron-core, imported, allows argparse.Namespace; two answers to one name would be chance."""
+    model, spec = make_hf(LLAMA, seed=5, dtype=torch.float32)
+    where = save_legacy(tmp_path / "run", model, spec)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert main(["convert", str(where), str(tmp_path / "out")]) == 0
+        assert argparse.Namespace in torch.serialization.get_safe_globals()
+
+
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"num_experts": 8}, "mixtures of experts"), ({"multi_latent_attention": True}, "--multi-latent-attention"),
+    ({"num_experts": 8}, "missing decoder.layers.0.mlp.router.weight"),
+    ({"multi_latent_attention": True}, "--multi-latent-attention"),
     ({"rotary_percent": 0.5}, "--rotary-percent"), ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
     ({"mtp_num_layers": 1}, "--mtp-num-layers"), ({"ffn_hidden_size": 44}, "does not fit the model"),
     ({"swiglu": False}, "does not fit the model"), ({"num_layers": 5}, "missing decoder.layers.4."),
@@ -221,3 +272,51 @@ def test_ranks_that_disagree_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     shutil.rmtree(file.parent)
     assert main(["convert", str(where), str(tmp_path / "out")]) == 2
     assert "mp_rank_01_000 is missing" in capsys.readouterr().err
+
+
+def without_an_expert(model: dict[str, Any]) -> None:
+    del model["decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight"]
+
+
+def with_a_narrow_expert(model: dict[str, Any]) -> None:
+    name = "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"
+    model[name] = model[name][:-2].clone()
+
+
+def with_another_router(model: dict[str, Any]) -> None:
+    model["decoder.layers.1.mlp.router.weight"] += 1
+
+
+def with_an_unknown_tensor(model: dict[str, Any]) -> None:
+    model["decoder.layers.1.mlp.experts.local_experts.1.linear_fc3.weight"] = torch.zeros(2)
+
+
+@pytest.mark.parametrize(("damage", "says"), [
+    (without_an_expert, "expert 0 of decoder.layers.0.mlp.experts.experts.linear_fc2.weight is missing"),
+    (with_a_narrow_expert, "differ in shape"), (with_another_router, "different values of decoder.layers.1.mlp.router"),
+    (with_an_unknown_tensor, "different tensors"), (None, "mp_rank_01_000_001 is missing"),
+])  # fmt: skip
+def test_damaged_experts_are_refused(
+    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, spec = make_hf(WITH_EXPERTS["mixtral"], seed=5, dtype=torch.float32)
+    where = save_legacy(tmp_path / "run", model, spec, tp=2, ep=2, pipeline_model_parallel_size=1)
+    for t in (0, 1):
+        file = where / "iter_0000007" / f"mp_rank_{t:02d}_001" / "model_optim_rng.pt"
+        if damage is not None:
+            with megatron_modules():
+                content = torch.load(file, weights_only=False)
+                damage(content["model"])
+                torch.save(content, file)
+    if damage is None:
+        shutil.rmtree(file.parent)
+    assert main(["convert", str(where), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and not (tmp_path / "out").exists(), said
+
+
+def test_experts_cut_otherwise_than_the_rest_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, spec = make_hf(WITH_EXPERTS["mixtral"], seed=5, dtype=torch.float32)
+    where = save_legacy(tmp_path / "run", model, spec, tp=2, expert_tensor_parallel_size=1)
+    assert main(["convert", str(where), str(tmp_path / "out")]) == 2
+    assert "cut for 1 tensor-parallel ranks and the rest for 2" in capsys.readouterr().err

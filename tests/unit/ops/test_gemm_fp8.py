@@ -15,7 +15,8 @@ from hetero_megatron.ops import Signature, default_kernels, resolve, torch_regis
 from hetero_megatron.ops.gemm_fp8 import BLOCK, E4M3, E5M2, NAMES, largest_of, quantise_blocks, quantise_tensor
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.plan.fp8 import Fp8, fp8_fits, stage_fp8
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import fp8_fits, stage_fp8
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model, shares
 from tests.support.small_plans import pipe, plan, stage

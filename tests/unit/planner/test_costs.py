@@ -21,7 +21,8 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
-from hetero_megatron.planner.cost.rates import as_document, load_rates, model_fingerprint, share_of_peak
+from hetero_megatron.planner.cost.rates import load_rates, model_fingerprint, share_of_peak
+from hetero_megatron.planner.cost.rates_document import as_document
 from hetero_megatron.planner.report.prediction import format_prediction
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import computing_seconds, predict

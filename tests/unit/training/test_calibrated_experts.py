@@ -13,7 +13,8 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.rates import as_document, load_rates
+from hetero_megatron.planner.cost.rates import load_rates
+from hetero_megatron.planner.cost.rates_document import as_document
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import from_hf_config, whole_share
 from hetero_megatron.spec.expert_load import ExpertLoad
