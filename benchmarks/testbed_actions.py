@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.testbed_job import begin
+from benchmarks.testbed_ranks import begin
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.comm import Comm, stop_comm
 from hetero_megatron.data.batch import Batch

@@ -2,72 +2,41 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.testbed_job import DTYPE, begin, end, run
-from hetero_megatron.cluster import Cluster, cluster_from_dict
+from benchmarks.testbed_ranks import DTYPE, Choice, Work, measure
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.model import GPTStage, initial_values
 from hetero_megatron.model.moe import Router
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.plan.routing import Routing
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.rates import format_rates
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.expert_stages import ExpertStages, with_equal_experts
 from hetero_megatron.planner.search.incumbent import Incumbent, judge
 from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, logical_tensors, tensor_box, whole_share
-from hetero_megatron.training.calibration import CalibrationOptions, Job, calibrate
+from hetero_megatron.training.calibration import CalibrationOptions
 from hetero_megatron.training.calibration.pipelines import degrees
-from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory
 
 SEQUENCES = 16  # by which routing is measured
 
 
-def main() -> None:
-    work, spec, cluster, comm, world, emulation = begin()
-    emulation.started()
-    build, length = optimizer_factory(OptimizerConfig()), work["seq_length"]
-    options = CalibrationOptions(length, DTYPE, tuple(work["sizes"]), degrees(cluster, spec), (length,), 1)
-    start = time.perf_counter()
-    found = calibrate(Job(comm, torch.float32, build), cluster, spec, options, lambda _: None)
-    took = time.perf_counter() - start
-    rated = cluster_from_dict({**work["cluster"], "rates": found.rates})
-    plans: Any = None
-    if comm.rank == 0:
-        print(format_rates(found.rates), flush=True)
-        routing = measured_routing(spec, length)
-        plans = [(*plan, routing.layers) for plan in choose(rated, spec, work, routing)]
-    plans = world.gather_objects(plans)[0]
-    rows = []
-    for name, kind, data, seconds, routing_layers in plans:
-        steps = run(plan_from_dict(data, spec, cluster), spec, comm, build, work["steps"], work["warm_up"])
-        every = [s for s in world.gather_objects(steps, type(steps) | None) if s]
-        if comm.rank == 0:
-            took_steps = [max(s) for s in zip(*(s.seconds for s in every))]
-            rows.append({
-                "name": name, "kind": kind, "plan": data, "predicted": seconds, "steps": took_steps,
-                "measured": median(took_steps), "late": max(s.late for s in every),
-                "computed": [median(s.computed) for s in every], "routing": routing_layers,
-            })  # fmt: skip
-            print(f"{name}: {seconds:.3f} s predicted, {median(took_steps):.3f} s measured", flush=True)
-    end(work, comm, world, rows, found, took)
+def calibration(work: Work, spec: ModelSpec, cluster: Cluster) -> CalibrationOptions:
+    length = work["seq_length"]
+    return CalibrationOptions(length, DTYPE, tuple(work["sizes"]), degrees(cluster, spec), (length,), 1)
 
 
 def measured_routing(spec: ModelSpec, length: int) -> Routing:
@@ -92,10 +61,11 @@ def measured_routing(spec: ModelSpec, length: int) -> Routing:
     return Routing.of({layers[i]: [row[e] for e in range(spec.moe.num_experts)] for i, row in counts.items()})
 
 
-def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any], routing: Routing) -> list[tuple[Any, ...]]:
-    """(name, kind, plan, predicted seconds): the planner's; the best with divided experts in one stage of all chips,
-    the same with equal experts, and with equal sequences too; the two best uniform ones."""
+def choose(cluster: Cluster, spec: ModelSpec, work: Work) -> list[Choice]:
+    """With names, predicted seconds and their routing: the planner's plan; the best with divided experts
+    in one stage of all chips, the same with equal experts, and with equal sequences too; the two best uniform ones."""
     assert spec.moe is not None
+    routing = measured_routing(spec, work["seq_length"])
     options = SearchOptions(dtype=DTYPE, time_limit=30.0, costs=CostOptions(routing=routing))
     problem = PlanningProblem(spec, cluster, work["seq_length"], work["batch"], options)
     plans: list[tuple[str, str, Plan]] = [("planner", "planner", search(problem).best.plan)]
@@ -120,7 +90,8 @@ def choose(cluster: Cluster, spec: ModelSpec, work: dict[str, Any], routing: Rou
         seconds = predict(plan, spec, cluster, DTYPE, options=options.costs).step_seconds
         if plan.fingerprint() not in seen or kind != "planner":
             seen.add(plan.fingerprint())
-            out.append((name, kind, to_dict(plan), seconds))
+            facts = {"name": name, "kind": kind, "predicted": seconds, "routing": routing.layers}
+            out.append((facts, to_dict(plan)))
     return out
 
 
@@ -135,6 +106,4 @@ def _equal_rows(plan: Plan) -> Plan | None:
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)
+    measure(calibration, choose)

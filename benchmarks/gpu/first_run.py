@@ -8,8 +8,9 @@ is a line on the page and leaves the others their time.
 
 - conformance: ``hetero-megatron plugins check`` of the platform and of every plugin that registers kernels for it
 - parity: 20 training steps against transformers with the same weights and batches, in fp32 and bf16
-- training: tokens/s, MFU and memory of a Llama, ours beside transformers, transformers + torch.compile, and
-  Liger-Kernel where it is installed; predicted beside measured memory; a profiler trace (``--trace``)
+- training: tokens/s, MFU and memory of a Llama, ours with and without device graphs beside transformers,
+  transformers + torch.compile, and Liger-Kernel where it is installed; predicted beside measured memory; a profiler
+  trace (``--trace``)
 - attention: every provider, and torch's own
 - kernels: benchmarks/gpu/bench_kernels.py where there is Triton and a GPU, else the speeds of ``plugins check``
 
@@ -33,8 +34,8 @@ HERE = Path(__file__).resolve().parent
 
 # Shares of --seconds, in the order in which the parts run: what says most comes first.
 PARTS = {
-    "about": 0.06, "parity fp32": 0.08, "parity bf16": 0.08, "ours": 0.15, "transformers": 0.08, "compile": 0.25,
-    "liger": 0.12, "attention": 0.12, "conformance": 0.3, "kernels": 0.3,
+    "about": 0.06, "parity fp32": 0.08, "parity bf16": 0.08, "ours": 0.15, "graphs": 0.12, "transformers": 0.08,
+    "compile": 0.25, "liger": 0.12, "attention": 0.12, "conformance": 0.3, "kernels": 0.3,
 }  # fmt: skip
 LEAST = 45  # seconds that a part is given: imports alone take some
 FAILED = "failed"
@@ -93,7 +94,8 @@ def problems(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def training_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     """Tokens/s, MFU and memory, side by side."""
-    sides = {name: found[name] for name in ("ours", "transformers", "compile", "liger") if "rate" in found[name]}
+    names = ("ours", "graphs", "transformers", "compile", "liger")
+    sides = {name: found[name] for name in names if "rate" in found[name]}
     if not sides:
         return []
     first = next(iter(sides.values()))
@@ -106,13 +108,15 @@ def training_lines(found: dict[str, dict[str, Any]]) -> list[str]:
             f"| {side['side']} | {side['rate']:,.0f} | {side['mfu']:.1%} | {side['step_ms']:.1f} | "
             f"{side['peak'] / 2**20:,.0f} |"
         )
+    for side in (found["ours"], found["graphs"]):
+        if "predicted" in side:
+            said, seen = side["predicted"], side["measured"]
+            of_it = f"predicted {said / 2**20:,.0f} MiB, measured {seen / 2**20:,.0f} MiB ({said / seen - 1:+.1%})"
+            lines += ["", f"Memory of the step, {side['side']}: {of_it}."]
+        if "hosts" in side:
+            took = f"{side['hosts'] * 1e3:.1f} ms of a step of {side['step_ms']:.1f} ms"
+            lines += ["", f"Host, {side['side']}: {took} to queue its work."]
     ours = found["ours"]
-    if "predicted" in ours:
-        said, seen = ours["predicted"], ours["measured"]
-        of_it = f"predicted {said / 2**20:,.0f} MiB, measured {seen / 2**20:,.0f} MiB ({said / seen - 1:+.1%})"
-        lines += ["", f"Memory of the step: {of_it}."]
-    if "hosts" in ours:
-        lines += ["", f"Host: {ours['hosts'] * 1e3:.1f} ms of a step of {ours['step_ms']:.1f} ms to queue its work."]
     if "operators" in ours:
         lines += ["", "| operators that take most | ms per step | calls |", "|---|---:|---:|"]
         lines += [f"| `{name[:70]}` | {ms:.2f} | {calls} |" for name, ms, calls in ours["operators"]]

@@ -61,8 +61,10 @@ def plan_of(shape: tuple[int, ...]) -> Plan:
     return plan_from_dict(document, from_hf_config(config_of(shape)))
 
 
-def build(platform: Platform, shape: tuple[int, ...], dtype: str, values: Callable[[str], torch.Tensor]) -> Runtime:
-    """Ours, with the platform's kernels; ``values``: by name of a tensor."""
+def build(
+    platform: Platform, shape: tuple[int, ...], dtype: str, values: Callable[[str], torch.Tensor], graphs: bool = False
+) -> Runtime:
+    """Ours, with the platform's kernels; ``values``: by name of a tensor; ``graphs``: layers as device graphs."""
     spec, plan, kind = from_hf_config(config_of(shape)), plan_of(shape), DTYPES[dtype]
     comm = start_comm(platform, 300)
     if comm.accelerator is not None:
@@ -70,7 +72,10 @@ def build(platform: Platform, shape: tuple[int, ...], dtype: str, values: Callab
     kernels = rank_kernels(plan, spec, 0, load_plugins().registry, platform, kind)
     factory = optimizer_factory(OptimizerConfig(), kernel=kernels.adamw)
     compiled = CompiledPlan(plan, spec)
-    return Runtime(compiled, comm, kind, lambda t, box: values(t.name)[box.slices()], factory, kernels=kernels)
+    return Runtime(
+        compiled, comm, kind, lambda t, box: values(t.name)[box.slices()], factory, kernels=kernels,
+        graphs_after=1 if graphs else None,
+    )  # fmt: skip
 
 
 def of_torch(platform: Platform) -> bool:
@@ -183,9 +188,13 @@ def result(options: argparse.Namespace, platform: Platform, side: str, seconds: 
     }  # fmt: skip
 
 
-def ours(options: argparse.Namespace) -> dict[str, Any]:
+def ours(options: argparse.Namespace, graphs: bool = False) -> dict[str, Any]:
     """Speed, memory predicted and measured, host seconds, and the operators of a step."""
     platform, shape = platform_of(options.platform), SHAPES[options.size]
+    if graphs:
+        missing = "no plugin knows it" if platform.accelerator is None else platform.accelerator.no_graphs()
+        if missing:
+            return {"left_out": f"{platform.name} captures no graphs: {missing}"}
 
     def values(name: str) -> torch.Tensor:
         shape_of = next(t.shape for t in tensors if t.name == name)
@@ -195,16 +204,16 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
     tensors = logical_tensors(from_hf_config(config_of(shape)))
     before = 0 if platform.device.type != "cpu" else platform.peak_memory()
-    runtime = build(platform, shape, "bf16", values)
+    runtime = build(platform, shape, "bf16", values, graphs)
     fetch, size = fetcher(batches(shape, 1)[0]), shape[-1]
 
     def step() -> None:
         runtime.train_step(fetch, 0, size, 1e-4, 0.01, CLIP)
 
     seconds = timed(platform, step, options.seconds / 4)
-    found = result(options, platform, "ours", seconds)
+    found = result(options, platform, "ours, layers as device graphs" if graphs else "ours", seconds)
     found["measured"] = platform.peak_memory() - before
-    found["predicted"] = estimate_memory(plan_of(shape), runtime.spec, "bf16")[0].total
+    found["predicted"] = estimate_memory(plan_of(shape), runtime.spec, "bf16", graphs=graphs)[0].total
     start = time.perf_counter()
     work = runtime.work(fetch, 0, size)
     runtime.executor.run(work, runtime.sync)
@@ -270,7 +279,7 @@ def main() -> None:
     parser.add_argument("--trace")
     options = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "about": lambda: about(options), "ours": lambda: ours(options),
+        "about": lambda: about(options), "ours": lambda: ours(options), "graphs": lambda: ours(options, True),
         **{f"parity {d}": lambda d=d: parity(options, d) for d in DTYPES},
         **{name: lambda name=name: peer(options, name) for name in ("transformers", "compile", "liger")},
     }  # type: ignore[misc]  # fmt: skip

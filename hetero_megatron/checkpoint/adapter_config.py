@@ -32,7 +32,7 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     assert lora is not None
     found: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "use_rslora": lora.rslora,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rslora,
         "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": False,
         "init_lora_weights": True, "modules_to_save": None,
     }  # fmt: skip
@@ -61,9 +61,9 @@ def read_config(directory: str, field: str) -> Lora:
         raise UserError("has no r, lora_alpha or use_rslora", field=field, value=where, accepted=ACCEPTED)
     targets = (*_target_modules(found, where), *_target_parameters(found, where))
     try:
-        lora = Lora(rank, float(alpha), targets, scaled)
+        lora = Lora(rank, float(alpha), targets, scaled, found.get("lora_dropout") or 0.0)
     except UserError as error:
-        name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}[error.field]
+        name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}[error.field]
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where=where) from None
     _check_patterns(found, lora, where)
     return lora

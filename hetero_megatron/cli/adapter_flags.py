@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetero_megatron.cli.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec, adapted
@@ -9,6 +11,7 @@ from hetero_megatron.spec.lora import all_linear
 from hetero_megatron.training.config import AdapterConfig
 
 _FLAGS = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora"}
+_DROPOUT = "lora_dropout"
 
 
 def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
@@ -20,14 +23,23 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
     if args["lora_rank"] is None and args["load_adapter"] is None:
         return spec
     _check(args)
-    if args["load_adapter"] is not None:
-        return _loaded(args, spec)
+    found = _loaded(args, spec) if args["load_adapter"] is not None else _new(args, spec)
+    assert found.lora is not None
+    if args["compile"] and found.lora.dropout:
+        raise flag_error(
+            _DROPOUT, found.lora.dropout, "masks are others in every step, which a compiled layer cannot have",
+            "0, or no --compile",
+        )  # fmt: skip
+    return found
+
+
+def _new(args: Arguments, spec: ModelSpec) -> ModelSpec:
     alpha = args["lora_alpha"] if args["lora_alpha"] is not None else float(args["lora_rank"])
     try:
-        lora = Lora(args["lora_rank"], alpha, tuple(args["lora_targets"] or all_linear(spec.gated)), args["use_rslora"])
-        return adapted(spec, lora)
+        targets = tuple(args["lora_targets"] or all_linear(spec.gated))
+        return adapted(spec, Lora(args["lora_rank"], alpha, targets, args["use_rslora"], args[_DROPOUT] or 0.0))
     except UserError as error:
-        key = _FLAGS[error.field]
+        key = (_FLAGS | {"dropout": _DROPOUT})[error.field]
         raise flag_error(key, error.value, error.problem, error.accepted) from None
 
 
@@ -40,8 +52,12 @@ def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:
         if key in args.given and said != getattr(lora, name):
             raise flag_error(key, args[key], f"the adapter says {getattr(lora, name)}", "leave the flag out")
     try:
+        if args[_DROPOUT] is not None:  # a setting of the run, where all others are the adapter's
+            lora = replace(lora, dropout=args[_DROPOUT])
         return adapted(spec, lora)
     except UserError as error:
+        if error.field == "dropout":
+            raise flag_error(_DROPOUT, error.value, error.problem, error.accepted) from None
         raise flag_error("load_adapter", args["load_adapter"], f"{error.value}: {error.problem}") from None
 
 

@@ -10,6 +10,7 @@ from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
 from hetero_megatron.cli.balance_flags import build_balancing
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
+from hetero_megatron.cli.graph_flags import build_graphs
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_dropout, build_spec
 from hetero_megatron.cli.parse import Arguments, flag_error, flag_name, parse
@@ -91,6 +92,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         alignment=training.build_alignment(args),
         platform=args["platform"],
         compile=_compile(args, plan),
+        graphs_after=build_graphs(args, plan, spec, data, dropout, fp8),
         skip_train=args["skip_train"],
         load_hf=args["load_hf"],
         model_directory=model_folder(args["model"]),

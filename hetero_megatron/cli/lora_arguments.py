@@ -1,4 +1,4 @@
-"""--lora-rank and --lora-targets of commands that plan and predict."""
+"""--lora-rank, --lora-targets and --lora-dropout of commands that plan and predict."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ def add_lora(parser: ArgumentParser) -> None:
     add("--lora-rank", type=int, metavar="N", help="adapters of this rank are trained beside a frozen base")
     help = "projections with one (all linear layers)"
     add("--lora-targets", nargs="+", choices=EVERY_TARGET, metavar="NAME", help=help)
+    add("--lora-dropout", type=float, metavar="RATE", help="with which they drop elements of their inputs (0)")
 
 
 def with_lora(args: Namespace, model: ModelSpec) -> ModelSpec:
     """The model with the adapters that the arguments ask for."""
     if args.lora_rank is None:
-        if args.lora_targets:
-            raise UserError("has no effect without --lora-rank", field="--lora-targets", value=args.lora_targets)
+        for flag, given in (("--lora-targets", args.lora_targets), ("--lora-dropout", args.lora_dropout)):
+            if given is not None:
+                raise UserError("has no effect without --lora-rank", field=flag, value=given)
         return model
     try:
-        lora = Lora(args.lora_rank, float(args.lora_rank), tuple(args.lora_targets or all_linear(model.gated)))
-        return adapted(model, lora)
+        targets, dropout = tuple(args.lora_targets or all_linear(model.gated)), args.lora_dropout or 0.0
+        return adapted(model, Lora(args.lora_rank, float(args.lora_rank), targets, dropout=dropout))
     except UserError as error:
-        name = "--lora-targets" if error.field == "targets" else "--lora-rank"
+        name = f"--lora-{error.field}" if error.field in ("targets", "dropout") else "--lora-rank"
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None

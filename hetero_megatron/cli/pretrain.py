@@ -125,8 +125,10 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets
-    fp8 = config.fp8
-    found = estimate_memory(config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=fp8)
+    found = estimate_memory(
+        config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=config.fp8,
+        graphs=config.graphs_after is not None,
+    )  # fmt: skip
     if config.cluster is None:
         return found
     return with_communicators(found, config.plan, config.spec, buckets, config.cluster)

@@ -79,11 +79,12 @@ class Decoder:
             spec, share, layers, stage.embed, stage.head, self.dtype, self.comm.device, kernels, self.plan.seq_length
         )
         held = {t.name: t for t in stage_tensors(spec, layers, stage.embed, stage.head)}
+        boxes = {name: tensor_box(tensor, share) for name, tensor in held.items()}
         if spec.lora is not None:
-            apply_lora(model, spec.lora, held, self.dtype, self.comm.device)
+            apply_lora(model, spec.lora, boxes, self.dtype, self.comm.device)
         params = dict(model.named_parameters())
         with torch.no_grad():
-            weights.fill({n: (t, tensor_box(t, share), params[n]) for n, t in held.items()}, self.world)
+            weights.fill({n: (t, boxes[n], params[n]) for n, t in held.items()}, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])

@@ -251,8 +251,9 @@ class GPTStage(nn.Module):
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
         ropes, draws = self._rope_tables(batch.positions, x.dtype), batch.draws
-        tokens = None if draws is None else self._tokens(batch)
-        context = Context(batch.documents, ropes, counted, batch.positions, draws, tokens)
+        inside = None if draws is None else self._tokens(batch)
+        tokens = None if inside is None else self.own_tokens(inside[None])[0]
+        context = Context(batch.documents, ropes, counted, batch.positions, draws, tokens, inside)
         if embedded:
             x = context.drop(x, self.kernels, self.dropout, 0, EMBEDDING)
         stream: ResidualStream | None = None
@@ -268,11 +269,11 @@ class GPTStage(nn.Module):
         return self.lm_head(x if self.logit_scale == 1.0 else x * self.logit_scale)
 
     def _tokens(self, batch: StageBatch) -> torch.Tensor:
-        """Numbers of the tokens between its blocks."""
+        """Numbers of a batch's tokens."""
         length, found = batch.positions.shape[1], self.token_numbers
         found = torch.arange(length, device=batch.positions.device) if found is None else found
         assert len(found) == length, f"{len(found)} token numbers for {length} tokens"
-        return self.own_tokens(found[None])[0]
+        return found
 
     def _rope_tables(
         self, positions: torch.Tensor, dtype: torch.dtype

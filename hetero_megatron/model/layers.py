@@ -24,7 +24,9 @@ class Context:
         counted: of the tokens between attention and MLP (under sequence parallelism a shard), which ones count in the
             loss; None: all.
         positions: [b, s], as in ``ropes``, where queries grow with them.
-        draws: of dropout, None: there is none; tokens: with them the numbers of those same tokens, [s] int64.
+        draws: of dropout, None: there is none; with them
+        tokens: the numbers of those same tokens, [s] int64;
+        inside: the numbers of the tokens that attention and MLP see, [s] int64.
     """
 
     documents: Sequence[Sequence[int]] | None
@@ -33,6 +35,7 @@ class Context:
     positions: torch.Tensor | None = None
     draws: Draws | None = None
     tokens: torch.Tensor | None = None
+    inside: torch.Tensor | None = None
 
     def drop(self, x: torch.Tensor, kernels: KernelPlan, rate: float, layer: int, site: int) -> torch.Tensor:
         """Hidden states [b, s, h] under dropout."""

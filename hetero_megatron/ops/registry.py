@@ -28,7 +28,7 @@ class Registry:
         problem = self.problem(kernel)
         if problem is not None:
             raise problem
-        self._kernels[kernel.op][kernel.provider] = _current(self.specs[kernel.op], kernel)
+        self._kernels[kernel.op][kernel.provider] = upgraded(self.specs[kernel.op], kernel)
 
     def problem(self, kernel: Kernel) -> UserError | None:
         """Why ``kernel`` cannot be registered."""
@@ -42,7 +42,7 @@ class Registry:
         if kernel.kind not in ORDER:
             return UserError("is no kind of provider", field=f"{field}: kind", value=kernel.kind,
                              accepted=", ".join(ORDER))  # fmt: skip
-        if _current(spec, kernel).version != spec.version:
+        if upgraded(spec, kernel).version != spec.version:
             return UserError("another version of the operator", field=f"{field}: version", value=kernel.version,
                              accepted=str(spec.version))  # fmt: skip
         if kernel.backward is None and spec.gradients:
@@ -86,7 +86,7 @@ class Registry:
         return (kernel for op in sorted(self.specs) for kernel in self.kernels(op))
 
 
-def _current(spec: OpSpec, kernel: Kernel) -> Kernel:
+def upgraded(spec: OpSpec, kernel: Kernel) -> Kernel:
     """One of an earlier version as one of this version, where that can be."""
     if kernel.version == spec.version or spec.upgrade is None:
         return kernel

@@ -13,7 +13,7 @@ from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.operators import torch_registry
 from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.spec import Dropout, ModelSpec, Share
+from hetero_megatron.spec import Dropout, ModelSpec, Share, tensor_box, trained_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
 
 Dims = dict[str, tuple[int, ...]]
@@ -48,6 +48,14 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
         yield ("vocab_cross_entropy" if tp > 1 else "cross_entropy"), {"vocabulary": (vocabulary,)}
     yield "adamw", {}
     yield "l2norm", {}
+
+
+def adapted_widths(spec: ModelSpec, share: Share) -> set[int]:
+    """Features of this share that adapters drop some of."""
+    if spec.lora is None or not spec.lora.dropout:
+        return set()
+    found = {tensor_box(t, share).shape[-1] for t in trained_tensors(spec) if t.name.endswith("lora_A.weight")}
+    return found - {0}
 
 
 def default_kernels(
@@ -96,8 +104,9 @@ def stage_signatures(
         UserError: an operator is asked for that this stage cannot call.
     """
     operators = dict(stage_operators(spec, share, head, tp))
-    if dropout.hidden:
-        operators["dropout"] = {"width": (spec.hidden_size,)}
+    widths = ({spec.hidden_size} if dropout.hidden else set()) | adapted_widths(spec, share)
+    if widths:
+        operators["dropout"] = {"width": tuple(sorted(widths))}
     if tiled:
         operators["attn_merge"] = {key: operators["attention"][key] for key in ("head_dim", "heads")}
     if "linear_cross_entropy" in wanted and head:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,9 @@ class GradientSync:
     up on a stream of its own, and before a bucket starts, the compute stream waits for the sums of the bucket
     ``IN_FLIGHT`` places before it. Elsewhere a bucket is summed up when it has come, and others start later, during
     backward or at its end.
+
+    Gradients that a device graph computes (``parallel/device_graphs.py``) are always added to what is there, which is
+    zero before the first ones of a step: ``captured``, ``before_graph`` and ``after_graph``.
 
     Args:
         params: local parameters by logical name; boxes: the box of each in its logical tensor. Those of a dense bucket
@@ -67,6 +71,8 @@ class GradientSync:
         self._come: set[str] = set()  # whose gradient has a value in this step
         self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
         self._armed = False
+        self._captured: list[str] | None = None  # whose gradients a graph that is being captured computes
+        self._keep = False  # the memory of the gradients, from one step to the next
         self._chunks = chunks or (params.keys(),)
         self._open: dict[str, int] = {}  # in how many chunks gradients of it may come after the next one
         self._missing: dict[int, set[str]] = {}  # by bucket, whose last gradient has not come
@@ -123,10 +129,41 @@ class GradientSync:
         views = [self._view(name) for name in names]
         into = joint_rows(views)
         if into is not None:
-            kernel(dy, x, into, float(names[0] in self._come))
+            kernel(dy, x, into, self._beta(names[0]))
         else:  # they are sent in several buckets
             for name, view, part in zip(names, views, dy.split([len(view) for view in views], -1), strict=True):
-                kernel(part, x, view, float(name in self._come))
+                kernel(part, x, view, self._beta(name))
+        for name in names:
+            self._has_come(name)
+
+    def _beta(self, name: str) -> float:
+        """What the memory of a gradient is multiplied by before something is added."""
+        return float(name in self._come or self._captured is not None)
+
+    @contextmanager
+    def captured(self) -> Iterator[list[str]]:
+        """A graph is captured: the gradients that products leave here and those that ``add`` is given are its own.
+        Gives the names of all of them."""
+        assert self._captured is None
+        self._keep, self._captured = True, []
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
+
+    def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """In a capture: of a parameter whose product nobody took."""
+        assert self._captured is not None
+        name = next(name for name, known in self.params.items() if known is param)
+        self._view(name).add_(grad)
+        self._has_come(name)
+
+    def before_graph(self, names: Iterable[str]) -> None:
+        """A graph will add the gradients that were captured under these names."""
+        for name in names:
+            self.gradient(name)
+
+    def after_graph(self, names: Iterable[str]) -> None:
         for name in names:
             self._has_come(name)
 
@@ -141,6 +178,9 @@ class GradientSync:
         self._has_come(name)
 
     def _has_come(self, name: str) -> None:
+        if self._captured is not None:
+            self._captured.append(name)
+            return
         self._come.add(name)
         if self._armed and not self._open[name]:
             self._missing[self._bucket_of[name]].discard(name)
@@ -202,7 +242,7 @@ class GradientSync:
         bucket, moment = self._summed.popleft()
         self._aside.join(moment)
         exchange = self.by_bucket[bucket]
-        if not exchange.in_place:
+        if not exchange.in_place and not self._keep:
             del self._grads[bucket]
         exchange.forget()
 

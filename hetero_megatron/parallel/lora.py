@@ -7,31 +7,66 @@ or a partial sum. Those of experts lie where the experts are, and see the tokens
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from hetero_megatron.model.gpt import GPTStage
-from hetero_megatron.model.layers import Linear
+from hetero_megatron.layout import Box
+from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
+from hetero_megatron.model.layers import Context, Linear
 from hetero_megatron.model.moe import GroupedLinear
+from hetero_megatron.ops.dropout import ADAPTER
 from hetero_megatron.spec import Lora
+from hetero_megatron.spec.lora import EVERY_TARGET
 
 
 def apply_lora(
-    stage: GPTStage, lora: Lora, names: Collection[str], dtype: torch.dtype, device: torch.device | str
+    stage: GPTStage, lora: Lora, boxes: Mapping[str, Box], dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Freeze all parameters, and add adapters, uninitialised, where ``names`` (of all tensors that the stage holds) say
-    that there are some."""
+    """Freeze all parameters, and add adapters, uninitialised, where ``boxes`` (of all tensors that the stage holds, by
+    logical name) say that there are some."""
     stage.requires_grad_(False)
-    for name, module in list(stage.named_modules()):
-        if f"{name}.lora_A.weight" in names:
-            assert isinstance(module, Linear | GroupedLinear), name
-            _adapt(module, lora, dtype, device)
+    for layer in stage.layers():
+        inside = _Inside(layer, lora.dropout)
+        for name, module in list(layer.named_modules()):
+            if (box := boxes.get(f"model.layers.{layer.number}.{name}.lora_A.weight")) is not None:
+                assert isinstance(module, Linear | GroupedLinear), name
+                site = ADAPTER + EVERY_TARGET.index(name.rpartition(".")[2])
+                _adapt(module, lora, partial(inside.drop, site, box.lo[-1]), dtype, device)
 
 
-def _adapt(linear: Linear | GroupedLinear, lora: Lora, dtype: torch.dtype, device: torch.device | str) -> None:
+class _Inside:
+    """What the adapters of a layer drop of their inputs, in the forward that the layer is in."""
+
+    def __init__(self, layer: Layer, rate: float) -> None:
+        self._rate, self._layer, self._kernels = rate, layer.number, layer.kernels
+        self._context: Context | None = None
+        if rate:  # recomputation, which is put around it, runs it again with the same context
+            layer.forward = partial(self._run, layer.forward)  # type: ignore[method-assign]
+
+    def _run(self, forward: Callable[..., ResidualStream], x: torch.Tensor, context: Context, *more: Any) -> Any:
+        self._context = context
+        try:
+            return forward(x, context, *more)
+        finally:
+            self._context = None
+
+    def drop(self, site: int, feature: int, x: torch.Tensor) -> torch.Tensor:
+        """x [b, s, features] of a place, whose first feature is number ``feature`` of it."""
+        if self._context is None or self._context.draws is None or not x.shape[-1]:
+            return x
+        draws, inside = self._context.draws, self._context.inside
+        key = draws.key(self._layer, site)
+        return self._kernels.dropout(x, inside, self._rate, key, draws.sample, feature)  # type: ignore[no-any-return]
+
+
+def _adapt(
+    linear: Linear | GroupedLinear, lora: Lora, drop: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:  # fmt: skip
     *experts, outputs, inputs = linear.weight.shape
     for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
         adapter = Linear(0, 0, False, linear.kernels) if not experts else GroupedLinear(0, 0, 0, linear.kernels, False)
@@ -39,7 +74,7 @@ def _adapt(linear: Linear | GroupedLinear, lora: Lora, dtype: torch.dtype, devic
         if isinstance(adapter, Linear):
             adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
         linear.add_module(name, adapter)
-    linear.adapted = partial(_adapted, linear, lora.scale)  # type: ignore[method-assign]
+    linear.adapted = partial(_adapted, linear, lora.scale, drop)  # type: ignore[method-assign]
 
 
 def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -48,8 +83,9 @@ def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch
 
 
 def _adapted(
-    linear: Linear | GroupedLinear, scale: float, base: torch.Tensor, x: torch.Tensor, *ends: torch.Tensor
-) -> torch.Tensor:
-    """``base`` + scale (B A x): two products of low rank beside the frozen one."""
+    linear: Linear | GroupedLinear, scale: float, drop: Callable[[torch.Tensor], torch.Tensor], base: torch.Tensor,
+    x: torch.Tensor, *ends: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """``base`` + scale (B A drop(x)): two products of low rank beside the frozen one."""
     assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
-    return base.add(linear.lora_B(linear.lora_A(x, *ends), *ends), alpha=scale)
+    return base.add(linear.lora_B(linear.lora_A(drop(x), *ends), *ends), alpha=scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,13 @@ def apply_recompute(stage: GPTStage, recompute: Recompute) -> None:
         _recompute(layer)
 
 
+def keep_inputs(stage: GPTStage) -> None:
+    """Have recomputed modules hold their inputs until backward's graph goes, for whoever goes through it again."""
+    for module in filter(is_recomputed, stage.modules()):
+        run = cast(partial[Any], module.forward).args[0]
+        module.forward = partial(run_again_in_backward, run, lasting=True)  # type: ignore[method-assign]
+
+
 def is_recomputed(module: nn.Module) -> bool:
     return getattr(module.forward, "func", None) is run_again_in_backward
 
@@ -38,7 +45,7 @@ def _recompute(module: nn.Module) -> None:
     module.forward = partial(run_again_in_backward, module.forward)  # type: ignore[method-assign]
 
 
-def run_again_in_backward(run: Callable[..., Any], *args: Any) -> Any:
+def run_again_in_backward(run: Callable[..., Any], *args: Any, lasting: bool = False) -> Any:
     """``run(*args)``, of which backward keeps the inputs only: the first tensor that it asks for runs ``run`` again.
 
     What ``torch.utils.checkpoint`` does without re-entering autograd, for modules that draw no random numbers (dropout
@@ -48,10 +55,11 @@ def run_again_in_backward(run: Callable[..., Any], *args: Any) -> Any:
     Args:
         run: deterministic; saves the same tensors each time. It must not write into its inputs.
         args: of tensors, those that gradients are for; what other objects hold has none.
+        lasting: hold them longer than the first backward needs them.
     """
     if not torch.is_grad_enabled():
         return run(*args)
-    kept = _Kept(run, args)
+    kept = _Kept(run, args, lasting)
     with saved_tensors_hooks(kept.count, kept.take):
         return run(*args)
 
@@ -63,8 +71,8 @@ class _Enough(Exception):
 class _Kept:
     """What one call leaves for backward."""
 
-    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], lasting: bool) -> None:
+        self._run, self._lasting = run, lasting
         # Detached, so that the graph behind an input is not held by the graph that comes after it.
         self._args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
         self._inputs = [(i, a.requires_grad, a._version) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
@@ -92,7 +100,9 @@ class _Kept:
             if len(found) == len(self._saved):
                 raise _Enough
 
-        args, self._args = self._args, []
+        args = self._args
+        if not self._lasting:
+            self._args = []
         for i, wanted, version in self._inputs:
             assert args[i]._version == version, "an input of a recomputed module was written to"
             args[i].requires_grad_(wanted)

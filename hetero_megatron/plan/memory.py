@@ -54,6 +54,7 @@ class MemoryBytes:
         buffers: gradients packed, received and summed when they travel.
         overhead: of the framework, before the first tensor.
         communicators: buffers of the communication library.
+        graphs: memory of device graphs beside the activations, which then are there all step long, too.
         host: fp32 masters and moments of an offloaded optimizer: in the host's memory, so not part of ``total``.
     """
 
@@ -65,14 +66,17 @@ class MemoryBytes:
     overhead: int = 0
     host: int = 0
     communicators: int = 0
+    graphs: int = 0
 
     @property
     def lasting(self) -> int:
         """What is there all step long."""
-        return self.overhead + self.communicators + self.weights + self.gradients + self.optimizer
+        return self.overhead + self.communicators + self.weights + self.gradients + self.optimizer + self.graphs
 
     @property
     def total(self) -> int:
+        if self.graphs:
+            return self.lasting + self.activations + self.buffers
         # Buckets travel when most activations of the last micro-batch are gone.
         return self.lasting + max(self.activations, self.buffers)
 
@@ -200,6 +204,31 @@ def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterab
     kept = [kept_bytes(spec, chunk) for chunk in chunks]
     waiting = [operand_bytes(spec, chunk) for chunk in chunks]
     return most_held(kept, waiting, states) + max(working_bytes(spec, chunk) for chunk in chunks)
+
+
+def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
+    """Bytes that layers take as device graphs, beside their activations and what eager backward works with.
+
+    Of each micro-batch in flight, a layer has both parts of its output and the gradients of both parts of its input to
+    itself, and a chunk those of its ends and what forward of its last layer worked with. Chunks share nothing, though
+    not all of them have most micro-batches in flight at once. Backward works in memory of its own.
+    """
+    states = list(states)
+    most = [max(whole[c] for whole, _ in states) for c in range(len(chunks))]
+    kept = [kept_bytes(spec, chunk) for chunk in chunks]
+    total = sum(map(mul, most, kept)) - max(sum(map(mul, whole, kept)) for whole, _ in states)
+    backward = 0
+    for flying, chunk in zip(most, chunks, strict=True):
+        if not chunk.layers:
+            continue
+        sizes = (chunk.item, chunk.tp, chunk.shards, chunk.load)
+        whole = layer_activation_bytes(spec, chunk.tokens, "none", *sizes)
+        # Recomputed whole, a layer takes the sum of its input: a copy, and two tensors of output where one was kept.
+        hidden = 3 * chunk.layers + 2 * chunk.full + 4
+        total += flying * (hidden * boundary_bytes(spec, chunk) + whole)
+        again = whole if chunk.full or chunk.recompute == "selective" else 0
+        backward = max(backward, layer_backward_bytes(spec, chunk.tokens, *sizes) + again)
+    return total + backward
 
 
 def most_held(kept: Sequence[int], waiting: Sequence[int], states: Iterable[Held]) -> int:

@@ -176,6 +176,35 @@ class Accelerator:
         with self.module().stream(stream):
             yield
 
+    def no_graphs(self) -> str:
+        """Why it cannot capture launches as a graph; empty if it can.
+
+        Where a vendor's torch has graphs under another name than ``torch.accelerator.Graph``, plugins override this and
+        ``begin_capture``.
+        """
+        if not hasattr(torch.accelerator, "Graph"):
+            return f"torch {torch.__version__} has no graphs for it (torch.accelerator.Graph)"
+        try:
+            torch.accelerator.Graph()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
+    def begin_capture(self, pool: Any = None) -> Any:
+        """Launches on the current stream, which is not the default one, are recorded from now on and run when the graph
+        does. What the current thread does meanwhile must not hold up the host.
+
+        Args:
+            pool: memory of other graphs (``pool()`` of one), which this one shares: only one of them may run at a time,
+                and what one of them has released, another may use. None: memory of its own.
+
+        Returns:
+            a graph with ``capture_end()``, ``replay()`` on the current stream, and ``pool()``.
+        """
+        graph = torch.accelerator.Graph(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin()
+        return graph
+
     def reach(self) -> str:
         """What ranks of this vendor and library have in common if they reach each other by it, such as the job that
         their library was started as; empty: all of them do."""
@@ -244,6 +273,9 @@ class CPU(Accelerator):
     @contextlib.contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
         yield
+
+    def no_graphs(self) -> str:
+        return "the processor runs what it is told at once"
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_megatron.spec.lora import MLP_TARGETS
 from hetero_megatron.spec.model_spec import ModelSpec
 
 INDEX = 8  # bytes of an expert's or a row's number
@@ -50,6 +51,13 @@ def moe_layers(spec: ModelSpec) -> float:
     return sum(kind.mlp == "moe" for kind in spec.layers) / spec.num_layers if spec.moe is not None else 0.0
 
 
+def expert_adapter_ranks(spec: ModelSpec) -> int:
+    """What the adapters of a layer's experts keep between A and B, per row: their ranks."""
+    if spec.moe is None or spec.lora is None:
+        return 0
+    return spec.lora.rank * sum(name in MLP_TARGETS for name in spec.lora.targets)
+
+
 def plain_load(spec: ModelSpec, tokens: float, share: float = 1.0, members: int = 1) -> ExpertLoad | None:
     """Of a rank in a TP group where no plan divides the experts: all of them, and a share of the columns of each, in an
     average layer. None for a dense model.
@@ -71,7 +79,8 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> flo
 
     - of each own token the router's input, its logits, and the numbers of its experts; of a token sent, where it went;
     - of each arriving token where its rows are, and its weights;
-    - of each row its token's number, input and output of the expert, gate, up and their product.
+    - of each row its token's number, input and output of the expert, gate, up and their product, and what is between
+      A and B of its adapters.
     """
     moe, h, wide = spec.moe, spec.hidden_size, max(item, 4)
     assert moe is not None
@@ -79,7 +88,8 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> flo
     own = load.tokens * (item * (h + moe.num_experts + gated) + INDEX * moe.top_k)
     sent = (load.sent + load.passed_on) * (INDEX + moe.top_k) if load.members > 1 else 0.0
     arriving = load.arriving * moe.top_k * (INDEX + wide)
-    return own + sent + arriving + load.rows * (item * (2 * h + ROUTED_WIDTHS * load.columns) + INDEX)
+    row = 2 * h + ROUTED_WIDTHS * load.columns + expert_adapter_ranks(spec)
+    return own + sent + arriving + load.rows * (item * row + INDEX)
 
 
 def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
@@ -98,7 +108,7 @@ def expert_operand_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
     outputs, of all three matrices, and those of the router."""
     moe, h = spec.moe, spec.hidden_size
     assert moe is not None
-    rows = load.rows * (2 * h + ROUTED_WIDTHS * load.columns)
+    rows = load.rows * (2 * h + ROUTED_WIDTHS * load.columns + 2 * expert_adapter_ranks(spec))
     return item * (rows + load.tokens * (h + moe.num_experts))
 
 
@@ -106,4 +116,5 @@ def expert_flops(spec: ModelSpec, load: ExpertLoad) -> float:
     """Forward FLOPs of the experts and the router."""
     assert spec.moe is not None
     h = spec.hidden_size
-    return 2.0 * h * (load.rows * ROUTED_WIDTHS * load.columns + load.tokens * spec.moe.num_experts)
+    adapters = 2.0 * load.rows * expert_adapter_ranks(spec) * (h + load.columns)
+    return adapters + 2.0 * h * (load.rows * ROUTED_WIDTHS * load.columns + load.tokens * spec.moe.num_experts)

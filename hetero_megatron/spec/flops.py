@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 from hetero_megatron.spec.expert_load import (
     ExpertLoad,
     expert_activation_bytes,
+    expert_adapter_ranks,
     expert_backward_bytes,
     expert_operand_bytes,
     moe_layers,
     plain_load,
 )
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
-from hetero_megatron.spec.tensors import logical_tensors
+from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
 
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
 
@@ -101,18 +102,39 @@ def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
     if spec.lora is None:
         return 3 * (layers + attention + head)
     # What is frozen has no weight gradients.
-    return 2 * (layers + head) + 3 * (attention + spec.num_layers * seq_length * adapter_flops(spec))
+    return 2 * (layers + head) + 3 * (attention + round(spec.num_layers * seq_length * adapter_flops(spec)))
 
 
 def adapter_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the matrices of one layer that have an adapter."""
-    found = [t.shape for t in logical_tensors(spec) if t.layer == 0 and t.trained] if spec.lora is not None else []
+    """(outputs, inputs) of the matrices of one layer that have an adapter, without those of experts."""
+    found = [t.shape for t in _plain_adapters(spec)]
     return [(b[0], a[1]) for a, b in zip(found[::2], found[1::2])]
 
 
-def adapter_flops(spec: ModelSpec) -> int:
-    """Forward FLOPs per token of one layer's adapters."""
-    return 2 * sum(t.size for t in logical_tensors(spec) if t.layer == 0 and t.trained) if spec.lora is not None else 0
+def _plain_adapters(spec: ModelSpec) -> list[LogicalTensor]:
+    """A's and B's of one layer (all layers have the same), without those of experts."""
+    if spec.lora is None:
+        return []
+    return [t for t in logical_tensors(spec) if t.layer == 0 and t.trained and not t.per_expert]
+
+
+def adapter_flops(spec: ModelSpec) -> float:
+    """Forward FLOPs per token of the adapters of one (average) layer; of experts, those that a token chooses."""
+    plain = 2.0 * sum(t.size for t in _plain_adapters(spec))
+    if spec.moe is None:
+        return plain
+    widths = spec.hidden_size + spec.moe.ffn_hidden_size
+    return plain + 2.0 * moe_layers(spec) * spec.moe.top_k * expert_adapter_ranks(spec) * widths
+
+
+def dropped_inputs(spec: ModelSpec) -> tuple[int, int]:
+    """Elements per token of one layer that adapters keep of their inputs under dropout, each its own: (of inputs that
+    every rank of a TP group has whole, of those that are cut)."""
+    if spec.lora is None or not spec.lora.dropout:
+        return 0, 0
+    inputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_A.weight")]
+    cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
+    return sum(t.shape[1] for t in inputs) - cut, cut
 
 
 def adapter_widths(spec: ModelSpec) -> int:
@@ -181,7 +203,7 @@ def layer_activation_bytes(
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
     - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
-    - of adapters, whole: what is between A and B, their rank each.
+    - of adapters, whole: what is between A and B, their rank each; and, under dropout, their inputs.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
     scores, so only the log-sum-exp is saved that way.
@@ -203,6 +225,8 @@ def layer_activation_bytes(
     cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
     if spec.qk_norm:
         cut += q + kv
+    dropped = dropped_inputs(spec)
+    gathered, cut = gathered + dropped[0], cut + dropped[1]
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
     experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
@@ -258,8 +282,9 @@ def layer_operand_bytes(
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
-    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * common_columns(spec, routed)
-    inputs = 2 * (1 + shared_inputs(spec, routed, tp)) * h + 2 * adapter_widths(spec)
+    dropped = dropped_inputs(spec)
+    cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
+    inputs = 2 * (1 + shared_inputs(spec, routed, tp)) * h + 2 * adapter_widths(spec) + dropped[0]
     experts = routed * expert_operand_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * itemsize * (inputs + cut / tp) + experts)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.dropout import check_rate
 
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of experts, those of the routed experts
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
@@ -27,12 +29,14 @@ class Lora:
     Attributes:
         targets: projections that have one, in the order of ``EVERY_TARGET``.
         rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
+        dropout: in training, of what A multiplies: each adapter drops other elements.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
@@ -43,7 +47,12 @@ class Lora:
         if unknown or not self.targets:
             value = unknown[0] if unknown else "none"
             raise UserError("no such projection", field="targets", value=value, accepted=", ".join(EVERY_TARGET))
+        check_rate(self.dropout, "dropout")
         object.__setattr__(self, "targets", tuple(name for name in EVERY_TARGET if name in self.targets))
+
+    def shape(self) -> dict[str, Any]:
+        """What counts for memory and time, as JSON."""
+        return {"rank": self.rank, "targets": self.targets} | ({"dropout": True} if self.dropout else {})
 
     @property
     def scale(self) -> float:

@@ -230,7 +230,9 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = asdict(value) if isinstance(value, MoE | MLA | Lora) else value
+                found[f.name] = asdict(value) if isinstance(value, MoE | MLA) else value
+        if self.lora is not None:
+            found["lora"] = self.lora.shape()
         kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}

@@ -97,6 +97,12 @@ def _may_be_adapted(tensor: LogicalTensor, spec: ModelSpec) -> bool:
 
 def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """The model with adapters. UserError for a projection that it does not have."""
+    experts = [name for name in lora.targets if name in MLP_TARGETS] if spec.moe is not None else []
+    if lora.dropout and experts:
+        raise UserError(
+            f"adapters of experts ({experts[0]}) know no dropout, as in peft", field="dropout", value=lora.dropout,
+            accepted=f"0, or targets other than {', '.join(MLP_TARGETS)}",
+        )  # fmt: skip
     found = replace(spec, lora=lora)
     has = {t.name.split(".")[-3] for t in logical_tensors(found) if t.trained}
     if lacking := [name for name in lora.targets if name not in has]:

@@ -135,6 +135,7 @@ class Checkpointing:
             "loss_scale": loss_scale.state_dict() if loss_scale.dynamic else None,
             "learning_rate": asdict(config.learning_rate),
             "weight_decay": asdict(config.weight_decay),
+            "dropout": _dropout_rates(config),
             "versions": {"hetero_megatron": __version__, "torch": torch.__version__},
         }
 
@@ -246,6 +247,10 @@ class Checkpointing:
         for key, flag, mine in (("seed", "--seed", self.config.seed), ("dtype", "--dtype", self.config.dtype)):
             if found.state[key] not in (mine, None):
                 self._log(notice_line(f"{flag} is {mine}; the checkpoint was made with {found.state[key]}"))
+        rates = _dropout_rates(self.config)
+        for flag, was in (found.state.get("dropout") or rates).items():
+            if was != rates.get(flag, was):
+                self._log(notice_line(f"{flag} is {rates[flag]:g}; the checkpoint was made with {was:g}"))
         length, data = self.config.plan.seq_length, self.data.fingerprints["train"]
         was = (found.state["plan"] or {}).get("seq_length", length)
         if was != length:
@@ -256,6 +261,12 @@ class Checkpointing:
             self._log(notice_line(f"the training data are not the checkpoint's: they are read from sample {at} on"))
         if found.state["plan_fingerprint"] not in (None, self.config.plan.fingerprint()):
             self._log("the checkpoint was made under another plan; each rank reads what it now owns")
+
+
+def _dropout_rates(config: RunConfig) -> dict[str, float]:
+    """By flag."""
+    found = {"--hidden-dropout": config.dropout.hidden, "--attention-dropout": config.dropout.attention}
+    return found if config.spec.lora is None else found | {"--lora-dropout": config.spec.lora.dropout}
 
 
 def _none_in(flag: str, path: str) -> UserError:
@@ -280,6 +291,8 @@ def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
     """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
     saved, mine = stored_spec(found.state["model"]), config.spec
+    if saved.lora is not None and mine.lora is not None:  # a setting of the run
+        saved = replace(saved, lora=replace(saved.lora, dropout=mine.lora.dropout))
     differ = [
         f"{f.name} {getattr(saved, f.name)!r} (here {getattr(mine, f.name)!r})"
         for f in fields(mine)

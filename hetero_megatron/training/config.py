@@ -216,6 +216,7 @@ class RunConfig:
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.
+        graphs_after: steps after which layers run as device graphs; None: they never do.
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
         balancing: of the experts, where the model has some.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
@@ -253,6 +254,7 @@ class RunConfig:
     alignment: AlignmentConfig = AlignmentConfig()
     platform: str | None = None
     compile: str | None = None
+    graphs_after: int | None = None
     skip_train: bool = False
     load_hf: str | None = None
     model_directory: str | None = None

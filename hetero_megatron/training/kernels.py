@@ -98,6 +98,8 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     fp8 = stage_fp8(stage, config.fp8) if stage.num_layers else None
     kernels = default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled, fp8=fp8)
     kernels = with_chip_products(kernels)
+    if "dropout" in kernels.choices:  # making masks of nothing would take most of the time
+        kernels.dropout = lambda x, *_: x.clone()  # type: ignore[attr-defined]
     return kernels if config.spec.moe is None else with_expected_rows(kernels)
 
 

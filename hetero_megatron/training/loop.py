@@ -97,6 +97,7 @@ def train(
     asked = config.platform, config.distributed.backend, config.deterministic
     platform = platform_at(place, config.cluster, launcher, plugins, *asked)
     check_device(platform, launcher)
+    check_graphs(config, platform)
     timeout = 60 * config.distributed.timeout_minutes
     emulation = Emulation.of(launcher, place, timeout)
     transport = transport_of(config.distributed.transport, config.cluster)
@@ -156,6 +157,17 @@ def check_device(platform: Platform, launcher: LauncherEnvironment) -> None:
             "not set, so this rank does not know its device", field="LOCAL_RANK", where="environment",
             accepted="the rank's index on its node, as torchrun sets it",
         )  # fmt: skip
+
+
+def check_graphs(config: RunConfig, platform: Platform) -> None:
+    """Where layers are to run as device graphs, this rank's device has them."""
+    if config.graphs_after is None:
+        return
+    problem = "no plugin knows it" if platform.accelerator is None else platform.accelerator.no_graphs()
+    if problem:
+        raise UserError(
+            f"{platform.name} captures no graphs: {problem}", field="--cuda-graph-impl", value="local", accepted="none"
+        )
 
 
 def open_to_others(launcher: LauncherEnvironment) -> str:
@@ -278,7 +290,7 @@ class Training:
         self.runtime = Runtime(
             config.compiled, comm, dtype, self._initialize, factory, kernels=kernels,
             compile_backend=config.compile, logits_bytes=config.logits_bytes, balancing=config.balancing,
-            dropout=config.dropout, seed=config.seed,
+            dropout=config.dropout, seed=config.seed, graphs_after=config.graphs_after,
         )  # fmt: skip
         self._complete_import()
         self.alignment.follow(self.runtime)

@@ -30,6 +30,7 @@ from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.balance import LoadBalance, StepRouting
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
+from hetero_megatron.parallel.device_graphs import LayerGraphs
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.long_loss import in_chunks, loss_chunk, vocab_loss
@@ -108,6 +109,8 @@ class Runtime:
         balancing: of experts, where the model has some.
         fp8: of the kernels that are made where none are given.
         dropout: in training; seed: of its masks.
+        graphs_after: steps after which layers run as device graphs (``cli/graph_flags.py`` says where they can); None:
+            they never do.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Runtime:
         fp8: Fp8 | None = None,
         dropout: Dropout = NO_DROPOUT,
         seed: int = 0,
+        graphs_after: int | None = None,
     ) -> None:
         plan, spec = compiled.plan, compiled.spec
         self.compiled, self.plan, self.spec, self.comm, self.dtype = compiled, plan, spec, comm, dtype
@@ -161,6 +165,11 @@ class Runtime:
         if self.head_loss is not None and self.model.lm_head.matrix.requires_grad:
             again = spec.tied and self.stage.embed
             self.sync.take_ahead(self.model.lm_head.matrix, self.kernels.weight_gradients, again)
+        self.graphs: LayerGraphs | None = None
+        self.eager_steps = 0 if graphs_after is None else graphs_after  # still to come, before layers run as graphs
+        if graphs_after is not None:
+            assert accelerator is not None, "there are no graphs of a processor"
+            self.graphs = LayerGraphs(self.model, self.stage.chunks, accelerator, self.sync)
         offload = self.stage.optimizer.offload
         apart = [t.name for t in logical_tensors(spec) if t.by_load]
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, apart) if optimizer is not None else None
@@ -175,7 +184,7 @@ class Runtime:
         held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
         if spec.lora is not None:
-            apply_lora(model, spec.lora, held, self.dtype, self.comm.device)
+            apply_lora(model, spec.lora, boxes, self.dtype, self.comm.device)
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
@@ -306,7 +315,8 @@ class Runtime:
         """
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
-        dropped = not forward_only and self.dropout != NO_DROPOUT
+        adapters = self.spec.lora is not None and self.spec.lora.dropout > 0
+        dropped = not forward_only and (self.dropout != NO_DROPOUT or adapters)
         make = [
             partial(_selected, fetch, indices, tokens, Draws(self.seed, step, indices[0]) if dropped else None)
             if indices else None
@@ -367,6 +377,9 @@ class Runtime:
             # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
             work = self.work(fetch, first_sample, batch_size, step=step)
             work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
+            if self.graphs is not None:
+                self.graphs.warmed_up = self.eager_steps == 0
+                self.eager_steps = max(self.eager_steps - 1, 0)
             return self._train_step(work, first_sample, batch_size, rates, stop, veto)
 
     def _train_step(

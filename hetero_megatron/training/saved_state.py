@@ -111,11 +111,14 @@ class _State:
     optimizer: _Optimizer | None
     data: _Data | None
     data_fingerprint: str = ""
+    dropout: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         _require("step", self.step, self.step >= 0)
         _require("consumed_train_samples", self.consumed_train_samples, self.consumed_train_samples >= self.step)
         _require("dtype", self.dtype, self.dtype in DTYPES)
+        for flag, rate in (self.dropout or {}).items():
+            _require(f"dropout.{flag}", rate, 0 <= rate < 1)
 
 
 def check_state(found: Checkpoint) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from hetero_megatron.platform import Accelerator, Limits
+from hetero_megatron.platform import Limits
 from hetero_megatron.platform.plugins import PluginApi
+from hetero_plugins.graphs import CudaGraphs
 
 HETERO_PLUGIN_API = 1
 
 
-class Amd(Accelerator):
+class Amd(CudaGraphs):
     name, vendor, device_type, backends = "amd", "AMD", "cuda", ("nccl",)  # RCCL answers to nccl
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     limits = Limits(shared_bytes=64 * 1024, max_warps=16, max_grid=2**31 - 1)

@@ -28,6 +28,9 @@ class Ascend(Accelerator):
     # The unified buffer holds 192 KiB, and a launch has at most 65535 programs over all axes (triton-ascend).
     limits = Limits(shared_bytes=192 * 1024, max_warps=1, max_grid=65_535, max_block=16_384)
 
+    def no_graphs(self) -> str:
+        return "torch_npu has graphs for inference only (its documentation of NPUGraph)"
+
     def arch(self, index: int = 0) -> tuple[int, ...]:
         """Ascend910B3 -> (910, 3); torch_npu has no capability number."""
         found = re.search(r"(\d{3})[A-Z]?(\d*)", self.chip(index))

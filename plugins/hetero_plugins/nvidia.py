@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from hetero_megatron.platform import Accelerator, Limits
+from hetero_megatron.platform import Limits
 from hetero_megatron.platform.plugins import PluginApi
+from hetero_plugins.graphs import CudaGraphs
 
 HETERO_PLUGIN_API = 1
 
 
-class Nvidia(Accelerator):
+class Nvidia(CudaGraphs):
     name, vendor, device_type, backends = "nvidia", "NVIDIA", "cuda", ("nccl",)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     # Blocks that grow instead of new ones: sizes that change (batch ramp-up, documents) do not fragment the memory.

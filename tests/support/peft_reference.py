@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import peft
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
+from hetero_megatron.ops.dropout import ADAPTER, Draws, definition
 from hetero_megatron.spec import ModelSpec, trained_tensors
-from hetero_megatron.spec.lora import MLP_TARGETS
+from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS
 
 
 def peft_name(logical: str) -> str:
@@ -77,6 +79,33 @@ def peft_values(wrapped: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Te
         found[tensor.name] = rows[:, half]
     assert used == {n for n, p in params.items() if p.requires_grad}
     return found
+
+
+class PeftDropout:
+    """Makes peft's adapters drop elements of their inputs, with masks that are given, from :meth:`begin` on."""
+
+    def __init__(self, wrapped: torch.nn.Module, rate: float, seed: int) -> None:
+        self.seed, self.draws = seed, Draws(seed, 0, 0)
+        for name, module in wrapped.named_modules():
+            if isinstance(module, LoraLinear):
+                layer, _, projection = name.split(".layers.")[1].split(".")
+                place = int(layer), ADAPTER + EVERY_TARGET.index(projection)
+                module.lora_dropout["default"] = _Dropped(self, rate, *place)
+
+    def begin(self, step: int, sample: int) -> None:
+        self.draws = Draws(self.seed, step, sample)
+
+
+class _Dropped(torch.nn.Module):
+    def __init__(self, of: PeftDropout, rate: float, layer: int, site: int) -> None:
+        super().__init__()
+        self.of, self.rate, self.place = of, rate, (layer, site)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draws, plain = self.of.draws, torch.ones_like(x if x.dim() == 3 else x.squeeze(1))  # latents: [b, 1, s, r]
+        tokens = torch.arange(plain.shape[1])
+        (factors,) = definition(plain, tokens, self.rate, draws.key(*self.place), draws.sample, 0)
+        return x * factors.view(x.shape)
 
 
 def keep_apart(wrapped: torch.nn.Module, spec: ModelSpec) -> None:

@@ -33,6 +33,11 @@ FLAGS = (
         "--lora-targets", str, None, "projections with an adapter; all linear layers if left out", choices=EVERY_TARGET,
         nargs="+", needs=_LORA,
     ),
+    value(
+        "--lora-dropout", float, None, "probability with which an adapter drops elements of its input in training; if "
+        "left out that of --load-adapter, else 0",
+        least=0.0, needs=_ADAPTERS,
+    ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
     value("--load-adapter", str, None, "directory of peft's whose adapters training begins with; it says their rank"),
     value("--save-adapter", str, None, "new directory: the adapters as peft reads them, at the end", needs=_ADAPTERS),

@@ -1,10 +1,10 @@
 """Megatron's flags about the model."""
 
-from hetero_megatron.cli.flag import count, family, notice, only, refused, switch, value
+from hetero_megatron.cli.flag import count, family, needs, notice, only, refused, switch, value
 
 _DROPOUT_DIFFERS = "0.1 in Megatron; here there is dropout only where it is asked for, as today's models have none"
 _ONE = "operators are chosen per chip, not by this flag"
-_GRAPH = "launches are not captured as graphs, which would not change results"
+_LOCAL_GRAPHS = needs("--cuda-graph-impl local", harmless=True)
 
 FLAGS = (
     count("--num-layers", None, "decoder layers", most=100_000),
@@ -123,10 +123,18 @@ FLAGS = (
     notice("--no-persist-layer-norm", _ONE),
     notice("--cross-entropy-loss-fusion", _ONE),
     notice("--cross-entropy-fusion-impl", _ONE, nargs=1),
-    notice("--enable-cuda-graph", _GRAPH),
-    notice("--external-cuda-graph", _GRAPH),
-    notice("--cuda-graph-impl", _GRAPH, nargs=1),
-    notice("--cuda-graph-scope", _GRAPH, nargs="+"),
+    notice("--enable-cuda-graph", "it has another name now, --cuda-graph-impl local"),
+    notice("--external-cuda-graph", "Transformer Engine captures nothing here, --cuda-graph-impl local does"),
+    value(
+        "--cuda-graph-impl",
+        str,
+        "none",
+        "local: run decoder layers as device graphs, one launch for a layer's forward and one for its backward, on "
+        "any vendor's device that has graphs; transformer_engine is as none",
+        choices=("none", "local", "transformer_engine"),
+    ),
+    value("--cuda-graph-scope", str, None, "full, which is the default: whole layers", nargs="+", needs=_LOCAL_GRAPHS),
+    count("--cuda-graph-warmup-steps", 3, "steps before layers are captured", needs=_LOCAL_GRAPHS),
     notice("--te-rng-tracker", "random numbers are a function of the place, so that no generator has a state"),
     only("--vocab-extra-ids", int, (0,), "ids beyond the tokenizer's are not supported", "0, or leave the flag out"),
     only("--softmax-type", str, ("vanilla",), "this softmax is not supported", "vanilla, or leave the flag out"),
@@ -224,6 +232,6 @@ FLAGS = (
             "--use-te-activation-func --use-fused-weighted-squared-relu --batch-invariant-mode "
             "--no-clone-scatter-output-in-embedding/--disable-clone-scatter-output-in-embedding", _ONE),
     *family(notice, "--mlp-chunks-for-training=", "the MLP of a micro-batch is one call"),
-    *family(notice, "--cuda-graph-warmup-steps= --cuda-graph-modules=+", _GRAPH),
+    *family(notice, "--cuda-graph-modules=+", "whole layers are captured (--cuda-graph-impl local)"),
     *family(notice, "--config-logger-dir= --test-mode --lazy-mpu-init", "it changes no results"),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from hetero_megatron.planner.cost.rates import ChipRates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
+from hetero_megatron.spec.lora import MLP_TARGETS
 
 Seconds = tuple[float, float]  # forward, backward
 Gemm = Callable[[float, float, float], float]
@@ -56,8 +57,20 @@ def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoa
     moved = load.rows * (5 * h + 3 * load.columns)
     if load.members > 1:
         moved += MOVED * h * load.exchanged
-    small = item * moved / rates.bytes_per_second
-    return products + small, 2 * (products + small)
+    small = item * moved / rates.bytes_per_second + _adapters(model, rates, item, load, gemm)
+    return products + small, (2 if model.lora is None else 1) * products + 2 * small
+
+
+def _adapters(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, gemm: Gemm) -> float:
+    """Seconds of the experts' adapters in forward: two narrow products each, and their addition."""
+    if model.lora is None or not load.experts:
+        return 0.0
+    h, rank, each, seconds = model.hidden_size, model.lora.rank, load.rows / load.experts, 0.0
+    for name in (name for name in model.lora.targets if name in MLP_TARGETS):
+        k, n = (load.columns, h) if name == "down_proj" else (h, load.columns)
+        seconds += load.experts * (gemm(each, rank, k) + gemm(each, n, rank))
+        seconds += 3 * item * load.rows * n / rates.bytes_per_second
+    return seconds
 
 
 def token_bytes(model: ModelSpec, item: int) -> tuple[int, int, int, int]:

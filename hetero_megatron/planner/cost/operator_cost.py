@@ -356,7 +356,8 @@ class Operators:
             cut_rows = inputs == self.model.hidden_size  # else the columns
             n, k = (share * outputs, inputs) if cut_rows else (outputs, share * inputs)
             seconds += self.gemm(tokens, lora.rank, k) + self.gemm(tokens, n, lora.rank)
-            seconds += 3 * self.item * tokens * n / self.rates.bytes_per_second
+            moved = 3 * n + (2 * k if lora.dropout else 0)
+            seconds += self.item * tokens * moved / self.rates.bytes_per_second
         return seconds
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:

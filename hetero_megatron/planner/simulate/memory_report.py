@@ -13,6 +13,7 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets
+from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.plan.memory import (
@@ -22,19 +23,18 @@ from hetero_megatron.plan.memory import (
     activation_bytes,
     buffer_bytes,
     chunk_limit,
-    held_elements,
+    graph_bytes,
     host_bytes,
     kept_bytes,
     operand_bytes,
     state_bytes,
-    trained_elements,
     working_bytes,
 )
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE, pipeline_schedule
 from hetero_megatron.plan.routing import EVEN, Routing, mean_loads
 from hetero_megatron.planner.context.activations import context_activations
 from hetero_megatron.schedule import Held, generate, held_states
-from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec import ModelSpec, stage_tensors, tensor_box
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.words import plural, rank_ranges
@@ -44,7 +44,7 @@ Ints = NDArray[np.int64]
 
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
-    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, fp8: Fp8 | None = None,
+    logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, fp8: Fp8 | None = None, graphs: bool = False,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
     """Memory of every rank in bytes, without the framework's overhead and communicators.
 
@@ -54,9 +54,10 @@ def estimate_memory(
         logits_bytes: size of a micro-batch's logits on a rank above which head and loss run in chunks of tokens.
         routing: how tokens divide over experts, which what they keep depends on.
         fp8: what linear modules compute in, where their stage does not say otherwise.
+        graphs: layers run as device graphs.
     """
     item = ITEM_BYTES[dtype]
-    out = plan_activations(plan, spec, item, logits_bytes, routing, fp8)
+    out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
     index = {rank: i for i, rank in enumerate(plan.ranks)}
     held, owned, buffers = (np.zeros(len(index), np.int64) for _ in range(3))
     # Bytes of each rank's latest buckets, in the order of sending: [under way | being summed, IN_FLIGHT, ranks].
@@ -89,18 +90,19 @@ def estimate_memory(
         host = 0
         if rank in offloading:
             optimizer, host = 0, host_bytes(owns, moments)
-        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host)
+        of_graphs = out[rank].graphs
+        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host, graphs=of_graphs)
     return out
 
 
 def _frozen(plan: Plan, spec: ModelSpec) -> dict[int, int]:
     """Elements that each rank holds and that are not trained."""
-    found = {}
+    found: dict[int, int] = {}
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
-        for unit in stage.units:
-            for rank, share in zip(unit.ranks, shares(spec, unit.tp_split), strict=True):
-                what = (spec, stage.num_layers, stage.embed, stage.head, share)
-                found[rank] = held_elements(*what) - trained_elements(*what)
+        tensors = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
+        held = rank_shares(spec, stage)
+        sizes = {share: sum(tensor_box(t, share).size for t in tensors if not t.trained) for share in {*held.values()}}
+        found |= {rank: sizes[share] for rank, share in held.items()}
     return found
 
 
@@ -113,9 +115,9 @@ def _buffers(bucket: Bucket, held: Ints, owned: Ints, item: int) -> Ints:
 
 def plan_activations(
     plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
-    fp8: Fp8 | None = None,
+    fp8: Fp8 | None = None, graphs: bool = False,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
-    """Only the activations of every rank."""
+    """Only the activations of every rank, and what ``graphs`` take beside them."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
@@ -133,7 +135,8 @@ def plan_activations(
                     chunks = _chunks(stage, unit, sum(unit.tp_split) / weight, item, limit, mine, fp8)
                     if (chunks, held) not in known:
                         activations = activation_bytes(spec, chunks, held)
-                        known[chunks, held] = MemoryBytes(activations=activations)
+                        beside = graph_bytes(spec, chunks, held) if graphs else 0
+                        known[chunks, held] = MemoryBytes(activations=activations, graphs=beside)
                     out[rank] = known[chunks, held]
             out |= context_activations(plan, spec, stage, chunks, held, item)
     return out
@@ -222,6 +225,7 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
     bytes_ = format_bytes(memory[worst.rank].parts()[largest])
     help_by = {
         "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "graphs": "the run without --cuda-graph-impl local, or fewer micro-batches in flight",
         "overhead": "a chip with more memory",
         "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",
     }
@@ -242,8 +246,8 @@ def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
     for rank, needs in sorted(memory.items()):
         rows.setdefault(needs, []).append(rank)
     heads = ["weights", "gradients", "optimizer", "activations", "buffers"]
-    heads += ["overhead", "communicators", "total", "host"]
-    for head in ("overhead", "communicators", "host"):
+    heads += ["graphs", "overhead", "communicators", "total", "host"]
+    for head in ("graphs", "overhead", "communicators", "host"):
         if not any(getattr(needs, head) for needs in rows):
             heads.remove(head)
     lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]

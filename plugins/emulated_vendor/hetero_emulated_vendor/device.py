@@ -188,3 +188,9 @@ def host_waits() -> dict[str, int]:
     up: an operator that tells the host a value or needs one for a shape, a copy that is not asynchronous or not of
     pinned memory, a synchronisation."""
     return dict(extension.host_waits())
+
+
+def launches() -> dict[str, int]:
+    """How many operators, copies and graphs the host of this process launched so far, by name. Views are none; what a
+    graph holds is counted neither when it is captured nor when it runs."""
+    return dict(extension.launches())

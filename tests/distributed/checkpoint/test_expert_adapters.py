@@ -179,6 +179,11 @@ def test_other_parameters_and_ranks_are_refused(change: dict[str, Any], field: s
     assert raised.value.field == field
 
 
+def test_experts_know_no_dropout() -> None:
+    with pytest.raises(UserError, match="no dropout"):
+        adapted(from_hf_config(MOE_FAMILIES["mixtral"]), Lora(2, 2.0, ("q_proj", "down_proj"), dropout=0.1))
+
+
 def test_gate_without_up_is_no_adapter_of_peft(tmp_path: Path) -> None:
     spec = adapted(from_hf_config(MOE_FAMILIES["mixtral"]), Lora(2, 2.0, ("gate_proj",)))
     with pytest.raises(UserError, match="one parameter"):

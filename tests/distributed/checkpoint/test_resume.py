@@ -73,6 +73,9 @@ def test_dropout_is_for_training_only(tmp_path: Path) -> None:
     (dropped, evaluated), (whole, wanted) = found
     assert evaluated == wanted and evaluated, evaluated
     assert all(a != b for a, b in zip(dropped, whole, strict=True))
+    out, _ = run(tmp_path / "with", SINGLE, 1, *PACKING, *fixed[:-2], "--attention-dropout", "0.2")
+    assert "notice: --hidden-dropout is 0; the checkpoint was made with 0.1" in out
+    assert "notice: --attention-dropout is" not in out
 
 
 def test_flags_decide_what_is_read(tmp_path: Path) -> None:

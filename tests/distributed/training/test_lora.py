@@ -20,7 +20,7 @@ from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, RandomSamples
-from tests.support.peft_reference import adapter_values, keep_apart, peft_model, peft_values
+from tests.support.peft_reference import PeftDropout, adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_model, random_plan
 from tests.support.selection import quick
@@ -48,11 +48,11 @@ def run_rank(
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer))
+    runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer), seed=case.seed)
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
     stats = []
     for step in range(STEPS):
-        found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0)
+        found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0, step=step + 1)
         stats.append([found.loss, found.grad_norm])
     frozen = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}
     assert all(p.grad is None for p in frozen.values())
@@ -71,6 +71,7 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
     assert initial.keys() == {t.name for t in logical_tensors(spec)}
     wrapped = peft_model(model, spec, initial)
     keep_apart(wrapped, spec)
+    dropout = PeftDropout(wrapped, lora.dropout, case.seed)
     params = [p for p in wrapped.parameters() if p.requires_grad]
     trained = peft_values(wrapped, spec)
     optimizer = build(case.optimizer)([{"params": params, "weight_decay": WEIGHT_DECAY}])
@@ -81,6 +82,7 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
     for step in range(STEPS):
         batch = data.fetch(range(step * plan.global_batch_size, (step + 1) * plan.global_batch_size))
         optimizer.zero_grad()
+        dropout.begin(step + 1, step * plan.global_batch_size)
         total = hf_loss_sum(wrapped, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
         loss = total / batch.num_loss_tokens()
         loss.backward()
@@ -106,7 +108,8 @@ def test_random_plans(seed: int) -> None:
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     made = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=rng.choice([1, 2, 3, 4]))
     targets = TARGETS if rng.random() < 0.5 else tuple(rng.sample(TARGETS, rng.randint(1, 4)))
-    lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3)
+    dropout = rng.choice([0.0, 0.05, 0.5])
+    lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3, dropout)
     case = Case(seed, 4, config, made, optimizer=rng.choice(["adamw", "sgd"]), packed=rng.random() < 0.5)
     check(config, made, lora, case)
 
@@ -116,7 +119,7 @@ def test_latent_attention() -> None:
     config = MOE_FAMILIES["deepseek_v2"] | {"first_k_dense_replace": 3}
     made = plan([pipe(2, 2, stage([0, 1, 2], [0, 2], tp=3, tp_split=[2, 1, 1]), stage([3], [2, 3]))])
     targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    check(config, made, Lora(3, 6.0, targets), Case(2, 4, config, made, packed=True))
+    check(config, made, Lora(3, 6.0, targets, dropout=0.3), Case(2, 4, config, made, packed=True))
 
 
 @pytest.mark.parametrize("case", quick(range(5), [0, 1, 2]))
@@ -138,6 +141,17 @@ def test_experts(case: int) -> None:
     made = plan([pipe(3, 2, *stages)])
     lora = Lora(2, 5.0, targets, rslora=case == 1)
     check(config, made, lora, Case(case, 4, config, made, optimizer="sgd" if case == 2 else "adamw", packed=case == 1))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_belongs_to_the_tokens(recompute: str) -> None:
+    """Of context groups with unequal tokens, of replicas, of columns that ranks share, and where layers run again."""
+    groups = [{"ranks": [0, 1], "tokens": [7, 3], "heads": [2, 4]}]
+    made = plan([
+        pipe(1, 3, stage([0, 1], [0, 3], context=groups, recompute=recompute)),
+        pipe(1, 1, stage([2, 3], [0, 3], tp=2, tp_split=[2, 1], recompute=recompute)),
+    ])
+    check(LLAMA, made, Lora(4, 8.0, dropout=0.4), Case(3, 4, LLAMA, made))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])

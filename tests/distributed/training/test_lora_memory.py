@@ -11,6 +11,7 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main
 from hetero_megatron.plan import dump_yaml, plan_from_dict
+from hetero_megatron.plan.made_for import model_hash
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.spec import Lora, adapted, load_model
 from hetero_megatron.spec.flops import parameter_count, sequence_flops, trained_count
@@ -61,11 +62,46 @@ def test_memory_is_predicted(case: tuple[str, bool, str], tmp_path: Path) -> Non
         assert abs(predicted[rank].total - found.peak) <= 0.05 * found.peak, (rank, predicted[rank], found)
 
 
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 6, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128,
+    "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 32000, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "num_experts": 16, "moe_intermediate_size": 768, "num_experts_per_tok": 4,
+    "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+DIVIDED = plan([pipe(
+    1, 4,
+    stage([0, 1, 2], [0, 3], tp=3, tp_split=[2, 1, 1],
+          experts=[{"ranks": [0, [1, 2]], "experts": [[0, 4], [4, 16]], "split": [[1], [2, 1]]}]),
+    stage([3], [3, 6], recompute="full"),
+)], seq_length=1024)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick(["experts", "dropout"], ["experts"]))
+def test_memory_of_a_mixture_of_experts_is_predicted(case: str, tmp_path: Path) -> None:
+    """Of adapters of unequally divided experts, and of attention with dropout, beside a frozen base."""
+    experts = case == "experts"
+    lora = Lora(16, 16.0, TARGETS if experts else TARGETS[:4], dropout=0.0 if experts else 0.1)
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    base = load_model(str(tmp_path / "config.json"))
+    (tmp_path / "plan.yaml").write_text(dump_yaml(plan_from_dict(DIVIDED, adapted(base, lora))))
+    words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run", "--bf16"]
+    words += ["--lora-rank", "16", "--lora-targets", *lora.targets, "--lora-dropout", str(lora.dropout)]
+    run = configure(words, {})
+    predicted = estimate_memory(run.plan, run.spec, "bf16")
+    for rank in run.plan.ranks:
+        found = run_rank(run, rank)
+        assert abs(predicted[rank].total - found.peak) <= 0.05 * found.peak, (rank, predicted[rank], found)
+
+
 def test_what_is_frozen_costs_less() -> None:
     base = load_model("llama2-7b")
     spec = adapted(base, Lora(16, 16.0))
     assert trained_count(spec) == parameter_count(spec) - parameter_count(base) == 39_976_960  # as peft counts them
     assert 0.66 < sequence_flops(spec, 2048) / sequence_flops(base, 2048) < 0.72
+    # A plan is for adapters of some ranks and places, whatever they count.
+    assert model_hash(spec) == model_hash(adapted(base, Lora(16, 4.0, rslora=True)))
+    others = Lora(8, 16.0), Lora(16, 16.0, ("q_proj",)), Lora(16, 16.0, dropout=0.1)
+    assert len({model_hash(adapted(base, lora)) for lora in others} | {model_hash(spec), model_hash(base)}) == 5
 
 
 def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -26,6 +26,12 @@ FILES = {
     "roles.jsonl": '{"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
     "plain.jsonl": '{"text": "a"}\n', "ia3/adapter_config.json": '{"peft_type": "IA3"}',
     "torn/adapter_config.json": '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}',
+    "ranks/adapter_config.json":
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 2}}',
+    "router/adapter_config.json":
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [], "target_parameters": ["gate.weight"]}',
+    "dora/adapter_config.json":
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "use_dora": true}',
     "torn/adapter_model.safetensors": "torn", "hollow/notes": "", "deepspeed/latest": "global_step1",
     "megatron/latest_checkpointed_iteration.txt": "9", "megatron/iter_0000001/mp_rank_00/model_optim_rng.pt": "torn",
     "experts/mp_rank_00_000_001/model_optim_rng.pt": "x", "experts/mp_rank_00_000_000/model_optim_rng.pt": "x",

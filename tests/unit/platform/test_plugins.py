@@ -22,6 +22,7 @@ from hetero_megatron.ops.conformance import FAIL, speed
 from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.platform import CPU, Accelerator, Platform, choose_platform
 from hetero_megatron.platform.conformance import check_platform
+from hetero_megatron.platform.graphs import GraphPool
 from hetero_megatron.platform.plugins import BUILT_IN, PluginSource, discover, load, load_plugins
 
 
@@ -194,6 +195,45 @@ def test_platforms_against_a_stub_device(stub: tuple[Accelerator, StubDevice], m
     monkeypatch.setattr(accelerator, "device", lambda index=0: torch.device("cpu"))  # tensors need a real one
     assert [f for f in check_platform(accelerator) if f.status == FAIL] == []
     assert "synchronize" in device.calls
+
+
+@pytest.mark.parametrize("stub", ["nvidia", "amd"], indirect=True)
+def test_graphs_of_torch_cuda(stub: tuple[Accelerator, StubDevice]) -> None:
+    """Every capture is on a stream of its own, in the memory of the first one, and ends whatever happens in it."""
+    accelerator, device = stub
+    calls = device.calls
+
+    class CUDAGraph:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            calls.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+        def pool(self) -> tuple[int, int]:
+            return 0, 7
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            calls.append("here waits" if self is here else "wait")
+
+    here = Stream()
+    assert accelerator.no_graphs(), "a build without them"
+    device.CUDAGraph, device.Stream, device.current_stream = CUDAGraph, Stream, lambda: here  # type: ignore[attr-defined,method-assign]
+    assert not accelerator.no_graphs()
+    pool = GraphPool(accelerator)
+    graph, result = pool.capture(lambda: 3)
+    assert isinstance(graph, CUDAGraph) and result == 3
+    with pytest.raises(ZeroDivisionError):
+        pool.capture(lambda: 1 / 0)
+    ours = [call for call in calls if not call.startswith("set_device")]
+    again = ["end", "here waits", "wait"]
+    assert ours == ["wait", "begin None thread_local", *again, "begin (0, 7) thread_local", "end", "here waits"]
+
+
+@pytest.mark.parametrize("stub", ["ascend", "cambricon"], indirect=True)
+def test_devices_without_graphs_for_training_say_so(stub: tuple[Accelerator, StubDevice]) -> None:
+    assert stub[0].no_graphs() and CPU().no_graphs()
 
 
 @pytest.mark.parametrize("stub", ["nvidia"], indirect=True)

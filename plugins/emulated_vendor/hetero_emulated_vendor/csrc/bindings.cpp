@@ -5,6 +5,7 @@
 
 #include "backend.h"
 #include "copies.h"
+#include "graphs.h"
 #include "guard.h"
 
 namespace py = pybind11;
@@ -31,6 +32,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       Unlocked());
   module.def("settle_all", &settle_all, Unlocked());
   module.def("host_waits", &host_waits);
+  module.def("launches", &launches);
   module.def("total_memory", &total_memory);
   module.def("memory", [](int device) {
     const auto stats = device_allocator()->getDeviceStats(static_cast<c10::DeviceIndex>(device));

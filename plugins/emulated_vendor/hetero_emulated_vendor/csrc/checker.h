@@ -26,8 +26,11 @@ struct Access {
   const std::string* name;  // of the operator, interned
 };
 
+struct Block;
+
 // What is known of one allocation.
 struct Shadow {
+  Block* block = nullptr;
   int device = 0;
   int owner = 0;  // actor on whose stream it was allocated
   size_t bytes = 0;

@@ -7,6 +7,7 @@
 #include <limits>
 #include <list>
 
+#include "graphs.h"
 #include "kernels.h"
 
 namespace emu {
@@ -148,6 +149,7 @@ void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
 void within_device(const at::Tensor& from, const at::Tensor& to) {
   const int source = from.device().index(), target = to.device().index();
   if (source != target) {  // both devices' streams wait for one another
+    refuse_in_capture("a copy between devices");
     Event before, after;
     before.record(current_stream(target));
     before.block(current_stream(source));
@@ -163,6 +165,10 @@ void within_device(const at::Tensor& from, const at::Tensor& to) {
     at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);
   };
+  if (stream.recording != nullptr) {
+    stream.recording->add("aten::copy_", uses, [to = kernel_view(to), from = kernel_view(from)] { to.copy_(from); });
+    if (!stream.recording->own(to)) return;
+  }
   if (!stream.idle()) {
     queue_operator(stream, "aten::copy_", uses, copy);
     return;
@@ -176,6 +182,8 @@ void within_device(const at::Tensor& from, const at::Tensor& to) {
 void copy_tensor(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return;
   const c10::DeviceGuard guard(on_device(from) ? from.device() : to.device());
+  if (!on_device(from) || !on_device(to)) refuse_in_capture("a copy between host and device");
+  if (current_recording() == nullptr) count_launch("aten::copy_");
   if (!on_device(from)) {
     to_device(from, to, non_blocking);
   } else if (!on_device(to)) {

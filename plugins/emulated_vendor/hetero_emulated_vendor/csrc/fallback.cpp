@@ -2,10 +2,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <set>
 
+#include "graphs.h"
 #include "guard.h"
 #include "kernels.h"
 
@@ -23,6 +26,7 @@ struct Call {
   std::vector<Use> uses;
   std::vector<at::Tensor> written;
   std::vector<at::Tensor> arguments;  // device tensors stay alive until the kernel has run
+  std::set<size_t> host;              // arguments that are tensors of the host, not numbers
 
   c10::IValue& value(size_t i) { return stack[first + i]; }
 
@@ -123,7 +127,8 @@ void replace_arguments(Call& call) {
   }
 }
 
-void replace_results(Call& call, const std::string& name) {
+// Returns those with memory of their own.
+std::vector<at::Tensor> replace_results(Call& call, const std::string& name) {
   for (const at::Tensor& tensor : call.written) call.views.take_over(tensor);
   std::vector<at::Tensor> fresh;
   const size_t results = call.schema.returns().size();
@@ -141,6 +146,7 @@ void replace_results(Call& call, const std::string& name) {
     count_wait(name);
     synchronize_stream(current_stream(call.device));
   }
+  return fresh;
 }
 
 // Whether other devices would hold up the host here: for a shape that depends on values, or for indices that the host
@@ -218,15 +224,114 @@ void run_later(const c10::OperatorHandle& op, Call& call, Stream& stream, const 
   for (c10::IValue& result : results) call.stack.push_back(std::move(result));
 }
 
+std::vector<at::Tensor> tensors_in(const torch::jit::Stack& stack, size_t first) {
+  std::vector<at::Tensor> found;
+  for (size_t i = first; i < stack.size(); ++i) {
+    each_tensor(stack[i], [&](const at::Tensor& tensor) { found.push_back(tensor); });
+  }
+  return found;
+}
+
+// What a graph does in place of a call: the same kernel with the same arguments, and its results where the capture put
+// them.
+struct Again {
+  c10::OperatorHandle op;
+  torch::jit::Stack arguments;
+  std::vector<at::Tensor> results;  // as the kernels see them; undefined: no memory of the result's own
+
+  void operator()() const {
+    torch::jit::Stack stack = arguments;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    const std::vector<at::Tensor> made = tensors_in(stack, 0);
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (results[i].defined()) at::Tensor(results[i]).copy_(made[i]);
+    }
+  }
+};
+
+// Its arguments, of which those on the host are taken as they are now.
+torch::jit::Stack kept_arguments(Call& call) {
+  torch::jit::Stack kept;
+  for (size_t i = call.first; i < call.stack.size(); ++i) {
+    const c10::IValue& value = call.stack[i];
+    const bool of_host = value.isTensor() && call.host.count(i - call.first) != 0;
+    kept.push_back(of_host ? c10::IValue(value.toTensor().clone()) : value);
+  }
+  return kept;
+}
+
+void record(const c10::OperatorHandle& op, Call& call, Recording& recording) {
+  const std::string& name = call.schema.name();
+  for (const c10::Argument& argument : call.schema.arguments()) {
+    if (argument.name() == "generator") recording.refuse("random numbers of a generator, by " + name);
+  }
+  if (holds_up_host(call)) count_wait(name);
+  bool own = true;
+  std::vector<std::pair<size_t, at::Tensor>> empty;  // they may get memory
+  const auto& arguments = call.schema.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    each_tensor(call.value(i), [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return;
+      if (!on_device(tensor) && !tensor.unsafeGetTensorImpl()->is_wrapped_number()) call.host.insert(i);
+      if (!on_device(tensor) || !writes(arguments[i])) return;
+      own &= recording.own(tensor);
+      if (tensor.numel() == 0 && call.value(i).isTensor()) empty.emplace_back(i, tensor);
+    });
+  }
+  const auto returned = own ? std::nullopt : returned_arguments(call);
+  if (!own && !returned) recording.refuse(name + ", which writes into memory from before and has results of its own");
+  torch::jit::Stack given;
+  if (returned) {
+    for (const size_t i : *returned) given.push_back(call.value(i));
+  }
+  replace_arguments(call);
+  Again again{op, kept_arguments(call), {}};
+  if (returned) {  // not before the graph runs
+    recording.add(name, call.uses, std::move(again));
+    call.stack.resize(call.first);
+    for (c10::IValue& result : given) call.stack.push_back(std::move(result));
+    return;
+  }
+  std::vector<std::vector<int64_t>> shapes;
+  for (const at::Tensor& tensor : call.written) shapes.push_back(tensor.sizes().vec());
+  begin_operator(call.device, name, call.uses);
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &call.stack);
+  }
+  std::vector<at::Tensor> fresh = replace_results(call, name);
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const bool resized = call.written[i].sizes() != at::IntArrayRef(shapes[i]);
+    if (resized && c10::multiply_integers(shapes[i]) != 0) recording.refuse(name + ", which resizes");
+  }
+  for (const auto& [i, tensor] : empty) {
+    if (tensor.numel() == 0) continue;
+    again.arguments[i] = kernel_view(tensor);
+    call.uses.push_back(use_of(tensor, Kind::Write));
+  }
+  if (fresh.empty() && call.written.empty()) return;  // a view
+  for (const at::Tensor& tensor : fresh) call.uses.push_back(use_of(tensor, Kind::Write));
+  for (const at::Tensor& result : tensors_in(call.stack, call.first)) {
+    const auto same = [&](const at::Tensor& tensor) { return tensor.is_same(result); };
+    const bool made = std::any_of(fresh.begin(), fresh.end(), same);
+    again.results.push_back(made && result.numel() != 0 ? kernel_view(result) : at::Tensor());
+  }
+  recording.add(name, call.uses, std::move(again));
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   Call call{schema, *stack, stack->size() - schema.arguments().size()};
   look(call);
   const c10::DeviceGuard guard(c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(call.device)));
-  if (holds_up_host(call)) count_wait(schema.name());
   Stream& stream = current_stream(call.device);
+  if (stream.recording != nullptr) return record(op, call, *stream.recording);
+  if (holds_up_host(call)) count_wait(schema.name());
   if (!stream.idle()) {
-    if (const auto returned = returned_arguments(call)) return run_later(op, call, stream, *returned);
+    if (const auto returned = returned_arguments(call)) {
+      count_launch(schema.name());
+      return run_later(op, call, stream, *returned);
+    }
   }
   replace_arguments(call);
   begin_operator(call.device, schema.name(), call.uses);
@@ -234,7 +339,8 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
-  replace_results(call, schema.name());
+  const bool made = !replace_results(call, schema.name()).empty();
+  if (made || !call.written.empty()) count_launch(schema.name());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

@@ -5,10 +5,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 
+#include "graphs.h"
 #include "streams.h"
 
 namespace emu {
@@ -31,22 +33,16 @@ class Arena {
     madvise(used, size, MADV_DONTFORK);  // as a device, it belongs to one process
     seen_ = static_cast<char*>(seen);
     distance_ = static_cast<char*>(used) - seen_;
-    free_[seen_] = size_ = size;
+    free_.give(seen_, size);
   }
 
-  char* take(size_t size) {  // first fit
+  char* take(size_t size) {
     TORCH_CHECK(owner_ == getpid(), "the emulated device belongs to the process that used it first, not to a fork");
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      if (it->second < size) continue;
-      char* address = it->first;
-      const size_t rest = it->second - size;
-      free_.erase(it);
-      if (rest != 0) free_[address + size] = rest;
-      taken_ += size;
-      peak_ = std::max(peak_, taken_);
-      return address;
-    }
-    return nullptr;
+    char* address = free_.take(size);
+    if (address == nullptr) return nullptr;
+    taken_ += size;
+    peak_ = std::max(peak_, taken_);
+    return address;
   }
 
   void give(char* address, size_t size) {
@@ -54,19 +50,7 @@ class Arena {
     if (size >= kGiveBack) {
       fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, address - seen_, static_cast<off_t>(size));
     }
-    auto next = free_.lower_bound(address);
-    if (next != free_.end() && address + size == next->first) {
-      size += next->second;
-      next = free_.erase(next);
-    }
-    if (next != free_.begin()) {
-      auto before = std::prev(next);
-      if (before->first + before->second == address) {
-        before->second += size;
-        return;
-      }
-    }
-    free_[address] = size;
+    free_.give(address, size);
   }
 
   bool opened() const { return seen_ != nullptr; }
@@ -78,10 +62,10 @@ class Arena {
  private:
   char* seen_ = nullptr;
   ptrdiff_t distance_ = 0;
-  size_t size_ = 0, taken_ = 0, peak_ = 0;
+  size_t taken_ = 0, peak_ = 0;
   int file_ = -1;
   pid_t owner_ = 0;
-  std::map<char*, size_t> free_;
+  FreeList free_;
 };
 
 struct Device {
@@ -100,7 +84,11 @@ void release(void* context) {
   Device& device = device_of(block->device);
   {
     std::lock_guard<std::mutex> lock(device.mutex);
-    device.arena.give(block->address, block->size);
+    if (block->pool != nullptr) {
+      block->pool->give(block->address, block->size);
+    } else {
+      device.arena.give(block->address, block->size);
+    }
   }
   delete block;
 }
@@ -114,16 +102,21 @@ class DeviceMemory final : public c10::DeviceAllocator {
     Checker::get().raise_found();
     const size_t size = (bytes + kPage - 1) / kPage * kPage;
     Device& device = device_of(index);
+    Recording* recording = current_stream(index).recording;
+    const std::shared_ptr<Pool> pool = recording != nullptr ? recording->pool() : nullptr;
     char* address = nullptr;
     {
       std::lock_guard<std::mutex> lock(device.mutex);
       if (!device.arena.opened()) device.arena.open(total_memory());
-      address = device.arena.take(size);
+      address = pool != nullptr ? pool->take(size) : device.arena.take(size);
       TORCH_CHECK_WITH(
           OutOfMemoryError, address != nullptr, "emu out of memory. Tried to allocate ", bytes, " bytes on emu:", index,
           ": ", device.arena.taken(), " of ", total_memory(), " bytes are taken");
     }
-    auto* block = new Block{address, size, index, {}};
+    static std::atomic<uint64_t> blocks{0};
+    auto* block = new Block{address, size, index, {}, pool, ++blocks, 0, std::make_shared<char>()};
+    if (recording != nullptr) recording->allocated(*block);
+    block->shadow.block = block;
     block->shadow.device = index;
     block->shadow.bytes = bytes;
     block->shadow.owner = current_stream(index).actor;
@@ -200,6 +193,48 @@ class PinnedMemory final : public c10::Allocator {
 };
 
 }  // namespace
+
+char* FreeList::take(size_t size) {
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    if (it->second < size) continue;
+    char* address = it->first;
+    const size_t rest = it->second - size;
+    free_.erase(it);
+    if (rest != 0) free_[address + size] = rest;
+    return address;
+  }
+  return nullptr;
+}
+
+void FreeList::give(char* address, size_t size) {
+  auto next = free_.lower_bound(address);
+  if (next != free_.end() && address + size == next->first) {
+    size += next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    auto before = std::prev(next);
+    if (before->first + before->second == address) {
+      before->second += size;
+      return;
+    }
+  }
+  free_[address] = size;
+}
+
+char* Pool::take(size_t size) {  // the device's mutex is held
+  if (char* address = free_.take(size)) return address;
+  char* address = device_of(device_).arena.take(size);
+  if (address != nullptr) chunks_.emplace_back(address, size);
+  return address;
+}
+
+void Pool::give(char* address, size_t size) { free_.give(address, size); }
+
+Pool::~Pool() {
+  std::lock_guard<std::mutex> lock(device_of(device_).mutex);
+  for (const auto& [address, size] : chunks_) device_of(device_).arena.give(address, size);
+}
 
 size_t total_memory() {
   static const size_t bytes = [] {

@@ -7,17 +7,49 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
 
+#include <map>
+#include <memory>
+#include <vector>
+
 #include "checker.h"
 
 namespace emu {
 
 constexpr int kDevices = 8;  // of a machine; each process has memory of its own on all of them
 
+// Ranges of addresses that are free.
+class FreeList {
+ public:
+  char* take(size_t size);  // first fit; null: none is large enough
+  void give(char* address, size_t size);
+
+ private:
+  std::map<char*, size_t> free_;
+};
+
+// Memory of graphs: what is released while they are captured is used again by them alone, until all of them are gone.
+class Pool {
+ public:
+  explicit Pool(int device) : device_(device) {}
+  ~Pool();
+  char* take(size_t size);  // null: the device has no more
+  void give(char* address, size_t size);
+
+ private:
+  const int device_;
+  FreeList free_;
+  std::vector<std::pair<char*, size_t>> chunks_;  // taken from the device
+};
+
 struct Block {
   char* address;  // as tensors see it
   size_t size;    // whole pages
   int device;
   Shadow shadow;
+  std::shared_ptr<Pool> pool;  // null: the device's memory
+  uint64_t number = 0;         // no other block has it
+  uint64_t capture = 0;        // number of the capture that allocated it; 0: none did
+  std::shared_ptr<char> life;  // ends with the block
 };
 
 // The allocation behind a storage or data pointer of this device; null where there is none (no bytes).

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "copies.h"
+#include "graphs.h"
 #include "kernels.h"
 
 namespace emu {
@@ -53,6 +54,7 @@ at::Tensor reshape_alias(const at::Tensor& self, at::IntArrayRef size, at::IntAr
 
 // More bytes for a storage; what lies there is kept.
 void grow(const at::Tensor& self, size_t bytes) {
+  if (self.storage().nbytes() != 0) refuse_in_capture("more memory for a tensor that has some");
   c10::StorageImpl* storage = self.storage().unsafeGetStorageImpl();
   const Block* before = block_of(storage->data_ptr());
   c10::DataPtr pointer = device_allocator()->allocate(bytes);
@@ -88,9 +90,9 @@ at::Tensor& set_storage(
 
 at::Scalar local_scalar(const at::Tensor& self) {
   const c10::DeviceGuard guard(self.device());
+  count_wait("aten::_local_scalar_dense");
   begin_operator(self.device().index(), "aten::_local_scalar_dense", {use_of(self, Kind::Read)});
   const at::Scalar value = at::_local_scalar_dense(kernel_view(self));
-  count_wait("aten::_local_scalar_dense");
   synchronize_stream(current_stream(self.device().index()));
   return value;
 }

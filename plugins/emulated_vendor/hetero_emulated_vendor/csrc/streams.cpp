@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "graphs.h"
 #include "memory.h"
 
 namespace emu {
@@ -115,6 +116,7 @@ void Stream::mark(const std::shared_ptr<Mark>& mark) {
 }
 
 void Event::record(Stream& stream) {
+  if (stream.recording != nullptr) stream.recording->refuse("an event");
   TORCH_CHECK(
       device == -1 || device == stream.device, "wrong device: an event of emu:", device, " cannot be recorded on emu:",
       stream.device);
@@ -126,11 +128,13 @@ void Event::record(Stream& stream) {
 
 void Event::block(Stream& stream) const {
   if (!mark) return;  // never recorded: as on other devices, there is nothing to wait for
+  if (stream.recording != nullptr) stream.recording->refuse("a wait for an event");
   stream.follow(mark);
   Checker::get().wait(stream.actor, clock);
 }
 
 bool Event::query() const {
+  refuse_in_capture("a look at an event");
   if (!mark) return true;
   if (!mark->done()) return false;
   Checker::get().host_wait(clock);
@@ -221,6 +225,7 @@ std::map<std::string, int64_t>& waits() {
 }  // namespace
 
 void count_wait(const std::string& what) {
+  refuse_in_capture("the host would wait for " + what);
   std::lock_guard<std::mutex> lock(waits_mutex);
   ++waits()[what];
 }

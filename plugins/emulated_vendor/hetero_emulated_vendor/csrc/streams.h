@@ -38,6 +38,8 @@ class Mark {
   std::exception_ptr error_;
 };
 
+class Recording;
+
 class Stream {
  public:
   Stream(int device, c10::StreamId id);
@@ -45,6 +47,7 @@ class Stream {
   const int device;
   const c10::StreamId id;
   const int actor;
+  Recording* recording = nullptr;  // of the graph that it captures
 
   void enqueue(std::function<void()> task);
   bool idle();

@@ -1,0 +1,196 @@
+"""Decoder layers as device graphs, applied to a model stage from outside: one launch forward, one backward.
+
+Each micro-batch in flight has graphs and memory of its own, for activations must live until its backward. A layer takes
+a free set of them in forward and gives it back in backward; what is missing is captured when it is needed, so that
+there are as many as the schedule has in flight. Parameters and gradients stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
+from hetero_megatron.model.layers import Context
+from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.recompute import keep_inputs
+from hetero_megatron.platform.accelerator import Accelerator
+from hetero_megatron.platform.graphs import Graph, GraphPool
+
+Tensor = torch.Tensor
+Forward = Callable[..., ResidualStream]  # (x, context, added)
+
+
+class LayerGraphs:
+    """Those of a stage's layers, which run as they are until ``warmed_up`` and where there is no backward.
+
+    Every micro-batch must have the same shape, positions and kernels, and nothing in a layer may depend on values that
+    the host knows, communicate or hold up the host: ``cli/graph_flags.py`` refuses what would.
+
+    Args:
+        chunks: numbers of the layers that a micro-batch passes at once, half-open.
+        sync: takes the gradients of the layers' parameters.
+    """
+
+    def __init__(
+        self, stage: GPTStage, chunks: Sequence[tuple[int, int]], accelerator: Accelerator, sync: GradientSync
+    ) -> None:
+        self.accelerator, self.stream, self.sync, self.warmed_up = accelerator, accelerator.stream(), sync, False
+        # Backward leaves nothing but the gradients of its layer's input, which the next graph that runs uses up.
+        self.backward = GraphPool(accelerator, self.stream)
+        self._forward: dict[tuple[int, int], GraphPool] = {}
+        self.anchor: Tensor | None = None  # needs a gradient, so that backward comes whatever is trained
+        keep_inputs(stage)  # of modules that are recomputed: what backward's graph reads is not to be released
+        self.layers: list[GraphedLayer] = []
+        for layer in stage.layers():
+            chunk = next(i for i, (a, b) in enumerate(chunks) if a <= layer.number < b)
+            self.layers.append(GraphedLayer(self, layer, chunk))
+
+    def forward(self, chunk: int, place: int) -> GraphPool:
+        """Of a chunk's layers for one of the micro-batches in flight. Their graphs run in the order in which they were
+        captured, and not again before backward: so activations of one may lie where an earlier one worked. Those of
+        other micro-batches may not."""
+        if (chunk, place) not in self._forward:
+            self._forward[chunk, place] = GraphPool(self.accelerator, self.stream)
+        return self._forward[chunk, place]
+
+    def __len__(self) -> int:
+        """How many graphs there are."""
+        return sum(slot.graphs for layer in self.layers for slot in layer.slots)
+
+
+class GraphedLayer:
+    def __init__(self, graphs: LayerGraphs, layer: Layer, chunk: int) -> None:
+        self.graphs, self.number, self.chunk, self.run = graphs, layer.number, chunk, layer.forward
+        self.params = [param for param in layer.parameters() if param.requires_grad]
+        self.slots: list[Slot] = []
+        self.free: list[Slot] = []
+        layer.forward = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, x: Tensor, context: Context, added: Tensor | None = None) -> ResidualStream:
+        if not self.graphs.warmed_up or not torch.is_grad_enabled():
+            return self.run(x, context, added)
+        assert context.documents is None and context.draws is None, "what the host knows is not the same every time"
+        if not self.free:
+            self.slots.append(Slot(self, x, added, context))
+            self.free.append(self.slots[-1])
+        slot = self.free.pop()
+        if self.graphs.anchor is None:
+            self.graphs.anchor = x.new_empty(0).requires_grad_()
+        return ResidualStream(*_Replay.apply(slot, self.graphs.anchor, x, added))
+
+    def capture(self, pool: GraphPool, run: Callable[[], Any]) -> tuple[Graph, Any]:
+        try:
+            return pool.capture(run)
+        except RuntimeError as error:
+            problem = str(error).partition("\n")[0]
+            raise UserError(
+                f"layer {self.number} cannot be captured as a graph: {problem}", field="--cuda-graph-impl",
+                value="local", accepted="none, or other kernels (--kernels)",
+            ) from error  # fmt: skip
+
+
+class Slot:
+    """The graphs of one layer for one micro-batch in flight, and what they read and write."""
+
+    def __init__(self, layer: GraphedLayer, x: Tensor, added: Tensor | None, context: Context) -> None:
+        self.layer = layer
+        given = [tensor for tensor in (x, added) if tensor is not None]
+        # What another layer's graph puts out is read where it lies.
+        static = {tensor.data_ptr() for other in layer.graphs.layers for slot in other.slots for tensor in slot.outputs}
+        self.chained = [tensor.data_ptr() in static for tensor in given]
+        self.inputs = [
+            (tensor if chained else torch.empty_like(tensor)).data.requires_grad_(tensor.requires_grad)
+            for tensor, chained in zip(given, self.chained, strict=True)
+        ]
+        self.outputs: Sequence[Tensor] = ()
+        self._load(given)
+
+        def run() -> ResidualStream:
+            with torch.enable_grad():
+                return layer.run(self.inputs[0], context, *self.inputs[1:])
+
+        self.forward, self._made = layer.capture(layer.graphs.forward(layer.chunk, len(layer.slots)), run)
+        self.outputs = [tensor.detach() for tensor in self._made]
+        self.backward: Graph | None = None
+        self.names: Sequence[str] = ()  # of the parameters whose gradients backward adds
+        self.grads: list[Tensor] = []  # of the outputs
+        self.input_grads: Sequence[Tensor | None] = ()
+
+    @property
+    def graphs(self) -> int:
+        return 1 + (self.backward is not None)
+
+    def _load(self, given: Sequence[Tensor]) -> None:
+        for static, tensor, chained in zip(self.inputs, given, self.chained, strict=True):
+            assert static.shape == tensor.shape, "all micro-batches have one shape"
+            if not chained:
+                static.data.copy_(tensor)  # not a change that autograd would see: the graph reads it anew
+            else:
+                assert static.data_ptr() == tensor.data_ptr(), "layers follow one another as when they were captured"
+
+    def run_forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        self._load(given)
+        self.forward.replay()
+        return tuple(tensor.detach() for tensor in self.outputs)
+
+    def run_backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the inputs, where the next layer's graph reads them, or else copies."""
+        sync = self.layer.graphs.sync
+        if self.backward is None:
+            self._capture_backward(grads)
+        assert self.backward is not None
+        for static, grad in zip(self.grads, grads, strict=True):
+            if static.data_ptr() != grad.data_ptr():
+                static.copy_(grad)
+        sync.before_graph(self.names)
+        self.backward.replay()
+        sync.after_graph(self.names)
+        self.layer.free.append(self)
+        return [
+            grad if grad is None or chained else grad.clone()
+            for grad, chained in zip(self.input_grads, self.chained, strict=True)
+        ]
+
+    def _capture_backward(self, grads: Sequence[Tensor]) -> None:
+        graphs, params = self.layer.graphs, self.layer.params
+        static = {
+            grad.data_ptr() for layer in graphs.layers for slot in layer.slots
+            for grad in slot.input_grads if grad is not None
+        }  # fmt: skip
+        copies: dict[int, Tensor] = {}  # a sum has one gradient for both
+        for grad in grads:
+            at = grad.data_ptr()
+            copies[at] = grad if at in static else copies[at] if at in copies else torch.empty_like(grad)
+            self.grads.append(copies[at])
+        wanted = [tensor for tensor in self.inputs if tensor.requires_grad]
+
+        def run() -> list[Tensor | None]:
+            # Kept, though nobody goes through it again: what it saved is what the graph reads.
+            found = torch.autograd.grad(
+                self._made, [*wanted, *params], self.grads, retain_graph=True, allow_unused=True
+            )
+            for param, grad in zip(params, found[len(wanted) :], strict=True):
+                if grad is not None:  # its product was not taken
+                    graphs.sync.add(param, grad)
+            rest = iter(found)
+            return [next(rest) if tensor.requires_grad else None for tensor in self.inputs]
+
+        with graphs.sync.captured() as names:
+            self.backward, self.input_grads = self.layer.capture(graphs.backward, run)
+        self.names = tuple(dict.fromkeys(names))
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slot: Slot, anchor: Tensor, x: Tensor, added: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.slot, ctx.both = slot, added is not None
+        return slot.run_forward(x, added) if added is not None else slot.run_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = ctx.slot.run_backward(grads)
+        return None, None, *found, *(() if ctx.both else (None,))

@@ -1,0 +1,140 @@
+"""Layers as device graphs: the same bits as without, from far fewer launches, on a device that captures for real."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.model import initial_values
+from hetero_megatron.ops.optimizer_ops import adamw_aten
+from hetero_megatron.parallel.update import AdamW
+from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.spec import from_hf_config
+from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.runtime import Runtime
+from tests.support.parity import Case, RandomSamples
+from tests.support.pool import Pool, shared_pool
+from tests.support.vendors import build_emulated, with_attention
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 61}
+MICRO_BATCHES, STEPS, EAGER = 4, 4, 1
+Stages = list[dict[str, Any]]
+ONE: Stages = [{"ranks": [0], "layers": [0, 4]}]
+TWO: Stages = [{"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}]
+CHUNKS: Stages = [{"ranks": [r], "layers": [[r, r + 1], [r + 2, r + 3]]} for r in (0, 1)]
+
+pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extension() -> None:
+    build_emulated()
+
+
+@pytest.fixture
+def pool(extension: None) -> Pool:
+    return shared_pool(("emulated",) * 2)
+
+
+def case_of(model: dict[str, Any], pipelines: list[Stages], dtype: str = "fp32", rows: int = 1, **plan: Any) -> Case:
+    each = MICRO_BATCHES // len(pipelines)
+    document = {
+        "version": 1, "seq_length": 8, "global_batch_size": MICRO_BATCHES * rows, **plan,
+        "pipelines": [{"micro_batch_size": rows, "num_micro_batches": each, "stages": s} for s in pipelines],
+    }  # fmt: skip
+    return Case(3, 2, model, document, dtype, masked=True)
+
+
+def recomputed(stages: Stages, how: str) -> Stages:
+    return [{**stage, "recompute": how} for stage in stages]
+
+
+def trained(comm: Comm, case: Case, graphs_after: int | None) -> dict[str, Any]:
+    """Losses and norms of some steps, the weights after them, and what the last step launched and waited for."""
+    spec = from_hf_config(case.model)
+    plan = with_attention(plan_for(plan_from_dict(case.plan, spec), comm.islands), comm.device)
+    compiled = CompiledPlan(plan, spec)
+    comm.create_groups(compiled.groups)
+    if comm.rank not in plan.ranks:
+        return {}
+    emu, stats = torch.emu, []  # type: ignore[attr-defined]
+    gc.collect()  # of the cases before
+    held = emu.memory_allocated()
+    emu.reset_peak_memory_stats()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+    runtime = Runtime(
+        compiled, comm, dtype, lambda t, box: initial_values(t, box, spec, 0),
+        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), graphs_after=graphs_after,
+    )  # fmt: skip
+    data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
+    for step in range(STEPS):
+        before = emu.launches(), emu.host_waits()
+        stats.append(runtime.train_step(data.fetch, step * size, size, 1e-2, clip_grad=1.0, loss_scale=8.0))
+        launches, waits = (
+            {name: n - old.get(name, 0) for name, n in now.items() if n > old.get(name, 0)}
+            for now, old in zip((emu.launches(), emu.host_waits()), before, strict=True)
+        )
+    evaluated = runtime.evaluate(data.fetch, 0, size)
+    return {
+        "losses": [s.loss for s in stats], "norms": [s.grad_norm for s in stats], "evaluated": evaluated,
+        "weights": {name: p.detach().cpu() for name, p in runtime.model.named_parameters()}, "launches": launches,
+        "waits": waits, "peak": emu.max_memory_allocated() - held,
+        "graphs": 0 if runtime.graphs is None else len(runtime.graphs),
+    }  # fmt: skip
+
+
+CASES = {
+    "one rank": (case_of(LLAMA, [ONE]), [1]),
+    # 1F1B: the first stage has two micro-batches in flight, each of which needs activations of its own.
+    "pipeline": (case_of(LLAMA, [TWO]), [2, 1]),
+    "chunks": (case_of(LLAMA, [CHUNKS], schedule="interleaved"), None),
+    "all in flight": (case_of(LLAMA, [TWO], schedule="gpipe"), [4, 4]),
+    "data parallel": (case_of(LLAMA, [ONE, [{"ranks": [1], "layers": [0, 4]}]]), [1, 1]),
+    "recompute": (case_of(LLAMA, [recomputed(TWO, "full")]), [2, 1]),
+    "recompute attention": (case_of(LLAMA, [recomputed(ONE, "selective")]), [1]),
+    "bf16": (case_of(LLAMA, [TWO], "bf16"), [2, 1]),
+    "fp16": (case_of(LLAMA, [ONE], "fp16"), [1]),
+    "biases and layer norms": (case_of(GPT2, [ONE]), [1]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
+    case, in_flight = CASES[name]
+    plain, graphed = (pool.run(trained, case, after) for after in (None, EAGER))
+    for rank, (one, other) in enumerate(zip(plain, graphed, strict=True)):
+        if not one:
+            continue
+        for value in ("losses", "norms", "evaluated"):
+            assert other[value] == one[value], value
+        for weight, want in one["weights"].items():
+            assert torch.equal(other["weights"][weight], want), weight
+        layers = len({weight.split(".")[2] for weight in one["weights"] if ".layers." in weight})
+        if in_flight is not None:
+            assert other["graphs"] == 2 * layers * in_flight[rank]
+        here = MICRO_BATCHES // (2 if name == "data parallel" else 1)
+        assert other["launches"]["graph"] == 2 * layers * here
+        assert sum(other["launches"].values()) < sum(one["launches"].values()) / 2
+        assert sum(other["waits"].values()) <= 2, "and the host waits no more than without"
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_the_estimate_counts_what_graphs_take(how: str, pool: Pool) -> None:
+    """Without their part it would be a fifth too small."""
+    model = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # tensors of many pages
+    case = case_of(model, [recomputed(ONE, how)], rows=2, seq_length=64)
+    spec = from_hf_config(model)
+    predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True)[0]
+    peak = pool.run(trained, case, EAGER)[0]["peak"]
+    assert 0.9 < peak / predicted.total < 1.1
