@@ -45,6 +45,11 @@ class StageKind:
     offload: bool = False
     buckets: bool = True
 
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch on a TP group; seconds and activations depend on these."""
+        return -(-self.micro_batch_size // self.dp)
+
 
 @dataclass(frozen=True)
 class StageTable:
@@ -168,7 +173,7 @@ class StageTables:
         return self._fastest[key]
 
     def _affine_seconds(self, kind: StageKind) -> _StageSeconds:
-        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
+        key = (kind.group, kind.tp, kind.rows, kind.embed, kind.head)
         if key not in self._seconds:
             chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
 
@@ -207,9 +212,9 @@ class StageTables:
         bytes_each, alive = ends + per * self._layers, np.arange(1, depth + 1)[:, None]
         # Whole numbers far below 2^53, so the division is exact enough to be rounded down.
         most = np.where(room >= 0, np.floor((room - work) / np.maximum(bytes_each, 1.0)), 0.0)
-        best = np.full((depth, len(self._layers)), np.inf)  # [in flight, layers]
-        for fits, seconds in zip(most, each, strict=True):
-            np.minimum(best, np.where(alive <= fits, seconds, np.inf), out=best)
+        best = np.where(alive <= most[0], each[0], np.inf)  # [in flight, layers]
+        for fits, seconds in zip(most[1:], each[1:], strict=True):
+            np.minimum(best, seconds, out=best, where=alive <= fits)
         first = None
         if self.first and kind.recompute is None and ((room >= 0) & (most[0] < depth)).any():
             need = np.ceil((alive * bytes_each[0] + (work[0] - room)) / (alive * (per[0] - per[-1])) - 1e-9)
@@ -241,7 +246,7 @@ class StageTables:
         """(bytes of embedding and head, bytes per layer, working bytes of backward), each [levels of recompute, 1].
         Activations take ``in_flight x (ends + layers x per layer) + working`` bytes, whatever the number of replicas.
         """
-        key = (kind.group, kind.tp, kind.dp, kind.micro_batch_size, kind.embed, kind.head)
+        key = (kind.group, kind.tp, kind.rows, kind.embed, kind.head)
         if key not in self._kept:
             rows = []
             for recompute in RECOMPUTES:
