@@ -10,12 +10,24 @@ from hetero_megatron import __version__
 from hetero_megatron.errors import UserError
 
 
+MANY = 12  # options that a usage line no longer lists
+
+
 class CommandParser(argparse.ArgumentParser):
     """Raises UserError; no abbreviated flags, no empty values; has --version."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)
         self.add_argument("--version", action="version", version=version_line())
+
+    def format_help(self) -> str:
+        """The help; a usage line with what is required and ``[options]`` where there are many of them."""
+        optional = [action for action in self._actions if action.option_strings and not action.required]
+        if self.usage is None and len(optional) > MANY:
+            formatter = self._get_formatter()
+            formatter.add_usage(None, [action for action in self._actions if action not in optional], (), prefix="")
+            self.usage = formatter.format_help().strip().replace("%", "%%") + " [options]"
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message, where=self.prog, accepted=f"`{self.prog} --help` lists the flags")
