@@ -34,6 +34,18 @@ def timed(step: Callable[[], Any], count: int, warm_up: int = 2) -> list[float]:
     return seconds
 
 
+def timed_with_cpu(step: Callable[[], Any], count: int, warm_up: int = 2) -> tuple[list[float], list[float]]:
+    """:func:`timed`, and the CPU seconds of each call."""
+    cpu = []
+
+    def watched() -> None:
+        start = time.process_time()
+        step()
+        cpu.append(time.process_time() - start)
+
+    return timed(watched, count, warm_up), cpu[warm_up:]
+
+
 def import_lazily_loaded() -> None:
     """torch imports its compiler when the first optimizer is made; one that comes before the memory of a side is
     measured must come before that of the other too (70 MiB on the machine where it was found)."""

@@ -25,6 +25,7 @@ from hetero_megatron.comm.values import decode, encode
 from hetero_megatron.data.sample import Dataset, Sample
 from hetero_megatron.errors import UserError
 
+WHERE = "environment"
 LONGEST_SOCKET_PATH = 100  # bytes; Linux takes 107, others a little less
 _REQUEST = struct.Struct("<Bq")  # number of the data set, index of the sample
 _SAMPLE = struct.Struct("<qq?")  # tokens, documents, whether there is a loss mask
@@ -34,8 +35,16 @@ _FAREWELL_SECONDS = 1  # that a client which does not read may hold up the end o
 
 def socket_folder() -> str:
     """Where sockets can be made: the folder for temporary files, or /tmp if its path is too long for one."""
-    usual = tempfile.gettempdir()
+    try:
+        usual = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise _no_folder(error) from None
     return usual if len(usual.encode()) + len("/samples-12345678/socket") <= LONGEST_SOCKET_PATH else "/tmp"
+
+
+def _no_folder(error: OSError) -> UserError:
+    problem = f"the rank that reads a stream cannot make a socket for the others of its node: {error.strerror or error}"
+    return UserError(problem, field="TMPDIR", accepted="a folder on a local disk that can be written", where=WHERE)
 
 
 class SampleServer:
@@ -43,14 +52,20 @@ class SampleServer:
 
     Attributes:
         path: of the socket, for clients; they can connect from now on.
+
+    Raises:
+        UserError: no socket can be made in the folder for temporary files.
     """
 
     def __init__(self, datasets: Mapping[int, Dataset], clients: int) -> None:
         self._datasets = datasets
         self._count = clients
-        self._folder = tempfile.TemporaryDirectory(prefix="samples-", dir=socket_folder())
-        self.path = str(Path(self._folder.name) / "socket")
-        self._listener = Listener(self.path, "AF_UNIX", backlog=clients)
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="samples-", dir=socket_folder())
+            self.path = str(Path(self._folder.name) / "socket")
+            self._listener = Listener(self.path, "AF_UNIX", backlog=clients)
+        except OSError as error:
+            raise _no_folder(error) from None
         self._clients: list[tuple[Connection, threading.Lock]] = []
 
     def start(self) -> None:

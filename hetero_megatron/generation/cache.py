@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from hetero_megatron.model.gpt import GPTStage
 from hetero_megatron.model.layers import Context, CoreAttention
@@ -77,21 +78,31 @@ class CachedAttention(nn.Module):
         rows, kv = self.rows, self.keys.shape[1]
         end = rows.even if rows.even is not None else int(rows.filled.max())
         keys, values = self.keys[:, :, :end], self.values[:, :, :end]
-        scores = (q.view(b, kv, heads // kv, d) / math.sqrt(d)) @ keys.transpose(-1, -2)  # [b, kv, group, end]
+        grouped, seen = q.view(b, kv, heads // kv, d), self._seen(end)
+        if self.inner.softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(grouped, keys, values, seen)
+            return out.reshape(b, 1, heads, d)
+        scores = (grouped / math.sqrt(d)) @ keys.transpose(-1, -2)  # [b, kv, group, end]
         if self.inner.softcap is not None:
             scores = softcap(scores, self.inner.softcap)
-        window = self.inner.window
-        if rows.even is None or window is not None:
-            place = torch.arange(end, device=q.device)
-            hidden = place >= rows.filled[:, None]
-            if window is not None:
-                hidden |= place < rows.filled[:, None] - window
-            scores = scores.masked_fill(hidden[:, None, None], -math.inf)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -math.inf)
         wide = torch.promote_types(q.dtype, torch.float32)
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(1, kv, -1, 1).expand(b, -1, -1, 1).to(scores.dtype)], dim=-1)
         weights = torch.softmax(scores, -1, dtype=wide)[..., :end].to(q.dtype)
         return (weights @ values).reshape(b, 1, heads, d)
+
+    def _seen(self, end: int) -> torch.Tensor | None:
+        """bool [b, 1, 1, end], which of the cached tokens a row's query sees; None: all."""
+        rows, window = self.rows, self.inner.window
+        if rows.even is not None and (window is None or end <= window):
+            return None
+        place = torch.arange(end, device=rows.filled.device)
+        seen = place < rows.filled[:, None]
+        if window is not None:
+            seen &= place >= rows.filled[:, None] - window
+        return seen[:, None, None]
 
 
 def apply_cache(stage: GPTStage, rows: Rows) -> None:

@@ -33,7 +33,8 @@ def bind(spec: OpSpec, kernel: Kernel, traced: bool = False) -> Any:
     if kernel.apply is not None:
         return kernel.apply
     if spec.differentiable:
-        return make_function(spec, kernel, traced).apply
+        apply = make_function(spec, kernel, traced).apply
+        return apply if traced else by_mode(apply, kernel.forward, len(spec.results))
     if spec.in_place:
         return kernel.forward
     return _first(kernel.forward) if len(spec.results) == 1 else kernel.forward
@@ -51,6 +52,18 @@ def _split(spec: OpSpec, kernel: Kernel) -> Split:
         return run(grad, *saved, *rest)
 
     return Split(forward, backward)
+
+
+def by_mode(apply: Callable[..., Any], forward: Callable[..., tuple[Any, ...]], count: int) -> Callable[..., Any]:
+    """``apply`` where gradients are recorded; else ``forward`` alone: a Function costs more than a small kernel."""
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            return apply(*args)
+        made = forward(*args)
+        return made[0] if count == 1 else made[:count]
+
+    return call
 
 
 def _first(forward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:

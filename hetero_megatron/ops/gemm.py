@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from hetero_megatron.ops.bind import by_mode
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
 
@@ -169,7 +170,7 @@ def bind_gemm(kernel: Kernel, gradients: WeightGradients, traced: bool = False) 
                 dw = for_weight(dy, x) if traced else gradients.gradient((ctx.leaf,), dy, x, for_weight)  # type: ignore[arg-type]
             return dx, dw, dy.flatten(0, -2).sum(0) if bias_wanted else None
 
-    return Gemm.apply
+    return Gemm.apply if traced else by_mode(Gemm.apply, forward, 1)
 
 
 def _flops(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:

@@ -31,7 +31,7 @@ def joint_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         end += part.numel()
     rest = first.shape[1:]
     strides = [rest[i:].numel() for i in range(len(rest) + 1)]
-    return first.as_strided((sum(map(len, parts)), *rest), strides)
+    return first.as_strided((sum(part.shape[0] for part in parts), *rest), strides)
 
 
 def joint_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -89,8 +89,10 @@ def bind_joint_gemm(kernel: Kernel, gradients: WeightGradients, gemm: Callable[.
                 dbs = dy.flatten(0, -2).sum(0).split(ctx.rows)
             return dx, None, None, None, *dws, *dbs
 
-    def joint(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *parts: Any) -> Any:
-        return JointGemm.apply(x, weight, bias, *parts)
+    def joint(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, count: int, *parts: Any) -> Any:
+        if torch.is_grad_enabled():
+            return JointGemm.apply(x, weight, bias, count, *parts)
+        return _apart(forward(x, weight, bias)[0], [part.shape[0] for part in parts[:count]])
 
     return _where_together(joint, gemm)
 

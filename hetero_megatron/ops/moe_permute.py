@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.nn import functional as F
 
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
@@ -42,14 +43,16 @@ def gather_sum(y: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tenso
         return y.new_zeros(tokens, y.shape[1])
     live, at = slots >= 0, slots.clamp_min(0)
     factors = live.to(w) if weights is None else weights.to(w) * live
-    out = y[at[:, 0]].to(w).mul_(factors[:, :1])
+    if y.dtype == w and y.device.type == "cpu":  # in one pass over the rows
+        return F.embedding_bag(at, y, mode="sum", per_sample_weights=factors)
+    out = y.index_select(0, at[:, 0]).to(w).mul_(factors[:, :1])
     for j in range(1, k):
-        out.addcmul_(y[at[:, j]].to(w), factors[:, j : j + 1])
+        out.addcmul_(y.index_select(0, at[:, j]).to(w), factors[:, j : j + 1])
     return out.to(y.dtype)
 
 
 def permute(x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor]:
-    return (x[rows],)
+    return (x.index_select(0, rows),)  # copies rows; indexing copies elements
 
 
 def permute_backward(dy: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor]:
@@ -65,14 +68,13 @@ def unpermute(
 def unpermute_backward(
     dout: torch.Tensor, y: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    w = wide(y.dtype)
-    live = slots >= 0
-    gathered = dout[rows].to(w)  # [n, h]
-    products = torch.linalg.vecdot(gathered, y.to(w))  # [n]
-    factors = products.new_zeros(y.shape[0])
-    factors[slots[live]] = weights[live].to(w)
-    dweights = torch.zeros_like(weights)
-    dweights[live] = products[slots[live]].to(weights.dtype)
+    w, n = wide(y.dtype), y.shape[0]
+    at = torch.where(slots >= 0, slots, n).flatten()  # choices that are elsewhere share a further row
+    factors = y.new_zeros(n + 1, dtype=w).scatter_(0, at, weights.to(w).flatten())[:n]
+    gathered = dout.index_select(0, rows).to(w)  # [n, h]
+    products = y.new_zeros(n + 1, 1, 1, dtype=w)
+    torch.bmm(gathered[:, None], y.to(w)[:, :, None], out=products[:n])  # vecdot would write [n, h] first
+    dweights = products.flatten().index_select(0, at).view(weights.shape).to(weights.dtype)
     return gathered.mul_(factors[:, None]).to(y.dtype), dweights
 
 

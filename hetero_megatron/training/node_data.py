@@ -52,7 +52,7 @@ class NodeData:
 
     def _share(self, build: Callable[..., Datasets]) -> Datasets:
         world, comm = self._world, self._comm
-        hosts = world.gather_objects(host_key(comm.launcher.node), HostKey)
+        hosts = together(world, lambda: host_key(comm.launcher.node), HostKey)
         readers = [world.ranks[hosts.index(host)] for host in hosts]  # of each rank
         self._log(_line(readers))
         reader = readers[world.index]

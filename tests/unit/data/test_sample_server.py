@@ -141,3 +141,9 @@ def test_a_long_folder_for_temporary_files_is_no_obstacle(tmp_path: Path, monkey
     server, (client,) = serve(1)
     assert client.fetch(2, 4).tokens[2] == 8
     server.close()
+
+
+def test_no_folder_for_the_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="TMPDIR"):
+        SampleServer({}, 1)
