@@ -39,6 +39,9 @@ def elementwise() -> Iterator[Call]:
         yield f"swiglu_bwd 14336{name}", partial(hk.swiglu_bwd, gate, *pair)
     yield "swiglu_fwd 14336, limit", partial(hk.swiglu_fwd, gate, up, limit=7.0)
     yield "swiglu_bwd 14336, limit, packed", partial(hk.swiglu_bwd, gate, gate, up, limit=7.0, packed=True)
+    clamped = {"limit": 7.0, "alpha": 1.702, "shift": 1.0}
+    yield "swiglu_fwd 14336, clamped", partial(hk.swiglu_fwd, gate, up, **clamped)
+    yield "swiglu_bwd 14336, clamped, packed", partial(hk.swiglu_bwd, gate, gate, up, **clamped, packed=True)
     for approximate in (False, True):
         name = f"14336{', tanh' * approximate}"
         yield f"gelu_fwd {name}", partial(hk.gelu_fwd, gate, approximate=approximate)

@@ -208,6 +208,9 @@ class _PluginCheck:
                     served = served or what == "serves"
                     if what == "speed":
                         self.report.speeds.append(event)
+                    elif what == "rows" and event["op"].startswith("gemm_fp8_"):
+                        # Of a section of its own, whatever the dtype that is quantised (planner/cost/rates.py).
+                        rows[event["op"].removeprefix("gemm_")] = {"gemm": event["rows"]}
                     elif what == "rows":
                         row[event["op"]] = event["rows"]
             if served:

@@ -155,8 +155,8 @@ class CheckJob:
         spec, device, sync = self.found.registry.spec(kernel.op), here.device(0), here.synchronize
         for measured in measure(spec, kernel, device, dtype, tuple(request["rates"]), sync):
             self.channel.send(event="speed", **asdict(measured), share=measured.share)
-        if kernel.op == "gemm":
-            self.channel.send(event="rows", op="gemm", rows=gemm_rows(kernel, device, dtype, sync))
+        if kernel.op.startswith("gemm"):  # in fp8 too
+            self.channel.send(event="rows", op=kernel.op, rows=gemm_rows(kernel, device, dtype, sync))
         if kernel.op == "attention":
             self.channel.send(event="rows", op="attention", rows=attention_rows(spec, kernel, device, dtype, sync))
 

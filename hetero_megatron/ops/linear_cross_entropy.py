@@ -12,11 +12,10 @@ from hetero_megatron.ops.cross_entropy import cross_entropy_reference, labels_fo
 from hetero_megatron.ops.gemm import WeightGradients, add_product, product
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
+from hetero_megatron.spec.flops import CHUNK_ELEMENTS, TILE
 
 KnownLoss = Callable[..., torch.Tensor]  # (x, weight, labels, dloss=None) -> losses: see with_known_gradient
-TILE = 128  # tokens; a chunk is a multiple, because products run at full speed only on whole tiles
-# Logits at once, in fp32: few beside the weights, and enough for the product to be fast.
-CPU_CHUNK_ELEMENTS, CHUNK_ELEMENTS = 1 << 22, 1 << 27
+CPU_CHUNK_ELEMENTS = 1 << 22  # logits at once on a CPU, whose caches are small
 
 
 def definition(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
@@ -25,8 +24,9 @@ def definition(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
     return (cross_entropy_reference(x.to(kind) @ weight.to(kind).t(), labels),)
 
 
-def _chunks(tokens: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS
+def _chunks(tokens: int, vocabulary: int, device: torch.device, elements: int | None = None) -> Iterator[slice]:
+    if elements is None:
+        elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS
     rows = max(elements // max(vocabulary, 1) // TILE, 1) * TILE
     return (slice(i, min(i + rows, tokens)) for i in range(0, tokens, rows))
 
@@ -70,7 +70,7 @@ def backward(
 
 def fwd_bwd(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor,
-    into: torch.Tensor | None = None, beta: float = 1.0,
+    into: torch.Tensor | None = None, beta: float = 1.0, elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Loss and gradients in one pass, where the gradient of each token's loss is known beforehand: three products
     instead of four.
@@ -80,6 +80,7 @@ def fwd_bwd(
         dloss: [...], gradient of each token's loss.
         into: [V, h] in at least fp32: the weight gradient is added to it, after times ``beta``: 1, or 0 where nothing
             is there yet. None: to a new one.
+        elements: most logits at once, of at least ``TILE`` tokens; None: as is best on this device.
 
     Returns:
         loss [...] in at least fp32; dx like x; ``into`` or its like.
@@ -89,7 +90,7 @@ def fwd_bwd(
     loss, dx = flat.new_empty(len(flat), dtype=kind), torch.empty_like(flat)
     if into is None:
         into, beta = torch.empty_like(weight, dtype=kind), 0.0
-    for part in _chunks(len(flat), len(weight), x.device):
+    for part in _chunks(len(flat), len(weight), x.device, elements):
         logits = product(flat[part], weight.t(), kind)
         lse = logits.logsumexp(-1)
         loss[part] = lse - logits.gather(-1, targets[part, None]).squeeze(-1)

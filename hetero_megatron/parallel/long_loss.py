@@ -15,11 +15,12 @@ from hetero_megatron.ops import gemm, softcap
 from hetero_megatron.ops.bind import Split
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.linear_cross_entropy import TILE, KnownLoss, with_known_gradient
+from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradient
 from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, combine_shares
 from hetero_megatron.plan import Stage
 from hetero_megatron.plan.memory import chunk_limit, widest_vocabulary
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.flops import chunk_tokens
 
 
 def vocab_loss(
@@ -90,5 +91,4 @@ def loss_chunk(stage: Stage, unit: int, spec: ModelSpec, dtype: torch.dtype, log
     if chunk_limit(spec, sizes, dtype.itemsize, logits_bytes) is None:
         return None
     per_token = widest_vocabulary(spec, stage.units[unit].tp_split) * max(dtype.itemsize, 4)
-    rows = max(logits_bytes // 4 // per_token, 1)  # a chunk's logits, probabilities and their gradients
-    return rows // TILE * TILE or rows
+    return chunk_tokens(logits_bytes, per_token)

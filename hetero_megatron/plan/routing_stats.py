@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.plan.made_for import model_hash
+from hetero_megatron.words import plural
 
 if TYPE_CHECKING:
-    from hetero_megatron.spec import ModelSpec
+    from hetero_megatron.spec import ModelSpec, MoE
 
 VERSION = 1
 FLAG = "--routing-stats"
@@ -65,23 +66,35 @@ def read_routing_stats(path: str, spec: ModelSpec) -> RoutingStats:
     assert spec.moe is not None, "the hash is of a model with experts"
     tokens: Any = found.get("tokens")
     layers = found.get("layers")
-    wanted = {str(i) for i, kind in enumerate(spec.layers) if kind.mlp == "moe"}
-    if not _is_count(tokens):
-        raise UserError("must be a count", field="tokens", value=tokens, accepted="an integer >= 0", where=path)
-    if not isinstance(layers, dict) or set(layers) != wanted:
-        raise UserError("must name the layers with experts", field="layers", accepted=", ".join(wanted), where=path)
+    if not _is_count(tokens) or tokens == 0:
+        raise UserError("must be a count", field="tokens", value=tokens, accepted="an integer >= 1", where=path)
+    wanted = [str(i) for i, kind in enumerate(spec.layers) if kind.mlp == "moe"]
+    if not isinstance(layers, dict) or set(layers) != set(wanted):
+        said = ", ".join(layers) if isinstance(layers, dict) else None
+        accepted = ", ".join(wanted)
+        raise UserError("must name the layers with experts", field="layers", value=said, accepted=accepted, where=path)
     for layer, counts in layers.items():
-        good = isinstance(counts, list) and len(counts) == spec.moe.num_experts and all(map(_is_count, counts))
-        if not good or sum(counts) != tokens * spec.moe.top_k:
+        _check_counts(counts, tokens, spec.moe, f"layers.{layer}", path)
+    return RoutingStats(tokens, {int(layer): tuple(layers[layer]) for layer in wanted})
+
+
+def _check_counts(counts: object, tokens: int, moe: MoE, field: str, path: str) -> None:
+    """Refuse what no run of a model with these experts can have counted."""
+    if not isinstance(counts, list) or len(counts) != moe.num_experts:
+        said = plural(len(counts), "count") if isinstance(counts, list) else counts
+        accepted = f"a list of one count for each of the model's {moe.num_experts} experts"
+        raise UserError("not one count per expert", field=field, value=said, accepted=accepted, where=path)
+    for expert, count in enumerate(counts):
+        if not _is_count(count) or count > tokens:
             raise UserError(
-                f"must be a count for each of {spec.moe.num_experts} experts, {spec.moe.top_k} per token",
-                field=f"layers.{layer}", accepted=f"counts that sum to {tokens * spec.moe.top_k}", where=path,
+                f"no count of how many of {plural(tokens, 'token')} chose an expert", field=f"{field}[{expert}]",
+                value=count, accepted=f"an integer from 0 to {tokens}", where=path,
             )  # fmt: skip
-    return RoutingStats(tokens, {int(layer): tuple(counts) for layer, counts in sorted(layers.items(), key=_number)})
-
-
-def _number(item: tuple[str, object]) -> int:
-    return int(item[0])
+    if sum(counts) != tokens * moe.top_k:
+        raise UserError(
+            f"counts sum to {sum(counts)}", field=field, where=path,
+            accepted=f"a sum of {tokens * moe.top_k}: {plural(tokens, 'token')}, {plural(moe.top_k, 'expert')} each",
+        )  # fmt: skip
 
 
 def _is_count(value: object) -> bool:

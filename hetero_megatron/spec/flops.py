@@ -21,6 +21,8 @@ from hetero_megatron.spec.expert_load import (
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
 
+TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
+CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: few beside the weights, many to a product
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
 
 
@@ -297,6 +299,13 @@ def head_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: floa
     return round(tokens * itemsize * (spec.hidden_size + spec.vocab_size / tp))
 
 
+def chunk_tokens(limit: int, per_token: float) -> int:
+    """Tokens per chunk of head and loss, whole tiles where they are that many, if the logits of a token in at least
+    fp32 are ``per_token`` bytes: a chunk's logits, probabilities and their gradients are within ``limit``."""
+    rows = max(int(limit // 4 // per_token), 1)
+    return rows // TILE * TILE or rows
+
+
 def head_activation_bytes(
     spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
     limit: int | None = None,
@@ -305,13 +314,17 @@ def head_activation_bytes(
 
     Args:
         limit: of the logits, where head and loss go through the tokens in chunks: nothing of them is kept, but in
-            backward there are a chunk's, a quarter of it, their gradients, and 16-bit ones in fp32 too. None: all at
-            once.
+            forward there are a chunk's, and their gradients. None: all at once.
     """
     h = spec.hidden_size
-    logits = tokens * max(itemsize, 4) * spec.vocab_size / tp
+    per_token = max(itemsize, 4) * spec.vocab_size / tp
+    logits = tokens * per_token
     if limit is not None:
-        logits = min(logits, limit / 4) * (2 if itemsize >= 4 else 2.5)
+        rows, copies = min(tokens, chunk_tokens(limit, per_token)), 2.0 if itemsize >= 4 else 2.5
+        if tp == 1 and spec.logit_softcap is None and spec.lora is None:  # head and loss are one operator
+            rows = min(rows, max(CHUNK_ELEMENTS // spec.vocab_size // TILE, 1) * TILE)
+            copies = 2.0 if itemsize >= 4 else 1.5  # logits become their gradients, which are cast
+        logits = rows * per_token * copies
     return round(tokens * itemsize * (h / (shards or tp) + h) + logits)
 
 

@@ -24,7 +24,7 @@ from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.dry_experts import with_expected_rows
-from hetero_megatron.training.dry_fp8 import with_chip_products
+from hetero_megatron.training.dry_products import with_chip_chunks, with_chip_products
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.words import notice_line
 
@@ -97,7 +97,7 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
     fp8 = stage_fp8(stage, config.fp8) if stage.num_layers else None
     kernels = default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled, fp8=fp8)
-    kernels = with_chip_products(kernels)
+    kernels = with_chip_chunks(with_chip_products(kernels))
     if "dropout" in kernels.choices:  # making masks of nothing would take most of the time
         kernels.dropout = lambda x, *_: x.clone()  # type: ignore[attr-defined]
     return kernels if config.spec.moe is None else with_expected_rows(kernels)

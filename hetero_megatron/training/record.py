@@ -62,7 +62,7 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
 
 
 def _options(config: RunConfig) -> CostOptions:
-    return CostOptions(moments=moments_of(config.optimizer.name), fp8=config.fp8)
+    return CostOptions(moments=moments_of(config.optimizer.name), fp8=config.fp8, logits_bytes=config.logits_bytes)
 
 
 def start_event(

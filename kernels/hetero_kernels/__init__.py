@@ -14,8 +14,8 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     layer_norm_bwd(dy, x, weight|None, mean, rstd, *, bias=True, grad_dtype=None) -> dx, dweight|None, dbias|None
     rope_fwd(q[..., hq, d], k|None, cos[..., r/2], sin, *, positions=None, interleaved=False, inplace=False) -> q', k'
     rope_bwd(dq, dk|None, cos, sin, *, positions=None, interleaved=False, inplace=False) -> dq, dk
-    swiglu_fwd(gate, up, *, limit=None) -> y
-    swiglu_bwd(dy, gate, up, *, limit=None, packed=False) -> dgate, dup
+    swiglu_fwd(gate, up, *, limit=None, alpha=1.0, shift=0.0) -> y
+    swiglu_bwd(dy, gate, up, *, limit=None, alpha=1.0, shift=0.0, packed=False) -> dgate, dup
     gelu_fwd(x, *, approximate=False) -> y            (approximate: the tanh form)
     gelu_bwd(dy, x, *, approximate=False) -> dx
     softmax_fwd(x, *, scale=1.0, mask=None, causal=False, diagonal=0) -> y

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from hetero_kernels.device_math import narrow, widen
-from hetero_kernels.limits import Limits, cdiv, config, limits_of
+from hetero_kernels.limits import INTERPRETED, Limits, cdiv, config, limits_of, power_of_two
 
 BLOCK = 128  # elements that share a scale
+MANY = 4096  # rows in a tile under the interpreter, if there are more
 SHAPES = ("1x128", "128x128", "128x1")
 # Of the largest number of a format, 1.75 x 2^n: n.
 TOPS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
@@ -35,14 +36,15 @@ def quantise_fp8_blocks_reference(x: torch.Tensor, kind: torch.dtype, blocks: st
 @triton.jit
 def _quantise(
     x_ptr, out_ptr, scale_ptr, rows, cols, row_stride, col_stride, scale_stride,
-    TOP: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
+    TOP: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """SHAPE: 0 for 1 x BLOCK, 1 for BLOCK x BLOCK, 2 for BLOCK x 1, whose out is [cols, rows]."""
-    across = tl.cdiv(cols, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK) * across, tl.num_programs(0)):
+    """SHAPE: 0 for 1 x 128, 1 for 128 x 128, 2 for 128 x 1, whose out is [cols, rows]. ROWS and COLS are 128, or less
+    where x has no more; rows that have scales of their own may be more."""
+    across = tl.cdiv(cols, COLS)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
         top, left = tile // across, tile % across
-        row, col = (top * BLOCK + lane).to(tl.int64), (left * BLOCK + lane).to(tl.int64)
+        row = (top * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        col = (left * COLS + tl.arange(0, COLS)).to(tl.int64)
         inside = (row < rows)[:, None] & (col < cols)[None, :]
         x = widen(
             tl.load(x_ptr + row[:, None] * row_stride + col[None, :] * col_stride, mask=inside, other=0.0), tl.float32
@@ -88,9 +90,11 @@ def quantise_fp8_blocks(
     scale = torch.empty(heights, cdiv(turned[1], BLOCK), dtype=torch.float32, device=x.device)
     if out.numel():
         chosen = config("quantise_fp8", cols, x.dtype, limits)
-        programs = min(cdiv(rows, BLOCK) * cdiv(cols, BLOCK), limits.max_grid)
+        tall = MANY if INTERPRETED and shape == 0 and rows > MANY else min(BLOCK, power_of_two(rows))
+        wide = min(BLOCK, power_of_two(cols))
+        programs = min(cdiv(rows, tall) * cdiv(cols, wide), limits.max_grid)
         _quantise[(programs,)](
-            x, out, scale, rows, cols, *x.stride(), scale.stride(0), TOPS[kind], shape, BLOCK,
+            x, out, scale, rows, cols, *x.stride(), scale.stride(0), TOPS[kind], shape, tall, wide,
             num_warps=min(chosen["num_warps"], limits.max_warps),
         )  # fmt: skip
     return out, scale
@@ -171,6 +175,9 @@ def gemm_fp8_blocks(
     a, b, a_scale, b_scale = (x.contiguous() for x in (a, b, a_scale, b_scale))
     chosen = config("gemm_fp8", k, torch.float32, limits)
     block_m, block_n = chosen["block_m"], min(chosen["block_n"], BLOCK)
+    if INTERPRETED:  # which takes as long for a program of any size
+        block_m = min(block_m, max(power_of_two(m), 16)) if m <= MANY else MANY
+        block_n = min(block_n, max(power_of_two(n), 16))
     programs = cdiv(m, block_m) * cdiv(n, block_n)
     assert programs <= limits.max_grid, f"{m} x {n} is too large for one launch"
     even = m % block_m == 0 and n % block_n == 0 and k % BLOCK == 0

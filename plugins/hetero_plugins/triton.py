@@ -123,6 +123,18 @@ def _swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> 
     return _kernels().swiglu_bwd(dy, gate, up, packed=True)  # type: ignore[no-any-return]
 
 
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> tuple[torch.Tensor, ...]:
+    return (_kernels().swiglu_fwd(gate, up, limit=limit, alpha=alpha, shift=1.0),)
+
+
+def _clamped_swiglu_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float
+) -> tuple[torch.Tensor, ...]:
+    return _kernels().swiglu_bwd(  # type: ignore[no-any-return]
+        dy, gate, up, limit=limit, alpha=alpha, shift=1.0, packed=True
+    )
+
+
 def _gelu(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, ...]:
     return (_kernels().gelu_fwd(x, approximate=tanh),)
 
@@ -324,6 +336,7 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
     ("layer_norm", "layer_norm", _layer_norm, _layer_norm_backward),
     ("rope", "rope", _rope, _rope_backward),
     ("swiglu", "swiglu", _swiglu, _swiglu_backward),
+    ("clamped_swiglu", "swiglu", _clamped_swiglu, _clamped_swiglu_backward),
     ("gelu", "gelu", _gelu, _gelu_backward),
     ("softmax", "softmax", _softmax, _softmax_backward),
     ("cross_entropy", "cross_entropy", _cross_entropy, _cross_entropy_backward),

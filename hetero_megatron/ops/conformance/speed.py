@@ -13,6 +13,7 @@ import torch
 
 from hetero_megatron.ops.conformance.compare import cast, copy_args
 from hetero_megatron.ops.conformance.run import seeds
+from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.spec import OpSpec, count_bytes
 
@@ -132,11 +133,13 @@ LARGEST = 16  # times as large in every dimension, at most
 def gemm_rows(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]
 ) -> list[list[float]]:
-    """[m, n, k, seconds] of products that take this device a millisecond or more, for the planner."""
+    """[m, n, k, seconds] of products that take this device a millisecond or more, for the planner; in fp8 of one
+    sequence, with quantising both operands."""
+    options = (False,) if kernel.op in FP8_PRODUCTS else ()
 
     def product(m: int, n: int, k: int, scale: int) -> Callable[[], Any]:
         x, w = (torch.randn(s[0] * scale, s[1] * scale, device=device).to(dtype) for s in ((m, k), (n, k)))
-        return lambda: kernel.forward(x, w, None)
+        return lambda: kernel.forward(x[None], w, None, *options)
 
     rows = []
     for shape in GEMM_SHAPES:

@@ -36,6 +36,7 @@ from hetero_megatron.planner.cost.product_cost import Fp8Products
 from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.flops import LOGITS_BYTES
 
 SWAPS = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
 
@@ -85,6 +86,7 @@ class CostOptions:
         routing: how tokens divide over experts; by default evenly.
         fp8: what the linear modules of stages compute in, where their ``dtype`` does not say otherwise; None: the dtype
             of the run.
+        logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
         host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
         overlap: gradients are sent during the last backward, as by our runtime; False: after it.
@@ -102,6 +104,7 @@ class CostOptions:
     moments: int = 2
     routing: Routing = EVEN
     fp8: Fp8 | None = None
+    logits_bytes: int = LOGITS_BYTES
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9
     overlap: bool = True
@@ -206,13 +209,18 @@ class CostModel:
                 products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
             self._operators[key] = Operators(
                 self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
-                self.options.softmax_batches, products,
+                self.options.softmax_batches, products, self.options.logits_bytes,
             )  # fmt: skip
         return self._operators[key]
 
     def computes_in_fp8(self, stage: Stage) -> bool:
         """Whether a stage of a plan has its linear modules in fp8."""
         return stage.num_layers > 0 and stage_fp8(stage, self.options.fp8) is not None
+
+    def head_in_chunks(self, stage: Stage) -> bool:
+        """Whether head and loss of a stage of a plan go through chunks of tokens."""
+        sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units] if stage.head else []
+        return chunk_limit(self.model, sizes, self.item, self.options.logits_bytes) is not None
 
     def in_fp8(self, stage: StageChoice, micro_batch_size: int) -> bool:
         """Whether the planner has the stage's linear modules in fp8: where the run, its chips and its cut allow it, and
@@ -260,7 +268,7 @@ class CostModel:
 
     def unit_seconds(
         self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0,
-        load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
+        load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0), chunked: bool | None = None,
     ) -> UnitSeconds:  # fmt: skip
         """Times of one rank of a TP group.
 
@@ -277,9 +285,9 @@ class CostModel:
         exchanged = count * forward + moe * routed[0], count * backward + moe * routed[1]
         layer = operators.layer(share, rows, length, exchanged, count * posting, load)
         experts = operators.experts(usual) if usual is not None and rows else (0.0, 0.0)
-        embed, head = (f(share, rows, length) for f in (operators.embed, operators.head))
+        embed, head = operators.embed(share, rows, length), operators.head(share, rows, length, chunked)
         (layer_input, layer_weight), (head_input, head_weight) = (
-            operators.split_layer(share, rows, length, load), operators.split_head(share, rows, length)
+            operators.split_layer(share, rows, length, load), operators.split_head(share, rows, length, chunked)
         )
         whole = operators.layer(share, rows, length, load=load)[1]
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
@@ -439,7 +447,8 @@ class CostModel:
         key = (stage.tp, rows, stage.layers, stage.embed, stage.head, stage.recompute, stage.first, fp8)
         if key not in self._activations:
             tokens = rows * self.seq_length
-            limit = chunk_limit(self.model, [(tokens, (1,) * stage.tp)], self.item) if stage.head else None
+            units, most = [(tokens, (1,) * stage.tp)], self.options.logits_bytes
+            limit = chunk_limit(self.model, units, self.item, most) if stage.head else None
             held = RankWork(
                 stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
                 stage.tp, limit, fp8=self.options.fp8.recipe if fp8 and self.options.fp8 else None, rows=rows,

@@ -17,6 +17,7 @@ from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_finger
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers, plain_load
 from hetero_megatron.spec.flops import (
+    LOGITS_BYTES,
     adapter_shapes,
     common_columns,
     layer_attention_flops,
@@ -41,14 +42,15 @@ class Operators:
         softmax_batches: as in :class:`~hetero_megatron.planner.cost.layer_cost.CostOptions`.
         fp8: what the linear modules of layers compute in; None: the dtype of the run. Head, router, experts, adapters
             and attention stay in that dtype.
+        logits_bytes: of logits on a rank, above which head and loss go through chunks of tokens.
     """
 
     def __init__(
         self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True, softmax_batches: int = 0,
-        fp8: Fp8Products | None = None,
+        fp8: Fp8Products | None = None, logits_bytes: int = LOGITS_BYTES,
     ) -> None:  # fmt: skip
         self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
-        self.softmax_batches, self.fp8 = softmax_batches, fp8
+        self.softmax_batches, self.fp8, self.logits_bytes = softmax_batches, fp8, logits_bytes
         self.fingerprint = model_fingerprint(model)
         self._cache: dict[tuple[object, ...], Seconds] = {}
         self._rows: dict[str, list[LayerRow]] = {}
@@ -167,23 +169,42 @@ class Operators:
 
         return self._cached("split_layers", share, rows, length, modelled)
 
-    def split_head(self, share: float, rows: float, length: int) -> Seconds:
+    def split_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         """The same of the head."""
 
         def modelled(share: float, rows: float, length: int) -> Seconds:
             columns = share * self.model.vocab_size * (self.model.lora is None)
             product = self.gemm(rows * length, columns, self.model.hidden_size)
-            by_operators = self._head_by_operators(share, rows, length)[1]
-            return _split(self.head(share, rows, length)[1], product / by_operators)
+            by_operators = self._head_by_operators(share, rows, length, False)[1]
+            return _split(self.head(share, rows, length, False)[1], product / by_operators)
 
+        if self.in_chunks(share, rows, length, chunked):
+            return self.head(share, rows, length, True)[1], 0.0
         return self._cached("split_head", share, rows, length, modelled)
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._cached("embed", share, rows, length, self._embed_by_operators)
 
-    def head(self, share: float, rows: float, length: int) -> Seconds:
-        """Final norm, output matrix, softmax and loss."""
-        return self._cached("head", share, rows, length, self._head_by_operators)
+    def head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
+        """Final norm, output matrix, softmax and loss.
+
+        Args:
+            chunked: the stage goes through chunks of tokens (``parallel/long_loss.py``), which make the gradients of
+                head and loss in forward; None: as a stage does of which all ranks are like this one.
+        """
+        if chunked is None or chunked == self.in_chunks(share, rows, length):
+            return self._cached("head", share, rows, length, self._head_by_operators)
+        # Other ranks of the stage decide, which are not measured alone.
+        found = self._cached("head", share, rows, length, self._head_by_operators)
+        here, usual = (self._head_by_operators(share, rows, length, way) for way in (chunked, not chunked))
+        faster = sum(found) / sum(usual) if rows else 1.0
+        return here[0] * faster, here[1] * faster
+
+    def in_chunks(self, share: float, rows: float, length: int, chunked: bool | None = None) -> bool:
+        """``chunked``, or where that is None, whether the logits of so many tokens are too many for one piece."""
+        if chunked is not None:
+            return chunked
+        return rows * length * max(self.item, 4) * math.ceil(share * self.model.vocab_size) > self.logits_bytes
 
     def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
         """(forward, backward) seconds of one exchange of activations in the TP group, which alone takes ``seconds``:
@@ -364,13 +385,17 @@ class Operators:
         moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second
         return moved, 0.0 if self.model.lora is not None else 2 * moved
 
-    def _head_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+    def _head_by_operators(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         tokens, vocab = rows * length, share * self.model.vocab_size
         product = self.gemm(tokens, vocab, self.model.hidden_size)
         wide = max(self.item, 4)
         forward = tokens * vocab * (self.item + 3 * wide) / self.rates.bytes_per_second
         backward = tokens * vocab * (2 * wide + self.item) / self.rates.bytes_per_second
-        return product + forward, (2 if self.model.lora is None else 1) * product + backward
+        backward += (2 if self.model.lora is None else 1) * product
+        if not self.in_chunks(share, rows, length, chunked):
+            return product + forward, backward
+        handed_on = 4 * tokens * self.model.hidden_size * self.item / self.rates.bytes_per_second  # and the norm's
+        return product + forward + backward, handed_on
 
 
 def _split(backward: float, weight_share: float) -> Seconds:

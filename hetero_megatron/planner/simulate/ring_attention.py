@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from hetero_megatron.plan import Plan, Stage, Unit
 from hetero_megatron.plan.context_plan import StageContext, stage_contexts
@@ -71,7 +72,7 @@ class ContextSeconds:
         swap = operators.exchange(columns, rows, unit.num_tokens, self._swap(unit, rows)[0])
         embed, head = (
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
-            for f in (operators.embed, operators.head)
+            for f in (operators.embed, partial(operators.head, chunked=model.head_in_chunks(stage)))
         )
         layer, experts = self.layer(stage), (0.0, 0.0)
         if load is not None:

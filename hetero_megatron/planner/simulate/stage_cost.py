@@ -210,7 +210,8 @@ class StageCosts:
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
         operators = model.operators(chip, model.computes_in_fp8(stage))
-        return model.unit_seconds(operators, share, rows, swap, stage.recompute.kind, posting, load, routed)
+        kind, chunked = stage.recompute.kind, model.head_in_chunks(stage)
+        return model.unit_seconds(operators, share, rows, swap, kind, posting, load, routed, chunked)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
         """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""

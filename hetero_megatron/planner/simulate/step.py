@@ -347,7 +347,7 @@ class _Step:
         costs = self.costs
         found = estimate_memory(
             self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets,
-            routing=costs.options.routing, fp8=costs.options.fp8,
+            logits_bytes=costs.options.logits_bytes, routing=costs.options.routing, fp8=costs.options.fp8,
         )  # fmt: skip
         memory = {}
         for rank, needs in found.items():

@@ -160,13 +160,11 @@ def test_the_estimate_goes_through_chunks_where_the_run_does(tmp_path: Path) -> 
     run = config("bf16", tmp_path, spelled)
     run = replace(run, spec=replace(run.spec, vocab_size=200_000))
     row = 512 * 200_000 * 4
-    # Of a head in one piece, loss operators take smaller chunks than the limit allows, which estimates do not know.
-    most = dict.fromkeys((LOGITS_BYTES, 2 * row, 6 * row), 2.5)
     for limit in (LOGITS_BYTES, row // 2, 2 * row, 6 * row, 7 * row):
         estimates = estimate_memory(run.plan, run.spec, run.dtype, logits_bytes=limit)
         for rank in run.plan.ranks:
             peak = run_rank(replace(run, logits_bytes=limit), rank).peak
-            assert peak <= estimates[rank].total <= most.get(limit, 1.35) * peak, (limit / row, rank)
+            assert peak <= estimates[rank].total <= 1.35 * peak, (limit / row, rank)
 
 
 @pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], ["bf16"]))

@@ -138,16 +138,16 @@ def test_norms_are_bitwise_repeatable() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("limit", [None, 0.7])
-def test_swiglu(dtype: torch.dtype, limit: float | None, fenced: None) -> None:
+@pytest.mark.parametrize("form", [{}, {"limit": 0.7}, {"limit": 0.7, "alpha": 1.702, "shift": 1.0}], ids=str)
+def test_swiglu(dtype: torch.dtype, form: dict[str, float], fenced: None) -> None:
     both = inputs_fenced(randn(9, 2 * 35, dtype=dtype))
     dy = randn(9, 35, dtype=dtype, seed=1)
     for gate, up in (both.chunk(2, -1), [half.contiguous() for half in both.chunk(2, -1)]):
-        exact, grads = gradients(lambda g, u: hk.swiglu_reference(g, u, limit=limit), [gate, up], [dy], FP64)
-        eager, eager_grads = gradients(lambda g, u: hk.swiglu_reference(g, u, limit=limit), [gate, up], [dy], dtype)
-        check(hk.swiglu_fwd(gate, up, limit=limit), exact[0], "elementwise", dtype, eager[0])
+        exact, grads = gradients(lambda g, u: hk.swiglu_reference(g, u, **form), [gate, up], [dy], FP64)
+        eager, eager_grads = gradients(lambda g, u: hk.swiglu_reference(g, u, **form), [gate, up], [dy], dtype)
+        check(hk.swiglu_fwd(gate, up, **form), exact[0], "elementwise", dtype, eager[0])
         for packed in (False, True):
-            got = hk.swiglu_bwd(dy, gate, up, limit=limit, packed=packed)
+            got = hk.swiglu_bwd(dy, gate, up, **form, packed=packed)
             assert (got[0].data_ptr() + 35 * got[0].element_size() == got[1].data_ptr()) or not packed
             for g, exact_grad, eager_grad in zip(got, grads, eager_grads):
                 check(g, exact_grad, "elementwise", dtype, eager_grad, 3)

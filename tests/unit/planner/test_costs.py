@@ -18,7 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.rates import load_rates, model_fingerprint, share_of_peak
@@ -374,3 +374,21 @@ def test_a_group_whose_name_ends_in_node_can_be_named(text: str, grown: int) -> 
     nodes = [{"name": name, "chip": "L4"} for name in ("gpu", "gpu-node", "b")]
     more = with_more(cluster_from_dict({"nodes": nodes}), text)
     assert [g.count for g in more.nodes] == [1 + int(text[0]) * (i == grown) for i in range(3)]
+
+
+def test_a_head_in_chunks_makes_its_gradients_in_forward() -> None:
+    """Three products in F, none in B; so do a third and two thirds in one piece."""
+    whole, chunked = (
+        CostModel(LLAMA, dgx(), 4096, options=CostOptions(logits_bytes=limit)).operators("A100-80-SXM")
+        for limit in (1 << 40, 1 << 20)
+    )
+    apart, together = (operators.head(1.0, 4, 4096) for operators in (whole, chunked))
+    product = whole.gemm(4 * 4096, LLAMA.vocab_size, LLAMA.hidden_size)
+    assert apart[0] > product and apart[1] > 2 * product
+    assert together[0] == pytest.approx(sum(apart)) and together[1] < 0.01 * together[0]
+    assert chunked.split_head(1.0, 4, 4096) == (together[1], 0.0)
+    assert whole.head(1.0, 4, 4096, chunked=True) == pytest.approx(together)
+    small = CostModel(LLAMA, dgx(), 4096).operators("A100-80-SXM")
+    at_once = (1 << 30) // (4 * LLAMA.vocab_size) // 4096
+    assert small.head(1.0, at_once, 4096) == whole.head(1.0, at_once, 4096)
+    assert small.head(1.0, at_once + 1, 4096)[1] < 0.01 * whole.head(1.0, at_once + 1, 4096)[1]

@@ -33,8 +33,8 @@ from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.dry_fp8 import _product as chip_product
-from hetero_megatron.training.dry_fp8 import _quantise as chip_quantise
+from hetero_megatron.training.dry_products import _product as chip_product
+from hetero_megatron.training.dry_products import _quantise as chip_quantise
 from hetero_megatron.training.memory import MemoryTracker
 
 MODEL = load_model("llama2-7b")

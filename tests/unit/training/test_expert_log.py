@@ -65,17 +65,25 @@ def test_what_is_written_for_the_planner_is_read(tmp_path: Path) -> None:
         write_routing_stats(str(tmp_path / "no" / "stats.json"), stats, spec)
 
 
-@pytest.mark.parametrize("change", [
-    {"version": 2}, {"tokens": -1}, {"tokens": 1.5}, {"tokens": 13}, {"layers": []}, {"layers": {"0": [12, 6, 0, 6]}},
-    {"layers": {"0": [12, 6, 0, 6], "1": [6, 6, 6]}}, {"layers": {"0": [12, 6, 0, 6], "1": [6, 6, 6, True]}},
-    {"layers": {"0": [12, 6, 0, 6], "1": [6, 6, 18, -6]}}, {"model_hash": None},
+COUNTS = [12, 6, 0, 6]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"version": 2}, "version = 2"), ({"tokens": -1}, "tokens = -1"), ({"tokens": 1.5}, "tokens = 1.5"),
+    ({"tokens": 0}, "tokens = 0"), ({"tokens": 13}, "sum to 24"), ({"layers": []}, "layers"),
+    ({"layers": {"0": COUNTS}}, "Accepted: 0, 1"), ({"layers": {"0": COUNTS, "1": [6, 6, 6]}}, "layers.1 = 3 counts"),
+    ({"layers": {"0": COUNTS, "1": [6, 6, 6, True]}}, r"layers.1\[3\]"),
+    ({"layers": {"0": COUNTS, "1": [6, 6, 12, -6]}}, r"layers.1\[3\] = -6"),
+    ({"layers": {"0": COUNTS, "1": [6, 6, 6, float("nan")]}}, r"layers.1\[3\] = nan"),
+    ({"layers": {"0": COUNTS, "1": [24, 0, 0, 0]}}, r"layers.1\[0\] = 24"), ({"model_hash": None}, "another model"),
 ])  # fmt: skip
-def test_what_a_run_did_not_write_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_what_a_run_did_not_write_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     path, spec = tmp_path / "stats.json", spec_of()
     write_routing_stats(str(path), RoutingStats(12, {0: (12, 6, 0, 6), 1: (6, 6, 6, 6)}), spec)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError, match=str(path)):
+    with pytest.raises(UserError, match=said) as found:
         read_routing_stats(str(path), spec)
+    assert str(path) in str(found.value)
 
 
 def test_the_page_shows_who_had_how_much_to_do(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Products in fp8 without values: what they allocate is what a chip's kernels do, not what the reference does."""
+"""Products without values: what they allocate is what a chip's kernels do, not what those of a CPU do."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
@@ -16,6 +18,8 @@ from hetero_megatron.ops.gemm_fp8 import (
     bind_gemm_fp8,
 )
 from hetero_megatron.ops.kernel import ATEN, Kernel
+from hetero_megatron.ops.linear_cross_entropy import backward, bind_linear_cross_entropy, forward, fwd_bwd
+from hetero_megatron.spec.flops import CHUNK_ELEMENTS
 
 
 def with_chip_products(kernels: KernelPlan) -> KernelPlan:
@@ -27,6 +31,17 @@ def with_chip_products(kernels: KernelPlan) -> KernelPlan:
     kernel = Kernel(kernels.fp8, "shapes", ATEN, gemm.forward, gemm.backward, parts=gemm.parts)
     hybrid = HYBRID in kernels.choices[kernels.fp8].signature.features
     return kernels.with_calls({kernels.fp8: bind_gemm_fp8(kernel, kernels.weight_gradients, hybrid)})
+
+
+def with_chip_chunks(kernels: KernelPlan) -> KernelPlan:
+    """The same kernels, but head and loss in one, if they are, take as many tokens at once as on a chip."""
+    if "linear_cross_entropy" not in kernels.choices:
+        return kernels
+    spec = kernels.registry.spec("linear_cross_entropy")
+    parts = {"fwd_bwd": partial(fwd_bwd, elements=CHUNK_ELEMENTS)}
+    kernel = Kernel(spec.name, "shapes", ATEN, forward, backward, parts=parts, version=2)
+    call = bind_linear_cross_entropy(spec, kernel, kernels.weight_gradients)
+    return kernels.with_calls({spec.name: call})
 
 
 def _product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
