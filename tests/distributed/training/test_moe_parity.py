@@ -106,3 +106,12 @@ IN_MAKE_TEST = [
 def test_hand_written(case: tuple[str, str]) -> None:
     model, name = case
     check_case(fixed_case(MODELS[model], HAND_WRITTEN[name], packed=True, masked=True), shared_pool())
+
+
+VENDORS = ("cpu", "cpu", "walled", "walled", "walled", "cpu", "walled", "cpu")  # nothing but the bridge joins the two
+
+
+def test_tokens_cross_vendors_in_two_hops() -> None:
+    """Islands that a run adds by itself, where no communication library joins all ranks."""
+    case = HAND_WRITTEN["tokens_in_two_hops"] | {"islands": []}
+    check_case(fixed_case(MODELS["qwen2_moe"], case, packed=True, masked=True), shared_pool(VENDORS))
