@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from hetero_megatron import __version__
 from hetero_megatron.errors import UserError
 
-
 MANY = 12  # options that a usage line no longer lists
 
 
