@@ -17,8 +17,8 @@ FLAGS = "--model tiny --mock-data --seq-length 32 --micro-batch-size 1 --train-i
 PARTLY = {"adapter", "checkpoint", "failure", "data", "load_hf", "save_hf"}
 # The plan has a fingerprint; the others concern one rank alone, or (exit) are told to all when they come true.
 FREE = {
-    "plan", "cluster", "exit", "logging", "distributed", "deterministic", "alignment", "platform", "compile", "dry_run",
-    "as_rank", "notices", "model_directory", "allow_over_memory",
+    "plan", "cluster", "exit", "logging", "distributed", "deterministic", "alignment", "platform", "compile",
+    "graphs_after", "dry_run", "as_rank", "notices", "model_directory", "allow_over_memory",
 }  # fmt: skip
 
 

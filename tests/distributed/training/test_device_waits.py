@@ -49,15 +49,15 @@ def pool(extension: None) -> Pool:
     return shared_pool(("emulated",) * 2)
 
 
-def case(stages: list[dict[str, Any]], micro_batches: int) -> Case:
+def case(stages: list[dict[str, Any]], micro_batches: int, **model: Any) -> Case:
     pipelines = [{"micro_batch_size": 1, "num_micro_batches": micro_batches, "stages": stages}]
     plan = {"version": 1, "seq_length": 8, "global_batch_size": micro_batches, "pipelines": pipelines}
-    return Case(3, 2, MODEL, plan, packed=True, masked=True)
+    return Case(3, 2, MODEL | model, plan, packed=True, masked=True)
 
 
 def waits_of_a_step(comm: Comm, case: Case) -> dict[str, Any]:
     """By what the third step held up this rank's host, and its times."""
-    spec = from_hf_config(MODEL)
+    spec = from_hf_config(case.model)
     plan = with_attention(plan_for(plan_from_dict(case.plan, spec), comm.islands), comm.device)
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
@@ -90,6 +90,12 @@ def test_a_step_holds_up_the_host_at_most_twice_and_a_micro_batch_never(name: st
         for found in pool.run(waits_of_a_step, case(PLANS[name], micro_batches)):
             if found:
                 assert sum(found["waits"].values()) <= 2, found["waits"]
+
+
+def test_a_tied_head_holds_up_no_stage(pool: Pool) -> None:
+    """Its gradient is there before the last backward, and its sum waits for the first stage's embedding."""
+    for found in pool.run(waits_of_a_step, case(PLANS["pipeline"], MICRO_BATCHES, tie_word_embeddings=True)):
+        assert sum(found["waits"].values()) <= 2, found["waits"]
 
 
 def test_times_are_of_the_devices_stream(pool: Pool) -> None:

@@ -172,6 +172,15 @@ bool holds_up_host(const Call& call) {
   return found;
 }
 
+// Whether all tensors that an operator is given have these sizes: then an output with them is not resized.
+bool all_alike(const Call& call, at::IntArrayRef sizes) {
+  bool alike = true;
+  for (size_t i = call.first; i < call.stack.size(); ++i) {
+    each_tensor(call.stack[i], [&](const at::Tensor& tensor) { alike &= tensor.defined() && tensor.sizes() == sizes; });
+  }
+  return alike;
+}
+
 // The arguments that an operator returns, if it returns nothing else and writes into memory that is there: then it can
 // run later, on its stream's thread.
 std::optional<std::vector<size_t>> returned_arguments(const Call& call) {
@@ -184,7 +193,7 @@ std::optional<std::vector<size_t>> returned_arguments(const Call& call) {
       all_here &= !tensor.defined() || on_device(tensor) || number;
       if (!writes(arguments[i])) return;
       any = true;
-      all_here &= tensor.defined() && tensor.numel() != 0;  // what is empty may be resized
+      all_here &= tensor.defined() && (tensor.numel() != 0 || all_alike(call, tensor.sizes()));  // else it may be resized
     });
     if (!all_here || call.stack[call.first + i].isGenerator()) return std::nullopt;
   }
