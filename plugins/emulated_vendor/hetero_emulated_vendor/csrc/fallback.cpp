@@ -172,13 +172,17 @@ bool holds_up_host(const Call& call) {
   return found;
 }
 
-// Whether all tensors that an operator is given have these sizes: then an output with them is not resized.
+// Whether an operator is given several tensors, all of these sizes: then an output with them is not resized.
 bool all_alike(const Call& call, at::IntArrayRef sizes) {
+  int count = 0;
   bool alike = true;
   for (size_t i = call.first; i < call.stack.size(); ++i) {
-    each_tensor(call.stack[i], [&](const at::Tensor& tensor) { alike &= tensor.defined() && tensor.sizes() == sizes; });
+    each_tensor(call.stack[i], [&](const at::Tensor& tensor) {
+      ++count;
+      alike &= tensor.defined() && tensor.sizes() == sizes;
+    });
   }
-  return alike;
+  return alike && count > 1;
 }
 
 // The arguments that an operator returns, if it returns nothing else and writes into memory that is there: then it can
