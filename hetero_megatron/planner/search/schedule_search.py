@@ -86,7 +86,7 @@ class ScheduleSearch:
         self, problem: PlanningProblem, incumbent: Incumbent, tried: set[Structure]
     ) -> list[tuple[JudgedPlan, JudgedPlan | None]]:
         """The best on each other set of node groups and of each other structure, (under a schedule made for it in
-        little time, under 1F1B)."""
+        little time, which may be 1F1B, under 1F1B)."""
         found, scorer = list[tuple[JudgedPlan, JudgedPlan | None]](), incumbent.scorer
         limit = incumbent.plans[0].step_seconds
         for templates in itertools.chain(
@@ -98,8 +98,8 @@ class ScheduleSearch:
             start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
             if start is None or _busiest(start) >= NEAR * limit:
                 continue
-            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING)
-            other = None if made is None else self._judged(start, made, problem, scorer.costs)
+            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING) or start.plan  # it may stay 1F1B
+            other = self._judged(start, made, problem, scorer.costs)
             if other is not None:
                 found.append((other, start))
                 if other.step_seconds < incumbent.plans[0].step_seconds:
