@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from hetero_megatron.checkpoint.megatron.tensors import Part, damaged
+from hetero_megatron.checkpoint.megatron.tensors import Part, damaged, same_values
 
 STACKED = ".mlp.experts.experts."
 # Of one expert: a rank's experts are numbered from 0 in the format torch, all from 0 in torch_dist.
@@ -67,9 +67,8 @@ def joined(ranks: Sequence[Mapping[str, list[Part]]], origin: object) -> dict[st
             each = zip(*(rank[name] for rank in ranks), strict=True)
             whole[name] = [_along(name, mine, torch.cat, origin) for mine in each]
             continue
-        for other in ranks[1:]:
-            if not all(a.shape == b.shape and torch.equal(a.read(), b.read()) for a, b in zip(parts, other[name])):
-                raise damaged(f"expert-parallel ranks have different values of {name}", origin)
+        if not all(same_values(parts, other[name]) for other in ranks[1:]):
+            raise damaged(f"expert-parallel ranks have different values of {name}", origin)
         whole[name] = parts
     return whole
 

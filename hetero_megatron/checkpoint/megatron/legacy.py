@@ -25,6 +25,7 @@ from hetero_megatron.checkpoint.megatron.tensors import (
     arguments,
     damaged,
     is_weight,
+    same_values,
 )
 from hetero_megatron.checkpoint.pickles import load_tensors
 from hetero_megatron.errors import UserError
@@ -114,10 +115,10 @@ def _places(ranks: dict[tuple[int, ...], _Rank], said: Mapping[str, Any], step: 
     if said.get("num_experts") and type(tp) is type(etp) is int and tp != etp:
         problem = f"its experts are cut for {etp} tensor-parallel ranks and the rest for {tp}, which is not read"
         raise damaged(f"{problem} in this format (torch_dist is)", step)
-    places = {}
+    places: dict[Place, _Rank] = {}
     for numbers, content in ranks.items():
-        t, *rest = numbers
-        p, e = rest if len(rest) == 2 else (0, *rest) if of_experts and rest else (*rest, 0) if rest else (0, 0)
+        t, second, third = [*numbers, 0, 0][:3]  # what has no number is one rank
+        p, e = (0, second) if of_experts and len(numbers) < 3 else (second, third)
         places[t, p, e] = content
     sizes = [1 + max(numbers) for numbers in zip(*places, strict=True)]
     for place in itertools.product(*map(range, sizes)):
@@ -182,6 +183,5 @@ def _add(found: dict[str, list[Part]], name: str, parts: list[Part], step: Path)
     if name not in found:
         found[name] = parts
         return
-    same = [a.shape == b.shape and torch.equal(a.read(), b.read()) for a, b in zip(found[name], parts, strict=True)]
-    if not all(same):
+    if not same_values(found[name], parts):
         raise damaged(f"holds two different tensors {name}", step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,12 @@ class MegatronTensors:
         if EMBEDDING not in self.parts:
             raise damaged(f"holds no {EMBEDDING}: it is no GPT of Megatron Core", self.origin)
         return sum(part.shape[0] for part in self.parts[EMBEDDING])
+
+
+def same_values(parts: Sequence[Part], others: Sequence[Part]) -> bool:
+    """Whether two copies of a tensor are equal, part for part."""
+    pairs = zip(parts, others, strict=True)
+    return all(a.shape == b.shape and torch.equal(a.read(), b.read()) for a, b in pairs)
 
 
 def is_weight(name: str) -> bool:

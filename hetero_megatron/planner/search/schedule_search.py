@@ -98,8 +98,11 @@ class ScheduleSearch:
             start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
             if start is None or _busiest(start) >= NEAR * limit:
                 continue
-            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING) or start.plan  # it may stay 1F1B
-            other = self._judged(start, made, problem, scorer.costs)
+            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING)
+            if made is not None:
+                other = self._judged(start, made, problem, scorer.costs)
+            else:  # it stays 1F1B
+                other = None if start.prediction.over else start
             if other is not None:
                 found.append((other, start))
                 if other.step_seconds < incumbent.plans[0].step_seconds:
