@@ -134,7 +134,7 @@ def test_forwards_and_backwards_are_in_the_order_of_torch_and_it_is_never_slower
         for m in (p, 2 * p, 4 * p):
             ours, theirs = zero_bubble(p, m, v), of_torch(p, m, v)
             assert max(in_flight(theirs)) <= p * v
-            for a, b in zip(chunk_orders_of(ours), chunk_orders_of(theirs), strict=True):
-                assert [x for x in a if x[0] != "W"] == [x for x in b if x[0] != "W"]
+            for mine, other in zip(chunk_orders_of(ours), chunk_orders_of(theirs), strict=True):
+                assert [x for x in mine if x[0] != "W"] == [x for x in other if x[0] != "W"]
             for f, b, w in ((1, 1, 1), (1, 1.3, 0.7), (1, 1, 1.2)):
                 assert timed(ours, f, b, w).step_seconds <= timed(theirs, f, b, w).step_seconds * (1 + 1e-12)
