@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -87,11 +87,8 @@ def estimate_memory(
         trained = has
         has += frozen.get(rank, 0)
         weights, gradients, optimizer = state_bytes(has, owns, item, moments, trained)
-        host = 0
-        if rank in offloading:
-            optimizer, host = 0, host_bytes(owns, moments)
-        of_graphs = out[rank].graphs
-        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host, graphs=of_graphs)
+        states = {"optimizer": 0, "host": host_bytes(owns, moments)} if rank in offloading else {"optimizer": optimizer}
+        out[rank] = replace(out[rank], weights=weights, gradients=gradients, buffers=most, **states)
     return out
 
 
