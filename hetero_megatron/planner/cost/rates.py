@@ -1,59 +1,5 @@
-"""Rates: what is known about how fast chips and links are. Read from the cluster file, else from data sheets.
-
-A cluster file holds rates under ``rates:`` (or, for one chip and dtype, under ``chips: <chip>: rates:``, without its
-name; not both)::
-
-    rates:
-      chips:
-        <chip>:
-          <dtype>:                       # fp64 | fp32 | bf16 | fp16; fp8_tensorwise, fp8_blockwise: see below
-            gemm: [[m, n, k, seconds], …]             # one product [m, k] x [k, n]
-            gemm_flops: 2.1e14                        # or: achieved FLOP/s of large products …
-            gemm_half: 300                            # … times m/(m + half) and min(n, k)/(min(n, k) + half); default 0
-            attention: [[length, heads, head_dim, forward s, backward s], …]   # causal, one sequence
-            visits: [[queries, heads, head_dim, forward s, backward s], …]   # a block of keys in the ring, less FLOPs
-            attention_flops: 1.5e14                   # or: achieved FLOP/s over the visible pairs
-            bytes_per_second: 1.2e12                  # of bandwidth-bound operators (read + written)
-            score_seconds: 0.0                        # per (head, query, key), where kernels write the scores out
-            layer_seconds: 0.0                        # least host seconds per layer (launches), forward …
-            layer_backward_seconds: 0.0               # … and backward (default: twice)
-            action_seconds: 0.0                       # fixed host seconds per F or B of a stage …
-            split_seconds: 0.0                        # … and per W, where B is split into B_INPUT and W
-            message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
-            step_seconds: 0.0                         # fixed host seconds per optimizer step
-            pack_beta: 0.0                            # s per byte packed for an exchange; these four: 0 = from
-            add_beta: 0.0                             # … bytes_per_second; per byte received or own and summed
-            unpack_beta: 0.0                          # s per byte of parameters received, written in place
-            exchange_seconds: 0.0                     # fixed host seconds of packing or unpacking one bucket
-            accumulate_beta: 0.0                      # s per byte of weights: what the first backward of a step saves
-            jitter: 0.0                               # of t seconds of compute the standard deviation is jitter x t^0.5
-            spread: {layers: 0.01, optimizer: 0.02}   # relative standard deviation of what was measured, by family
-            overhead_bytes: 0                         # memory that the framework takes before any tensor
-            layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
-            embed: / head:                            # rows like layers; head is final norm, output matrix and loss
-            split_layers: / split_head:               # rows like layers, of B_INPUT and W instead of forward, backward
-            waiting:                                  # rows like layers, of one exchange of a TP group: see below
-            optimizer: [[elements, seconds], …]       # one update of so many owned elements
-            experts: [[fingerprint, columns, s, …], …]  # of routed experts of so many columns, see below
-      links:
-        - {within: <node group>, alpha: s, beta: s_per_byte}                   # inside one node of the group
-        - {between: [<group>, <group>], alpha: s, beta: s_per_byte, message_seconds: s,
-           collectives: {all_to_all: {alpha: s, beta: s_per_byte}, exchange: {alpha: s, beta: s_per_byte}},
-           spread: 0.01}                                                        # both directions
-        - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
-
-All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
-recompute. ``waiting`` is what a TP group's exchange takes in a running pipeline beyond what its links explain: its
-ranks wait for each other (none is steady, and they meet several times a layer). ``experts`` is what a layer of
-routed experts takes more for one expert, for one row (a token at one of its experts), for one rank more that exchanges
-tokens, and for one token sent or received: forward and backward of each, eight numbers. ``fingerprint`` is
-:func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured takes the nearest
-rows, scaled by the operator rates.
-
-Linear modules in fp8 have sections of their own, ``fp8_tensorwise`` and ``fp8_blockwise`` after the recipe: ``gemm`` of
-whole products (both operands quantised, [m, n, k, seconds] of x [m, k] and w [n, k]), or ``gemm_flops`` and
-``gemm_half`` of the product alone; ``layers`` and ``split_layers`` of runs in fp8. All else is taken from the section
-of the run's dtype.
+"""Rates: what is known about how fast chips and links are. Read from the cluster file (docs/calibrate.md has the keys
+and their units), else from data sheets.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
 stas00/ml-engineering and FlagPerf, for very large products in 16 bit, and taken for fp32 and fp64 too; half-saturation
@@ -120,7 +66,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class ChipRates:
-    """Rates of one chip and dtype; see the module docstring for units. ``calibrated``: anything was measured."""
+    """Rates of one chip and dtype, in the units of docs/calibrate.md. ``calibrated``: anything was measured."""
 
     chip: str
     dtype: str

@@ -282,9 +282,7 @@ class _ContextSearch:
             totals = sorted({sum(u.num_tokens for u in stage.units if u.group == g) for g in _groups(stage)} - {0})
             for block in sorted({stage.kv.block, *(-(-n // k) for n in (totals[0], totals[-1]) for k in (1, 2, 4, 8))}):
                 trial = replace(stage, kv=KeyValues("ring", block))
-                one = Plan(plan.seq_length, plan.global_batch_size, plan.schedule, ())
-                prices = ContextSeconds(one, self.costs)
-                seconds = sum(prices.layer(trial))
+                seconds = sum(ContextSeconds(self.costs).layer(trial))
                 if seconds < best * (1 - 1e-9):
                     best, chosen[-1] = seconds, trial.kv
         pipelines = tuple(

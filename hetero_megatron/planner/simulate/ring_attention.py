@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from hetero_megatron.plan import Plan, Stage, Unit
+from hetero_megatron.plan import Stage, Unit
 from hetero_megatron.plan.context_plan import StageContext, stage_contexts
 from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSeconds
@@ -27,19 +27,17 @@ ByGroup = dict[int, float]
 
 
 class ContextSeconds:
-    """Prices of the context stages of one plan; ``traffic``: cache by stage, added to."""
+    """Prices of context stages; ``traffic``: cache by stage, added to."""
 
-    def __init__(
-        self, plan: Plan, model: CostModel, traffic: dict[Stage, list[LayerTraffic]] | None = None
-    ) -> None:
-        self.plan, self.model, self.network = plan, model, model.links
+    def __init__(self, model: CostModel, traffic: dict[Stage, list[LayerTraffic]] | None = None) -> None:
+        self.model, self.network = model, model.links
         self._traffic = {} if traffic is None else traffic
 
     def traffic(self, stage: Stage) -> list[LayerTraffic]:
         """One per inner replica."""
         if stage not in self._traffic:
             spec = self.model.model
-            contexts = stage_contexts(spec, stage, self.plan.seq_length)
+            contexts = stage_contexts(spec, stage, self.model.seq_length)
             self._traffic[stage] = [LayerTraffic(context, spec.widest_window) for context in contexts]
         return self._traffic[stage]
 

@@ -39,7 +39,7 @@ class StageCosts:
         self.plan, self.model = plan, model
         self.network = model.links
         self._boundaries: dict[object, tuple[Piece, ...]] = {} if prepared is None else prepared.boundaries
-        self.context = ContextSeconds(plan, model, None if prepared is None else prepared.context)
+        self.context = ContextSeconds(model, None if prepared is None else prepared.context)
         self.sharing = self._sharing()
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
