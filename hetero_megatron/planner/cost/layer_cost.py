@@ -24,6 +24,7 @@ from hetero_megatron.plan.memory import (
     held_elements,
     host_bytes,
     kept_bytes,
+    saved_per_layer,
     state_bytes,
     trained_elements,
     working_bytes,
@@ -380,6 +381,14 @@ class CostModel:
     def _most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
         return max(held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
 
+    def saved_bytes(self, stage: StageChoice) -> int:
+        """Bytes that weights in 8 bits save on the stage's rank on which they save the least."""
+        return int(stage.layers * self._saved_per_layer(stage.tp))
+
+    @cached_method
+    def _saved_per_layer(self, tp: int) -> float:
+        return min(saved_per_layer(self.model, share, self.item) for share in equal_shares(self.model, tp))
+
     def trained_elements(self, stage: StageChoice) -> int:
         """Elements with gradients on the stage's rank that holds the most of them."""
         return self.most_trained(stage.tp, stage.layers, stage.embed, stage.head)
@@ -424,8 +433,8 @@ class CostModel:
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
         held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
-        trained = self.trained_elements(stage)
-        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained)
+        trained, saved = self.trained_elements(stage), self.saved_bytes(stage)
+        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained, saved)
         return weights, gradients, 0 if stage.offload else optimizer
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
