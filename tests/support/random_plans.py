@@ -115,7 +115,8 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
     rng.shuffle(order)
     start = 0
     for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
-        chunks = {"interleaved": rng.choice([1, 2, 2, 3]), "adaptive": rng.choice([1, 1, 2, 3])}.get(schedule, 1)
+        many, some = rng.choice([1, 2, 2, 3]), rng.choice([1, 1, 2, 3])
+        chunks = {"interleaved": many, "zero-bubble": some, "adaptive": some}.get(schedule, 1)
         pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length, chunks))
         if schedule == "zero-bubble" and rng.random() < 0.5:
             stages = len(pipelines[-1]["stages"])
