@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout
+from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout, TabledDraws
 from hetero_megatron.ops.gemm_fp8 import Maxima
 from hetero_megatron.spec import ModelSpec, Rope
 
@@ -33,7 +33,7 @@ class Context:
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
     counted: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    draws: Draws | None = None
+    draws: Draws | TabledDraws | None = None
     tokens: torch.Tensor | None = None
     inside: torch.Tensor | None = None
 
@@ -156,7 +156,7 @@ class CoreAttention(nn.Module):
         self.window, self.softcap, self.kernels = spec.layer(layer).window, spec.attn_softcap, kernels
         self.layer, self.first_head, self.dropout = layer, first_head, dropout
 
-    def score_dropout(self, draws: Draws | None, first_head: int) -> ScoreDropout | None:
+    def score_dropout(self, draws: Draws | TabledDraws | None, first_head: int) -> ScoreDropout | None:
         """Of query heads from ``first_head`` on."""
         if draws is None or not self.dropout:
             return None
