@@ -15,10 +15,11 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_append
+from hetero_megatron.pages.page import kind_of
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.plan.memory import moments_of
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.report.page import kind_of, prediction_charts
+from hetero_megatron.planner.report.timeline import prediction_charts
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.step import Prediction, computing_seconds, predict
 from hetero_megatron.training.config import RunConfig

@@ -24,7 +24,6 @@ from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.simulate.grad_sync import GradSync
-from hetero_megatron.planner.simulate.rate_fitting import read_runs
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.schedule import (
     Action,
@@ -37,6 +36,7 @@ from hetero_megatron.schedule import (
     validate_collectives,
 )
 from hetero_megatron.spec import from_hf_config
+from hetero_megatron.training.rate_fitting import read_runs
 from tests.support.parity import check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
 
