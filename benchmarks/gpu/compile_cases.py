@@ -142,6 +142,9 @@ def products_in_fp8() -> Iterator[Call]:
     yield "gemm_fp8 weight, e5m2", partial(hk.gemm_fp8_blocks, dy, by_token, turned, by_token, FP32)
     for blocks in ("1x128", "128x128", "128x1"):
         yield f"quantise_fp8 {blocks}", partial(hk.quantise_fp8_blocks, empty(8192, n), fp8, blocks)
+    whole = partial(hk.quantise_fp8, empty(2, 4096, n), fp8, empty(2, dtype=FP32))
+    yield "quantise_fp8 whole", whole
+    yield "quantise_fp8 whole, turned", partial(whole, turned=True)
 
 
 CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, products_in_fp8, optimizers)

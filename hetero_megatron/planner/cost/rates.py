@@ -51,7 +51,8 @@ tokens, and for one token sent or received: forward and backward of each, eight 
 rows, scaled by the operator rates.
 
 Linear modules in fp8 have sections of their own, ``fp8_tensorwise`` and ``fp8_blockwise`` after the recipe: ``gemm`` of
-whole products (both operands quantised, [m, n, k, seconds] of x [m, k] and w [n, k]), or ``gemm_flops`` and
+whole products (both operands quantised, [m, n, k, seconds] of x [m, k] and w [n, k]), ``gemm_backward`` of the
+gradients of x and w ([m, n, k, seconds, seconds]; without it they follow ``gemm``), or ``gemm_flops`` and
 ``gemm_half`` of the product alone; ``layers`` and ``split_layers`` of runs in fp8. All else is taken from the section
 of the run's dtype.
 
@@ -91,8 +92,8 @@ CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process befor
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
 ROWS = {
-    "gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6, "split_head": 6, "optimizer": 2,
-    "visits": 5, "waiting": 6, "experts": 10,
+    "gemm": 4, "gemm_backward": 5, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6,
+    "split_head": 6, "optimizer": 2, "visits": 5, "waiting": 6, "experts": 10,
 }  # fmt: skip
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
@@ -134,6 +135,7 @@ class ChipRates:
     step_seconds: float = 0.0
     overhead_bytes: float = 0.0
     gemm: tuple[Row, ...] = ()
+    gemm_backward: tuple[Row, ...] = ()
     attention: tuple[Row, ...] = ()
     layers: tuple[LayerRow, ...] = ()
     embed: tuple[LayerRow, ...] = ()
@@ -335,9 +337,10 @@ def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str
     """The fields of :class:`ChipRates` that an entry of ``rates.chips`` holds, checked; all tables, empty or not."""
     where = f"rates.chips.{chip}.{dtype}"
     entries = _mapping(given, where, cluster)
+    tables = [key for key in ROWS if key != "gemm_backward" or dtype.startswith("fp8_")]
     for key in entries:
-        if key not in (*ROWS, *NUMBERS, "spread"):
-            accepted = ", ".join((*NUMBERS, *ROWS, "spread"))
+        if key not in (*tables, *NUMBERS, "spread"):
+            accepted = ", ".join((*NUMBERS, *tables, "spread"))
             raise UserError("unknown rate", field=where, value=key, accepted=accepted, where=cluster.file)
     values: dict[str, Any] = {
         k: _number(entries[k], f"{where}.{k}", cluster, k not in ("gemm_flops", "bytes_per_second", "attention_flops"))

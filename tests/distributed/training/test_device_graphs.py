@@ -151,18 +151,12 @@ def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
         assert sum(other["waits"].values()) <= 2, "and the host waits no more than without"
 
 
-@pytest.mark.parametrize(
-    ("how", "lora", "fp8"),
-    [("none", None, None), ("full", None, None), ("none", ADAPTERS["adapters"], None),
-     ("none", None, Fp8("e4m3", "tensorwise"))],
-)  # fmt: skip
-def test_the_estimate_counts_what_graphs_take(how: str, lora: Lora | None, fp8: Fp8 | None, pool: Pool) -> None:
+@pytest.mark.parametrize(("how", "fp8"), [("none", None), ("full", None), ("none", Fp8("e4m3", "tensorwise"))])
+def test_the_estimate_counts_what_graphs_take(how: str, fp8: Fp8 | None, pool: Pool) -> None:
     """Without their part it would be a fifth too small."""
     model = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # tensors of many pages
     case = case_of(model, [recomputed(ONE, how)], rows=2, seq_length=64, fp8=fp8)
     spec = from_hf_config(model)
-    spec = spec if lora is None else adapted(spec, lora)
     predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True, fp8=fp8)[0]
-    peak = pool.run(trained, case, EAGER, lora)[0]["peak"]
-    print(peak, predicted)
+    peak = pool.run(trained, case, EAGER)[0]["peak"]
     assert 0.9 < peak / predicted.total < 1.1
