@@ -12,6 +12,7 @@ from torch import nn
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout, TabledDraws
 from hetero_megatron.ops.gemm_fp8 import Maxima
+from hetero_megatron.ops.int8_weight import int8_product
 from hetero_megatron.spec import ModelSpec, Rope
 
 
@@ -53,6 +54,7 @@ class Linear(nn.Module):
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.scales: torch.Tensor | None = None  # of a frozen weight in 8 bits, one per output (ops/int8_weight.py)
         self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,9 @@ class Linear(nn.Module):
         return y
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.kernels.fp8 is None:
+        if self.scales is not None:
+            y = int8_product(self.kernels.gemm, x, self.weight, self.scales, bias)
+        elif self.kernels.fp8 is None:
             y = self.kernels.gemm(x, self.weight, bias)
         else:
             y = getattr(self.kernels, self.kernels.fp8)(x, self.weight, bias, self.maxima)
@@ -85,7 +89,7 @@ def lay_together(*linears: Linear) -> tuple[Linear, ...]:
 
 def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What each of them makes of ``x``."""
-    if linears[0].kernels.fp8 is not None:  # each has scales of its own
+    if linears[0].kernels.fp8 is not None or linears[0].scales is not None:  # each has scales of its own
         return tuple(linear(x) for linear in linears)
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
     found = linears[0].kernels.joint_gemm(x, weights, biases)

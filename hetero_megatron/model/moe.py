@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.int8_weight import int8_product
 from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
@@ -39,14 +40,17 @@ class GroupedLinear(nn.Module):
         self.kernels, self.adds_bias = kernels, adds_bias
         self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
         self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
+        self.scales: torch.Tensor | None = None  # of frozen weights in 8 bits, one per output (ops/int8_weight.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """What becomes of the product ``y`` of x and the weights; adapters replace it (``parallel/lora.py``)."""
         return y
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.adds_bias else None
-        return self.adapted(self.kernels.grouped_gemm(x, self.weight, bias, ends), x, ends)
+        bias, product = self.bias if self.adds_bias else None, self.kernels.grouped_gemm
+        if self.scales is not None:
+            return self.adapted(int8_product(product, x, self.weight, self.scales, bias, ends), x, ends)
+        return self.adapted(product(x, self.weight, bias, ends), x, ends)
 
 
 class Experts(nn.Module):

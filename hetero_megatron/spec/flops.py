@@ -244,7 +244,8 @@ def layer_backward_bytes(
 
     - in the activation: its input's gradients are written, one helper beside them, while the input is still kept and
       the product is gone: 2 f with SwiGLU (gate's and up's gradients beside the product's), otherwise 1 f;
-    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up;
+    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up
+      (of a frozen weight in 8 bits, what is made of it);
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
 
@@ -256,14 +257,14 @@ def layer_backward_bytes(
     routed = load.layers if load is not None else 0.0
     h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
     row = tokens * itemsize
-    weight = h * f if spec.lora is None else 0
+    weight = h * f if spec.lora is None or spec.in_int8 else 0
     inside = (2 if spec.gated else 1) * f
     if linear is not None:
         heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
         worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
     else:
         worst = max(row * inside, row * (h + f) + weight * itemsize)
-        if itemsize == 2:
+        if itemsize == 2 and not spec.in_int8:
             worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)

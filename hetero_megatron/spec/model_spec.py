@@ -196,6 +196,11 @@ class ModelSpec:
         return self if self.lora is None else replace(self, lora=None)
 
     @property
+    def in_int8(self) -> bool:
+        """The frozen projections of its layers are stored in 8 bits."""
+        return self.lora is not None and self.lora.base_dtype == "int8"
+
+    @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 

@@ -24,6 +24,7 @@ from hetero_megatron.plan.memory import (
     held_elements,
     host_bytes,
     kept_bytes,
+    saved_per_layer,
     state_bytes,
     trained_elements,
     working_bytes,
@@ -390,6 +391,11 @@ class CostModel:
             self._held[key] = max(held_elements(self.model, *what, share) for share in shares)
         return self._held[key]
 
+    def saved_bytes(self, stage: StageChoice) -> int:
+        """Bytes that weights in 8 bits save on the stage's rank on which they save the least."""
+        shares = equal_shares(self.model, stage.tp)
+        return int(stage.layers * min(saved_per_layer(self.model, share, self.item) for share in shares))
+
     def trained_elements(self, stage: StageChoice) -> int:
         """Elements with gradients on the stage's rank that holds the most of them."""
         return self.most_trained(stage.tp, stage.layers, stage.embed, stage.head)
@@ -436,8 +442,8 @@ class CostModel:
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
         held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
-        trained = self.trained_elements(stage)
-        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained)
+        trained, saved = self.trained_elements(stage), self.saved_bytes(stage)
+        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained, saved)
         return weights, gradients, 0 if stage.offload else optimizer
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:

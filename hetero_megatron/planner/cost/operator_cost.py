@@ -14,7 +14,7 @@ from functools import cached_property
 from hetero_megatron.planner.cost.expert_cost import expert_seconds
 from hetero_megatron.planner.cost.product_cost import Fp8Products, Products, in_all, nearest, product_seconds
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
@@ -363,9 +363,17 @@ class Operators:
         forward = max(products.forward + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
         frozen, adapters = model.lora is not None, self._adapters(share, tokens)
         forward += adapters
+        made = self._from_int8(share)
+        forward += made
         both = products.input + (0.0 if frozen else products.weight)
-        backward = both + 2 * (small + adapters) + core[1] + exchange[1]
+        backward = both + made + 2 * (small + adapters) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
+
+    def _from_int8(self, share: float) -> float:
+        """Seconds in which a layer's frozen weights in 8 bits, but those of experts, become what products multiply
+        with: once in forward, and once in backward."""
+        elements = sum(t.size for t in logical_tensors(self.model) if t.int8 and not t.per_expert)
+        return share * elements / self.model.num_layers * (1 + self.item) / self.rates.bytes_per_second
 
     def _adapters(self, share: float, tokens: float) -> float:
         """Seconds of the adapters of a layer in forward: two narrow products each, and their addition."""
