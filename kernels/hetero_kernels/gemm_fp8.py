@@ -45,9 +45,12 @@ def _quantise(
     across = tl.cdiv(cols, COLS)
     tiles = tl.cdiv(rows, ROWS) * across
     for every in range(tl.program_id(0), matrices * tiles, tl.num_programs(0)):
-        matrix, tile = every // tiles, every % tiles
-        x_at = x_ptr + matrix.to(tl.int64) * matrix_stride
-        out_at = out_ptr + matrix.to(tl.int64) * rows * cols
+        if SHAPE >= 3:
+            matrix, tile = every // tiles, every % tiles
+            x_at = x_ptr + matrix.to(tl.int64) * matrix_stride
+            out_at = out_ptr + matrix.to(tl.int64) * rows * cols
+        else:
+            tile, x_at = every, x_ptr
         top, left = tile // across, tile % across
         row = (top * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         col = (left * COLS + tl.arange(0, COLS)).to(tl.int64)
