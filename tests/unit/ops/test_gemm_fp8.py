@@ -28,6 +28,8 @@ from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits, stage_fp8
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model, shares
+from hetero_plugins import fp8 as vendor
+from hetero_plugins import triton as portable
 from tests.support.small_plans import pipe, plan, stage
 
 
@@ -150,6 +152,15 @@ def test_no_device_gets_the_reference_unasked() -> None:
     for op in NAMES:
         with pytest.raises(UserError, match="only by request"):
             resolve(torch_registry(), [Signature(op, "acme", torch.bfloat16, "other")])
+
+
+def test_the_kernel_that_quantises_in_one_pass_is_chosen_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "INTERPRETED", False)
+    registry = load_plugins().registry
+    hopper = Signature(NAMES[0], "cuda", torch.bfloat16, "nvidia", (9, 0))
+    assert resolve(registry, [hopper]).provider(NAMES[0]) == "triton"
+    monkeypatch.setattr(vendor, "triton_supports", lambda _: ["triton is not installed"])
+    assert resolve(registry, [hopper]).provider(NAMES[0]) == "scaled_mm"
 
 
 TP = plan([pipe(1, 2, stage([0, 1], [0, 6], tp=2))], seq_length=256)
