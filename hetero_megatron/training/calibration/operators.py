@@ -87,11 +87,12 @@ def _ring(clock: Clock, block: BlockAttention, tensors: Sequence[torch.Tensor], 
             block.forward(q, pair[0], pair[1], mine, out, lse)
 
     def backward() -> None:
-        dq, delta = torch.zeros_like(out), block.kernel.delta(grad, out)
+        dq, whole = torch.zeros_like(out), out.to(q.dtype)
+        delta = block.kernel.delta(grad, whole)
         for cut, mine in zip(cuts, tiles, strict=True):
             pair = torch.stack((k[:, cut], v[:, cut]))
             sums = torch.zeros(pair.shape, dtype=out.dtype, device=out.device)
-            block.backward(grad, q, pair[0], pair[1], out, lse, mine, (dq, sums[0], sums[1]), delta)
+            block.backward(grad, q, pair[0], pair[1], whole, lse, mine, (dq, sums[0], sums[1]), delta)
             sums += torch.stack((sums[0], sums[1]))  # the sum so far arrives, and leaves
 
     return timed(clock, forward, backward)

@@ -80,7 +80,8 @@ def test_chips_with_fp8_get_its_rates(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("HETERO_NODE", "slow")
     file = tmp_path / "cluster.yaml"
-    chips = {"small": {"memory": "1 GiB", "dtypes": ["fp32", "bf16", "fp8"]}}
+    rates = {"tflops": {"bf16": 0.1}, "memory_bandwidth": "10 GB/s"}
+    chips = {"small": {"memory": "1 GiB", "dtypes": ["fp32", "bf16", "fp8"], **rates}}
     file.write_text(yaml.safe_dump({"nodes": [{"name": "slow", "count": 1, "chip": "small"}], "chips": chips}))
     sizes = ["--micro-batch-sizes", "1", "--steps", "1", "--seq-length", "16"]
     assert calibrate_main(["--cluster", str(file), "--model", "tiny", "--dtype", "bf16", *sizes]) == 0
