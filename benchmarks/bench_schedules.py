@@ -9,8 +9,8 @@ in micro-batches; a schedule that needs more is left out of its row.
 from __future__ import annotations
 
 import argparse
-import math
 import itertools
+import math
 import os
 import random
 import statistics
