@@ -77,13 +77,14 @@ class MemoryFit:
         self._known: dict[Key, dict[int, MemoryBytes]] = {}
         self._levels: dict[Key, list[Level]] = {}
         self._known_limits: dict[Key, tuple[int, int]] = {}
+        self._beside: dict[Key, dict[StageId, int]] = {}
 
     def fits(self, placed: PlacedTemplate) -> tuple[list[PlanTemplate], PlanTemplate | None]:
         """(templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each
         with the fastest recompute; a template that no other way to fit beats, None where all ways were tried or ruled
         out)."""
         template = placed.template
-        least, sure = self._best_case_levels(template)
+        least, sure = self._best_case_levels(placed)
         if least is None:
             return [], None
         if sure:
@@ -102,17 +103,17 @@ class MemoryFit:
             return [*found, with_levels(template, shared)], None
         return found, with_levels(template, least)
 
-    def _best_case_levels(self, template: PlanTemplate) -> tuple[list[list[Level]] | None, bool]:
+    def _best_case_levels(self, placed: PlacedTemplate) -> tuple[list[list[Level]] | None, bool]:
         """(fastest level of each stage if others owned its states and buckets took no memory, None if even so it does
         not fit; whether these levels fit whoever owns the states)."""
-        ranks = sum(part.shape.chips for part in template.parts)
-        rows, sure, left = [], True, -self._all_states
-        for part in template.parts:
-            last, size = len(part.shape.stages) - 1, part.shape.micro_batch_size
-            alive = in_flight(template.schedule, last + 1, part.num_micro_batches)
+        beside, rows, sure, left = self._communicators(placed), [], True, -self._all_states
+        ranks = sum(shape.chips for shape, _, _ in placed.pipelines)
+        for p, (shape, m, _) in enumerate(placed.pipelines):
+            last, size = len(shape.stages) - 1, shape.micro_batch_size
+            alive = in_flight(placed.template.schedule, last + 1, m)
             row = []
-            for s, stage in enumerate(part.shape.stages):
-                free, most = self._limits(stage, s == 0, s == last, ranks)
+            for s, stage in enumerate(shape.stages):
+                free, most = (x - beside[p, s] for x in self._limits(stage, s == 0, s == last, ranks))
                 level = self.fastest(stage, size, s == 0, s == last, alive[s], free)
                 if level is None:
                     return None, False
@@ -122,6 +123,18 @@ class MemoryFit:
                 left += stage.chips * (free - least)
             rows.append(row)
         return (rows if left >= 0 else None), sure
+
+    def _communicators(self, placed: PlacedTemplate) -> dict[StageId, int]:
+        """Bytes beyond what is set aside for communicators, of a rank of each stage."""
+        what = tuple(tuple((s.group, s.tp, s.dp, s.layers) for s in shape.stages) for shape, _, _ in placed.pipelines)
+        if what not in self._beside:
+            stages, known = _stages(placed), self.scorer.tables.communicators
+            holders = (row for _, row in self._layer_ranges(placed))
+            reducing = known.reducing(holders, stages, {at: stage.chips for at, stage in stages.items()})
+            self._beside[what] = {
+                (p, s): known.counted(placed.pipelines[p][0].stages, s, sizes) for (p, s), sizes in reducing.items()
+            }
+        return self._beside[what]
 
     def _limits(self, stage: StageTemplate, embed: bool, head: bool, ranks: int) -> tuple[int, int]:
         """(bytes for activations on the stage's fullest rank if it owns no states, the same if it owns all that it
@@ -169,14 +182,14 @@ class MemoryFit:
     def _state_room(self, placed: PlacedTemplate, levels: list[list[Level]] | None) -> dict[StageId, int]:
         """By stage, bytes for optimizer states on a rank with these levels (None: those that keep least)."""
         ranks = sum(part.shape.chips for part in placed.template.parts)
-        found = {}
+        found, beside = {}, self._communicators(placed)
         for p, (shape, m, _) in enumerate(placed.pipelines):
             last = len(shape.stages) - 1
             alive = in_flight(placed.template.schedule, last + 1, m)
             for s, stage in enumerate(shape.stages):
                 rows = [levels[p][s]] if levels else self.levels(stage, shape.micro_batch_size, s == 0, s == last)
                 free = self._limits(stage, s == 0, s == last, ranks)[0]
-                found[p, s] = free - min(alive[s] * kept + work for _, _, kept, work in rows)
+                found[p, s] = free - beside[p, s] - min(alive[s] * kept + work for _, _, kept, work in rows)
         return found
 
     def _with_unequal_shares(
@@ -266,7 +279,10 @@ class MemoryFit:
             pipelines = tuple((_plain(x), 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
             plan = to_plan(replace(placed, pipelines=pipelines), costs.cluster, costs.seq_length, costs.model.num_heads)
             self._known[layout, what] = estimate_memory(plan, costs.model, costs.dtype, costs.options.moments)
-        known, found = self._known[layout, what], {}
+        known, found, beside = self._known[layout, what], {}, self._communicators(placed)
+        stage_of = {
+            r: (p, s) for p, (_, _, x) in enumerate(placed.pipelines) for s, u in enumerate(x) for t in u for r in t
+        }  # fmt: skip
         for rank, i in number.items():
             chip, needs = costs.cluster.ranks[rank].chip, known[i]
             optimizer = needs.optimizer
@@ -274,6 +290,7 @@ class MemoryFit:
                 held = needs.gradients // costs.wide
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             free = costs.memory_limit(chip) - costs.overhead(chip) - needs.weights - needs.gradients
+            free -= beside[stage_of[rank]]
             found[rank] = StateRoom(free, optimizer, needs.buffers)
         return found
 

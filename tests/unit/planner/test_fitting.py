@@ -33,7 +33,7 @@ def _random_candidate(rng: random.Random, case: Case, scorer: TemplateScorer) ->
     left, parts = list(scorer.pool.counts), []
     for _ in range(rng.randint(1, 3)):
         stages: list[StageTemplate] = []
-        for _ in range(rng.randint(1, 2)):
+        for _ in range(rng.randint(1, 4)):
             choices = [g for g, n in enumerate(left) if n]
             if choices:
                 group = rng.choice(choices)
