@@ -23,7 +23,6 @@ from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.memory import member_limits
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import schedule_context
-from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.batch_partition import divide_units
@@ -280,9 +279,7 @@ class _ContextSearch:
             totals = sorted({sum(u.num_tokens for u in stage.units if u.group == g) for g in _groups(stage)} - {0})
             for block in sorted({stage.kv.block, *(-(-n // k) for n in (totals[0], totals[-1]) for k in (1, 2, 4, 8))}):
                 trial = replace(stage, kv=KeyValues("ring", block))
-                one = Plan(plan.seq_length, plan.global_batch_size, plan.schedule, ())
-                prices = ContextSeconds(one, self.costs, LinkModel(self.costs.rates))
-                seconds = sum(prices.layer(trial))
+                seconds = sum(ContextSeconds(self.costs).layer(trial))
                 if seconds < best * (1 - 1e-9):
                     best, chosen[-1] = seconds, trial.kv
         pipelines = tuple(

@@ -126,7 +126,8 @@ class MemoryFit:
             costs = self.scorer.costs
             choice = self.scorer.tables.choice(stage, x.embed, x.head)
             held, trained = costs.held_elements(choice), costs.trained_elements(choice)
-            weights, gradients, optimizer = state_bytes(held, trained, costs.item, costs.options.moments, trained)
+            rest = costs.item, costs.options.moments, trained, costs.saved_bytes(choice)
+            weights, gradients, optimizer = state_bytes(held, trained, *rest)
             free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
             known = [bucket_elements(costs.model, x.embed, x.head, n) for n in equal_shares(costs.model, stage.tp)]
             buckets = min(trained, max(together for _, together in known)) * costs.wide * ranks if ranks > 1 else 0

@@ -187,6 +187,8 @@ class ScheduleSearch:
             cut = interleaved(plan, chunks)
             if cut is not None:
                 yield cut
+                if supports("schedule.zero-bubble"):
+                    yield replace(cut, schedule="zero-bubble")
                 also = chunks <= MOST_ADAPTED and supports("schedule.adaptive")
                 made = adapted(cut, start.prediction, costs, CHUNKED_EFFORT) if also else None
                 if made is not None:
