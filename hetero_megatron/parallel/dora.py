@@ -15,6 +15,7 @@ from hetero_megatron.parallel.lora import Magnitude
 from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.spec.tensors import MAGNITUDE
 
+CUT = ("q_heads", "ffn")  # inputs of which a rank of a TP group has a part
 ROWS = 1024  # in fp32 at once
 
 
@@ -34,7 +35,7 @@ class RowNorms:
                 magnitude = getattr(module, MAGNITUDE, None)
                 if isinstance(module, Linear) and isinstance(magnitude, Magnitude):
                     whole = f"model.layers.{layer.number}.{name}.weight"
-                    cut = held[whole].axes[1].role != "hidden" and group.size > 1
+                    cut = held[whole].axes[1].role in CUT and group.size > 1
                     self._parts[whole] = module, magnitude, cut
 
     @torch.no_grad()
@@ -50,7 +51,7 @@ class RowNorms:
 
     def _squares(self, linear: Linear, wide: torch.dtype) -> torch.Tensor:
         """[outputs], of the columns that this rank has."""
-        a, b = (linear.get_submodule(name).weight.to(wide) for name in ("lora_A", "lora_B"))  # type: ignore[operator, union-attr]
+        a, b = (linear.get_parameter(f"{name}.weight").to(wide) for name in ("lora_A", "lora_B"))
         found = []
         for start in range(0, len(b), ROWS):
             rows = slice(start, start + ROWS)

@@ -91,7 +91,8 @@ def test_dora_loads_in_peft_and_merges_as_there(base: Path, tmp_path: Path) -> N
     assert close(logits(model.merge_and_unload()), found)
     assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), found)
 
-    fresh = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["o_proj", "up_proj"], use_dora=True))
+    fresh = AutoModelForCausalLM.from_pretrained(base)
+    fresh = peft.get_peft_model(fresh, peft.LoraConfig(r=2, target_modules=["o_proj", "up_proj"], use_dora=True))
     fresh.save_pretrained(tmp_path / "theirs")
     words = f"--load-hf {base} {SIZES} --train-iters 1 --lr 0 --min-lr 0"
     run(words, f"--load-adapter {tmp_path}/theirs --save-adapter {tmp_path}/read")
