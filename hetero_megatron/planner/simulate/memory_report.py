@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -85,14 +85,10 @@ def estimate_memory(
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
     offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
     for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
-        trained = has
         more, saved = frozen.get(rank, (0, 0))
-        weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, trained, saved)
-        host = 0
-        if rank in offloading:
-            optimizer, host = 0, host_bytes(owns, moments)
-        of_graphs = out[rank].graphs
-        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host, graphs=of_graphs)
+        weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
+        states = {"optimizer": 0, "host": host_bytes(owns, moments)} if rank in offloading else {"optimizer": optimizer}
+        out[rank] = replace(out[rank], weights=weights, gradients=gradients, buffers=most, **states)
     return out
 
 
