@@ -56,6 +56,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.scales: torch.Tensor | None = None  # of a frozen weight in 8 bits, one per output (ops/int8_weight.py)
+        self.alone = kernels.fp8 is not None  # its product is not one with those of other weights
         self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ def lay_together(*linears: Linear) -> tuple[Linear, ...]:
 
 def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What each of them makes of ``x``."""
-    if linears[0].kernels.fp8 is not None or linears[0].scales is not None:  # each has scales of its own
+    if any(linear.alone for linear in linears):
         return tuple(linear(x) for linear in linears)
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
     found = linears[0].kernels.joint_gemm(x, weights, biases)
