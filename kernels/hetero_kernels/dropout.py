@@ -18,7 +18,7 @@ DROP_ARGUMENTS = ("drop_key", "drop_sample", "drop_head", "drop_q", "drop_k")
 
 
 def dropout_keep_reference(
-    key: int, dropped: int, columns: torch.Tensor, rows: torch.Tensor, head: int | torch.Tensor,
+    key: int | torch.Tensor, dropped: int, columns: torch.Tensor, rows: torch.Tensor, head: int | torch.Tensor,
     sample: int | torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Which elements stay; int64 tensors that broadcast, one element at a time as the definition says."""
