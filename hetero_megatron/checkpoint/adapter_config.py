@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENT, doubled, parameters_of
+from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENTS, doubled, parameters_of
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.spec import Lora, ModelSpec
@@ -17,9 +17,9 @@ from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ACCEPTED = f"a directory with {CONFIG} and {WEIGHTS}, as peft writes it for LoRA"
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # its experts' modules, as released
-# Keys of PEFT that would change numbers, and the values with which they do not.
+# Keys of PEFT that change numbers, and the values that are served.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "fan_in_fan_out": (False, None),
+    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, True, None), "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []), "layers_to_transform": (None, []), "exclude_modules": (None, []),
     "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None, []),
     "trainable_token_indices": (None, {}), "alora_invocation_tokens": (None, []),
@@ -33,12 +33,12 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rslora,
-        "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": False,
+        "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": lora.dora,
         "init_lora_weights": True, "modules_to_save": None,
     }  # fmt: skip
     if spec.moe is not None:
         found["target_modules"] = [name for name in lora.targets if name not in MLP_TARGETS]
-        found["target_parameters"] = parameters_of(lora)
+        found["target_parameters"] = parameters_of(spec)
         if "gate_proj" in lora.targets:
             found["rank_pattern"], found["alpha_pattern"] = doubled(lora)
     return found
@@ -61,7 +61,8 @@ def read_config(directory: str, field: str) -> Lora:
         raise UserError("has no r, lora_alpha or use_rslora", field=field, value=where, accepted=ACCEPTED)
     targets = (*_target_modules(found, where), *_target_parameters(found, where))
     try:
-        lora = Lora(rank, float(alpha), targets, scaled, found.get("lora_dropout") or 0.0)
+        dropout, dora = found.get("lora_dropout") or 0.0, bool(found.get("use_dora"))
+        lora = Lora(rank, float(alpha), targets, scaled, dropout, dora=dora)
     except UserError as error:
         name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}[error.field]
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where=where) from None
@@ -98,7 +99,8 @@ def _target_parameters(found: Mapping[str, Any], where: str) -> list[str]:
     out: list[str] = []
     for name in _names(found, "target_parameters", accepted, where):
         parent, _, last = name.rpartition(".")
-        if last not in PARAMETERS or not f".{PARENT}".endswith(f".{parent}" if parent else ""):
+        of_experts = any(f".{one}".endswith(f".{parent}" if parent else "") for one in PARENTS)
+        if last not in PARAMETERS or not of_experts:
             raise UserError(
                 "only experts' parameters may have adapters", field="target_parameters", value=name, accepted=accepted,
                 where=where,

@@ -22,12 +22,11 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
-from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
+from hetero_megatron.cluster.rates_section import format_rates, merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import TESTBED, LauncherEnvironment, read_launcher
 from hetero_megatron.planner.cost.rates import given_rates, load_rates, refuse_twice
-from hetero_megatron.planner.report.rates import format_rates
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, notice_line, plural
 
@@ -146,7 +145,7 @@ def _read_rates(file: str) -> dict[str, Any]:
 
 def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -> dict[str, Any]:
     """``rates`` with those that measured runs determine."""
-    from hetero_megatron.planner.simulate.rate_fitting import fit_rates, format_fit, rates_section, read_runs
+    from hetero_megatron.training.rate_fitting import fit_rates, format_fit, rates_section, read_runs
 
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
@@ -225,7 +224,7 @@ def _measure(
     from hetero_megatron.training.calibration import Job, calibrate
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.islands import transport_of
-    from hetero_megatron.training.kernels import rank_kernels
+    from hetero_megatron.training.kernels import fp8_kernels, rank_kernels
     from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
     from hetero_megatron.training.loop import optimizer_factory, platform_at, position
 
@@ -261,7 +260,10 @@ def _measure(
             log(f"{one.dtype}, {plural(one.seq_length, 'token')}")
             kind = TORCH_DTYPES[one.dtype]
             kernels = partial(rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind)
-            job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels)
+            # Its rates are not told apart by the dtype of the weights: that of the first counts.
+            has = "fp8" in cluster.chips[cluster.ranks[comm.rank].chip].dtypes and one.dtype == wanted[0].dtype
+            fp8 = fp8_kernels(plugins.registry, platform, kind) if has else {}
+            job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels, fp8)
             fixed = _known_fixed(cluster, rates, one.dtype, one.seq_length)
             found = calibrate(job, cluster, spec, one, log, links, fixed)
             rates, links = merge_rates(rates, found.rates), found.links

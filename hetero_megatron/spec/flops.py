@@ -26,8 +26,11 @@ CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: fe
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
 
 
-def visible_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without a window."""
+def visible_pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
+    """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without window or chunks."""
+    if chunk is not None and chunk < length:
+        whole, rest = divmod(length, chunk)
+        return whole * visible_pairs(chunk, window) + visible_pairs(rest, window)
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -35,13 +38,15 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 def attention_pairs(spec: ModelSpec, length: int, layers: Iterable[int] | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens, summed over ``layers`` (all)."""
     kinds = spec.layers if layers is None else [spec.layer(i) for i in layers]
-    return sum(count * visible_pairs(length, window) for window, count in Counter(k.window for k in kinds).items())
+    limits = Counter((kind.window, kind.chunk) for kind in kinds)
+    return sum(count * visible_pairs(length, *limit) for limit, count in limits.items())
 
 
 def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
-    """The same of an average layer: where layers have unlike windows, what a cost that counts layers goes by."""
-    if len(spec.windows) == 1:
-        return visible_pairs(length, spec.windows[0])
+    """The same of an average layer: where layers see unlike many tokens, what a cost that counts layers goes by."""
+    limits = {(kind.window, kind.chunk) for kind in spec.layer_kinds}
+    if len(limits) == 1:
+        return visible_pairs(length, *limits.pop())
     return attention_pairs(spec, length) / spec.num_layers
 
 
@@ -117,7 +122,7 @@ def _plain_adapters(spec: ModelSpec) -> list[LogicalTensor]:
     """A's and B's of one layer (all layers have the same), without those of experts."""
     if spec.lora is None:
         return []
-    return [t for t in logical_tensors(spec) if t.layer == 0 and t.trained and not t.per_expert]
+    return [t for t in logical_tensors(spec) if t.layer == 0 and t.trained and len(t.shape) == 2]
 
 
 def adapter_flops(spec: ModelSpec) -> float:
@@ -137,6 +142,16 @@ def dropped_inputs(spec: ModelSpec) -> tuple[int, int]:
     inputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_A.weight")]
     cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
     return sum(t.shape[1] for t in inputs) - cut, cut
+
+
+def scaled_outputs(spec: ModelSpec) -> tuple[int, int]:
+    """Elements per token of one layer that DoRA keeps, the outputs of adapted matrices before they are scaled: (of
+    those that every rank of a TP group has whole, of those that are cut)."""
+    if spec.lora is None or not spec.lora.dora:
+        return 0, 0
+    outputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_B.weight")]
+    cut = sum(t.shape[0] for t in outputs if t.axes[0].role in ("q_heads", "kv_heads", "ffn"))
+    return sum(t.shape[0] for t in outputs) - cut, cut
 
 
 def adapter_widths(spec: ModelSpec) -> int:
@@ -205,7 +220,8 @@ def layer_activation_bytes(
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
     - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
-    - of adapters, whole: what is between A and B, their rank each; and, under dropout, their inputs.
+    - of adapters, whole: what is between A and B, their rank each; and, under dropout, their inputs; with DoRA,
+      the outputs before they are scaled.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
     scores, so only the log-sum-exp is saved that way.
@@ -227,8 +243,8 @@ def layer_activation_bytes(
     cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
     if spec.qk_norm:
         cut += q + kv
-    dropped = dropped_inputs(spec)
-    gathered, cut = gathered + dropped[0], cut + dropped[1]
+    for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
+        gathered, cut = gathered + whole, cut + part
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
     experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
@@ -244,7 +260,8 @@ def layer_backward_bytes(
 
     - in the activation: its input's gradients are written, one helper beside them, while the input is still kept and
       the product is gone: 2 f with SwiGLU (gate's and up's gradients beside the product's), otherwise 1 f;
-    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up;
+    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up
+      (of a frozen weight in 8 bits, what is made of it);
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
 
@@ -256,14 +273,14 @@ def layer_backward_bytes(
     routed = load.layers if load is not None else 0.0
     h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
     row = tokens * itemsize
-    weight = h * f if spec.lora is None else 0
+    weight = h * f if spec.lora is None or spec.in_int8 else 0
     inside = (2 if spec.gated else 1) * f
     if linear is not None:
         heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
         worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
     else:
         worst = max(row * inside, row * (h + f) + weight * itemsize)
-        if itemsize == 2:
+        if itemsize == 2 and not spec.in_int8:
             worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,10 +11,14 @@ from hetero_megatron.checkpoint.companions import Companions
 from hetero_megatron.checkpoint.hf_save import save_hf
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.dora import first_magnitude
+from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.spec import LogicalTensor, logical_tensors
+from hetero_megatron.spec.tensors import MAGNITUDE
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 
@@ -29,10 +33,17 @@ class Adapters:
         if options.save is not None:
             check_target(options.save, self.spec)
 
-    def initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        """First values of a box of an adapter."""
+    def initialize(
+        self, tensor: LogicalTensor, box: Box, base: Callable[[LogicalTensor, Box], torch.Tensor]
+    ) -> torch.Tensor:
+        """First values of a box of an adapter; ``base``: those of the model that it belongs to."""
         if self._source is not None:
             return self._source.read(tensor, box)
+        module, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
+        if kind == MAGNITUDE:
+            (weight,) = (t for t in logical_tensors(self.spec) if t.name == f"{module}.weight")
+            whole_rows = Box((*box.lo, 0), (*box.hi, weight.shape[1]))
+            return first_magnitude(base(weight, whole_rows), weight.int8)
         return initial_values(tensor, box, self.spec, self.config.seed)
 
     def complete(self, runtime: Runtime) -> None:
@@ -53,12 +64,14 @@ class Adapters:
         """Write --save-hf: the base with the adapters merged into it. Called on all ranks."""
         assert self.config.save_hf is not None
         base = self.spec.base
-        params, rank = dict(runtime.model.named_parameters()), runtime.comm.rank
+        rank, params = runtime.comm.rank, dict(runtime.model.named_parameters())
+        held = BaseWeights(params, runtime.scales, runtime.dtype)
         buckets = CompiledPlan(runtime.plan, base).buckets
         owners = {
             name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
         }
-        owned = merged(self.spec, params, runtime.boxes, owners)
+        gains = runtime.row_norms.gains() if runtime.row_norms is not None else {}
+        owned = merged(self.spec, held, runtime.boxes, owners, gains)
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 
 
@@ -69,3 +82,13 @@ def adapters_of(config: RunConfig, world: Group) -> Adapters | None:
     made: list[Adapters] = []
     together(world, lambda: made.append(Adapters(config)))
     return made[0]
+
+
+def finite(tensor: LogicalTensor, values: torch.Tensor) -> torch.Tensor:
+    """``values`` of a weight that is to be in 8 bits; UserError where some have no such form."""
+    if not values.isfinite().all():
+        raise UserError(
+            "holds values that are not finite, which have no 8-bit form", field="--load-hf", value=tensor.name,
+            accepted="a base of finite values, or no --lora-base-dtype",
+        )  # fmt: skip
+    return values

@@ -2,7 +2,7 @@
 
 from hetero_megatron.cli.flag import count, needs, switch, value
 from hetero_megatron.data.chat.overlong import POLICIES
-from hetero_megatron.spec.lora import EVERY_TARGET, MAX_RANK
+from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, MAX_RANK
 
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
@@ -38,7 +38,13 @@ FLAGS = (
         "left out that of --load-adapter, else 0",
         least=0.0, needs=_ADAPTERS,
     ),
+    value(
+        "--lora-base-dtype", str, None, "in which the frozen projections are stored, with a scale per output channel; "
+        "in the run's dtype if left out",
+        choices=BASE_DTYPES, needs=_ADAPTERS,
+    ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
+    switch("--use-dora", "the rows of adapted matrices are scaled to trained lengths (DoRA)", needs=_LORA),
     value("--load-adapter", str, None, "directory of peft's whose adapters training begins with; it says their rank"),
     value("--save-adapter", str, None, "new directory: the adapters as peft reads them, at the end", needs=_ADAPTERS),
     switch("--merge-lora", "--save-hf writes the base with the adapters merged into it", needs=(

@@ -31,7 +31,10 @@ FILES = {
     "router/adapter_config.json":
         '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [], "target_parameters": ["gate.weight"]}',
     "dora/adapter_config.json":
-        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "use_dora": true}',
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "use_dora": true,'
+        ' "lora_dropout": 0.5}',
+    "odd/adapter_config.json":
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "use_dora": "yes"}',
     "torn/adapter_model.safetensors": "torn", "hollow/notes": "", "deepspeed/latest": "global_step1",
     "megatron/latest_checkpointed_iteration.txt": "9", "megatron/iter_0000001/mp_rank_00/model_optim_rng.pt": "torn",
     "experts/mp_rank_00_000_001/model_optim_rng.pt": "x", "experts/mp_rank_00_000_000/model_optim_rng.pt": "x",
@@ -56,12 +59,16 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         LlamaForCausalLM(config).save_pretrained(root / folder)
     chat_tokenizer(root / "base", TEMPLATES["chatml"])
     chat_tokenizer(root / "plain", None)
+    broken = LlamaForCausalLM(config)
+    torch.nn.init.constant_(broken.model.layers[0].mlp.down_proj.weight[3:4, 5:6], torch.nan)
+    broken.save_pretrained(root / "nan")
     for source, target in (("base", "native"), ("bare", "bare_native")):
         assert main(["convert", str(root / source), str(root / target)]) == 0
     run = f"--load-hf {root}/base --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
     return {
         "TMP": str(root), "BASE": f"{root}/base", "CHATS": f"{root}/chats.jsonl", "NATIVE": f"{root}/native",
         "BARE": f"{root}/bare_native", "PLAIN": f"{root}/plain", "PLAINS": f"{root}/plain.jsonl", "RUN": run,
+        "NAN": f"{root}/nan",
     }  # fmt: skip
 
 
