@@ -25,15 +25,41 @@ CPU = torch.device("cpu")
 
 
 def failures(provider: str, op: str, dtypes: tuple[torch.dtype, ...] = DTYPES, quick: bool = True) -> list[Finding]:
-    registry = load_plugins().registry if provider == "triton" else torch_registry()
+    registry = load_plugins().registry if provider in ("triton", "onednn") else torch_registry()
     kernel = registry.kernel(op, provider)
     found = list(check_kernel(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu"), dtypes, quick))
     assert len(found) >= 10 * len(dtypes)
     return [f for f in found if f.status == FAIL]
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN serves CPUs with AVX-512")
+@pytest.mark.parametrize("op", ["gemm", "grouped_gemm"])
+def test_onednn_conforms(op: str) -> None:
+    assert failures("onednn", op, (torch.float32,), quick=False) == []
+
+
 @pytest.mark.parametrize("op", sorted(SPECS))
 def test_built_in_providers_conform(op: str) -> None:
+    """fp32 with every case, more than 65,535 rows among them; 16 bits without the largest."""
+    if any(kernel.provider == "aten" for kernel in torch_registry().kernels(op)):
+        assert failures("aten", op, (torch.float32,), quick=False) == []
+        assert failures("aten", op, (torch.bfloat16, torch.float16)) == []
+    else:
+        assert op.startswith("gemm_fp8")
+    assert failures("reference", op) == []
+
+
+TRITON = sorted(k.op for k in load_plugins().registry if k.provider == "triton")
+
+
+@pytest.mark.parametrize("op", ["swiglu", "rope", "vocab_cross_entropy"])
+def test_triton_under_its_interpreter_conforms(op: str) -> None:
+    assert failures("triton", op, (torch.float32, torch.bfloat16)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", TRITON)
+def test_every_triton_kernel_conforms(op: str) -> None:
     """In every dtype with every case; those of more than 65,535 rows in fp32, for the size of a grid has no dtype."""
     kernel = load_plugins().registry.kernel(op, "triton")
     steps = kernel_steps(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu"))
