@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hetero_megatron.layout.mask import chunk_starts
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout
 from hetero_megatron.ops.gemm_fp8 import Maxima
@@ -122,6 +123,18 @@ class Norm(nn.Module):
         return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)
 
 
+class L2Norm(nn.Module):
+    """RMS norm of each head of [b, s, heads, d] without weights."""
+
+    def __init__(self, spec: ModelSpec, kernels: KernelPlan) -> None:
+        super().__init__()
+        # On the device from the start; no parameter: no checkpoint holds it.
+        self.kernels, self.eps, self.ones = kernels, spec.norm_eps, torch.ones(spec.head_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernels.rms_norm(x, self.ones, self.eps)  # type: ignore[no-any-return]
+
+
 class ProjectionNorm(nn.Module):
     """RMS norm over all heads of a projection [b, s, heads, d] of ``width`` features in the whole model, of which this
     copy has some heads: so the sum of squares comes from outside."""
@@ -157,7 +170,8 @@ class CoreAttention(nn.Module):
         self, spec: ModelSpec, layer: int, kernels: KernelPlan, first_head: int = 0, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.window, self.softcap, self.kernels = spec.layer(layer).window, spec.attn_softcap, kernels
+        kind = spec.layer(layer)
+        self.window, self.chunk, self.softcap, self.kernels = kind.window, kind.chunk, spec.attn_softcap, kernels
         self.layer, self.first_head, self.dropout = layer, first_head, dropout
 
     def score_dropout(self, draws: Draws | None, first_head: int) -> ScoreDropout | None:
@@ -170,8 +184,17 @@ class CoreAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         dropout = self.score_dropout(context.draws, self.first_head)
-        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap, dropout)
+        documents = self._documents(context.documents, q.shape[0], q.shape[1])
+        out, _ = self.kernels.attention(q, k, v, sinks, documents, self.window, 0, 0, self.softcap, dropout)
         return cast(torch.Tensor, out)
+
+    def _documents(
+        self, documents: Sequence[Sequence[int]] | None, rows: int, length: int
+    ) -> Sequence[Sequence[int]] | None:
+        """A layer that attends in chunks sees each as a document of its own."""
+        if self.chunk is None or self.chunk >= length:
+            return documents
+        return [chunk_starts(starts, length, self.chunk) for starts in documents or [(0,)] * rows]
 
 
 def turn(

@@ -67,6 +67,7 @@ class Experts(nn.Module):
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
         assert spec.moe is not None
         self.first, self.count, bias = a, b - a, spec.moe.bias
+        self.weigh_inputs = spec.moe.weigh_inputs
         self.gate_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
         self.up_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
         # Outputs of ranks that share an expert's columns are added up, its bias once.
@@ -76,12 +77,21 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         rows, slots, ends = self.sort(chosen, self.count)
         routed = self.kernels.moe_permute(x, rows, slots)
+        if self.weigh_inputs:
+            routed = routed * _by_row(weights, slots, len(rows)).to(routed.dtype)[:, None]
+            weights = torch.ones_like(weights)
         gate, up = self.gate_proj(routed, ends), self.up_proj(routed, ends)
         y = self.kernels.swiglu(gate, up) if self.clamped is None else self.kernels.clamped_swiglu(
             gate, up, *self.clamped
         )  # fmt: skip
         y = self.down_proj(y, ends)
         return self.kernels.moe_unpermute(y, weights, rows, slots)  # type: ignore[no-any-return]
+
+
+def _by_row(weights: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
+    """Weights [tokens, k] of choices -> [rows], of the rows in which ``slots`` [tokens, k] puts them (-1: none)."""
+    at = torch.where(slots >= 0, slots, rows).flatten()
+    return weights.new_zeros(rows + 1).scatter(0, at, weights.flatten())[:rows]
 
 
 class Router(nn.Module):

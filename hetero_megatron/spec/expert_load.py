@@ -80,7 +80,7 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> flo
     - of each own token the router's input, its logits, and the numbers of its experts; of a token sent, where it went;
     - of each arriving token where its rows are, and its weights;
     - of each row its token's number, input and output of the expert, gate, up and their product, and what is between
-      A and B of its adapters.
+      A and B of its adapters; where weights multiply inputs, these before it, too.
     """
     moe, h, wide = spec.moe, spec.hidden_size, max(item, 4)
     assert moe is not None
@@ -88,7 +88,7 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> flo
     own = load.tokens * (item * (h + moe.num_experts + gated) + INDEX * moe.top_k)
     sent = (load.sent + load.passed_on) * (INDEX + moe.top_k) if load.members > 1 else 0.0
     arriving = load.arriving * moe.top_k * (INDEX + wide)
-    row = 2 * h + ROUTED_WIDTHS * load.columns + expert_adapter_ranks(spec)
+    row = (2 + moe.weigh_inputs) * h + ROUTED_WIDTHS * load.columns + expert_adapter_ranks(spec)
     return own + sent + arriving + load.rows * (item * row + INDEX)
 
 

@@ -26,8 +26,11 @@ CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: fe
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
 
 
-def visible_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without a window."""
+def visible_pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
+    """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without window or chunks."""
+    if chunk is not None and chunk < length:
+        whole, rest = divmod(length, chunk)
+        return whole * visible_pairs(chunk, window) + visible_pairs(rest, window)
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -35,13 +38,15 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 def attention_pairs(spec: ModelSpec, length: int, layers: Iterable[int] | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens, summed over ``layers`` (all)."""
     kinds = spec.layers if layers is None else [spec.layer(i) for i in layers]
-    return sum(count * visible_pairs(length, window) for window, count in Counter(k.window for k in kinds).items())
+    limits = Counter((kind.window, kind.chunk) for kind in kinds)
+    return sum(count * visible_pairs(length, *limit) for limit, count in limits.items())
 
 
 def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
-    """The same of an average layer: where layers have unlike windows, what a cost that counts layers goes by."""
-    if len(spec.windows) == 1:
-        return visible_pairs(length, spec.windows[0])
+    """The same of an average layer: where layers see unlike many tokens, what a cost that counts layers goes by."""
+    limits = {(kind.window, kind.chunk) for kind in spec.layer_kinds}
+    if len(limits) == 1:
+        return visible_pairs(length, *limits.pop())
     return attention_pairs(spec, length) / spec.num_layers
 
 

@@ -139,7 +139,7 @@ def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
     nq, nkv, h = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
     projections = (("q_proj", nq, q), ("k_proj", nkv, kv), ("v_proj", nkv, kv))
     yield from _rows_of_one(f"{base}.self_attn", projections, h, spec.qkv_bias, i)
-    if spec.qk_norm:
+    if spec.qk_norm in ("head", "projection"):
         per_head = ((spec.head_dim,), (Axis("head_dim"),))
         for letter, axis, rows in (("q", q, nq), ("k", kv, nkv)):
             shape, axes = per_head if spec.qk_norm == "head" else ((rows,), (axis,))

@@ -25,6 +25,7 @@ from hetero_megatron.planner.context.problem import ContextLayout, ContextOption
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.batch_partition import divide_units
 from hetero_megatron.planner.search.context_structures import ContextStructure, Ranks, structures
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.memory_report import plan_activations
@@ -164,12 +165,8 @@ class _ContextSearch:
     def layers(self, structure: ContextStructure) -> list[int]:
         """Layers per stage (at least one each) that minimise the slowest stage's time."""
         speeds = [self._speeds(structure, s) for s in range(structure.stages)]
-        counts = [1] * structure.stages
-        head = [h if s == structure.stages - 1 else 0.0 for s, (_, h) in enumerate(speeds)]
-        for _ in range(self.model.num_layers - structure.stages):
-            s = min(range(structure.stages), key=lambda s: ((counts[s] + 1) * speeds[s][0] + head[s], s))
-            counts[s] += 1
-        return counts
+        head = [*(0.0 for _ in speeds[1:]), speeds[-1][1]]
+        return divide_units(self.model.num_layers, [layer for layer, _ in speeds], head)
 
     def problem(self, structure: ContextStructure, s: int, options: ContextOptions) -> ContextProblem:
         found = problem_from_cluster(
