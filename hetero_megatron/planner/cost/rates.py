@@ -46,9 +46,9 @@ All rows of layers, embed and head are compute of one rank (its 1/tp share), wit
 recompute. ``waiting`` is what a TP group's exchange takes in a running pipeline beyond what its links explain: its
 ranks wait for each other (none is steady, and they meet several times a layer). ``experts`` is what a layer of
 routed experts takes more for one expert, for one row (a token at one of its experts), for one rank more that exchanges
-tokens, and for one token sent or received: forward and backward of each, eight numbers. ``fingerprint`` is
-:func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured takes the nearest
-rows, scaled by the operator rates.
+tokens, for one token sent or received, and for one exchange: forward and backward of each, ten numbers.
+``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured
+takes the nearest rows, scaled by the operator rates.
 
 Linear modules in fp8 have sections of their own, ``fp8_tensorwise`` and ``fp8_blockwise`` after the recipe: ``gemm`` of
 whole products (both operands quantised, [m, n, k, seconds] of x [m, k] and w [n, k]), or ``gemm_flops`` and
@@ -92,7 +92,7 @@ LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none 
 COLLECTIVES = ("all_to_all", "exchange")
 ROWS = {
     "gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6, "split_head": 6, "optimizer": 2,
-    "visits": 5, "waiting": 6, "experts": 10,
+    "visits": 5, "waiting": 6, "experts": 12,
 }  # fmt: skip
 NUMBERS = (
     "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
@@ -101,7 +101,7 @@ NUMBERS = (
 )  # fmt: skip
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
-NAMED = (6, 10)  # widths of rows that begin with a model's fingerprint
+NAMED = (6, 12)  # widths of rows that begin with a model's fingerprint
 Row = tuple[float, ...]
 
 
