@@ -15,38 +15,45 @@ from hetero_megatron.planner.search.schedule_search import adapted, interleaved
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 
+CHUNKS = 2, 3  # of layers per stage
 PROMISING = 4  # divisions of the layers that a schedule is made for
 
 
 def schedule_plans(
     cluster: Cluster, spec: ModelSpec, seq_length: int, batch: int, dtype: str
 ) -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, schedule, plan) of the fastest predicted plan under each schedule: divisions of the layers within one
-    of those by speed at every cut, micro-batches of 1; for the adaptive one, the best divisions under 1F1B and
-    zero-bubble."""
+    """(name, kind, plan) of the fastest predicted plan under each schedule, with one range of layers per stage and with
+    several: divisions of the layers within one of those by speed at every cut, micro-batches of 1; for the adaptive
+    ones, the best divisions under the others."""
     costs = CostModel(spec, cluster, seq_length, dtype, CostOptions())
-    found: dict[str, list[tuple[float, Plan]]] = {}
+    found: dict[str, list[tuple[float, Plan, Plan]]] = {}
 
-    def judge(plan: Plan | None) -> None:
+    def judge(plan: Plan | None, whole: Plan) -> None:
         if plan is None:
             return
         validate(plan, spec, cluster, dtype=dtype)
         prediction = predict(plan, spec, cluster, dtype, costs)
         if not prediction.over:
-            found.setdefault(plan.schedule, []).append((prediction.step_seconds, plan))
+            found.setdefault(kind_of(plan), []).append((prediction.step_seconds, plan, whole))
 
-    plain = list(_divisions(cluster, spec, seq_length, batch))
-    for plan in plain:
+    for plan in _divisions(cluster, spec, seq_length, batch):
         for schedule in ("1f1b", "zero-bubble"):
-            judge(replace(plan, schedule=schedule))
-        for chunks in (2, 3):
-            judge(interleaved(plan, chunks))
-    for schedule in ("1f1b", "zero-bubble"):
-        for _, plan in sorted(found[schedule], key=lambda row: row[0])[:PROMISING]:
-            start = replace(plan, schedule="1f1b")
-            judge(adapted(start, predict(start, spec, cluster, dtype, costs), costs))
-    best = {schedule: min(rows, key=lambda row: row[0])[1] for schedule, rows in found.items()}
-    return [(schedule, schedule, to_dict(plan)) for schedule, plan in best.items()]
+            judge(replace(plan, schedule=schedule), plan)
+        for cut in filter(None, (interleaved(plan, chunks) for chunks in CHUNKS)):
+            judge(cut, plan)
+            judge(replace(cut, schedule="zero-bubble"), plan)
+    for kind in tuple(found):
+        for _, plan, whole in sorted(found[kind], key=lambda row: row[0])[:PROMISING]:
+            start = replace(plan, schedule="interleaved" if plan.pipelines[0].chunks > 1 else "1f1b")
+            judge(adapted(start, predict(whole, spec, cluster, dtype, costs), costs), whole)
+    best = {kind: min(rows, key=lambda row: row[0])[1] for kind, rows in found.items()}
+    return [(kind, kind, to_dict(plan)) for kind, plan in best.items()]
+
+
+def kind_of(plan: Plan) -> str:
+    """The plan's schedule, and whether its stages have several chunks of layers."""
+    chunked = plan.pipelines[0].chunks > 1 and plan.schedule != "interleaved"
+    return f"{plan.schedule}, chunks" if chunked else plan.schedule
 
 
 def cuts_by_speed(num_layers: int, speeds: Sequence[float]) -> list[int]:

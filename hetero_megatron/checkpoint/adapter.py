@@ -20,6 +20,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import require_regular
 from hetero_megatron.layout import Box
+from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.tensors import expert_tensor
@@ -179,22 +180,22 @@ def _publish(final: Path, plan: Mapping[str, StoredTensor]) -> str:
 
 
 def merged(
-    spec: ModelSpec, params: Mapping[str, torch.Tensor], boxes: Mapping[str, Box], owners: Mapping[str, Iterable[Box]]
+    spec: ModelSpec, params: BaseWeights, boxes: Mapping[str, Box], owners: Mapping[str, Iterable[Box]]
 ) -> Iterator[Owned]:
     """What this rank owns of the base with its adapters merged, W + scale B A, in at least fp32, as peft computes it.
 
     Args:
-        params, boxes: what this rank holds, by logical name. An adapter is cut where its matrix is, so a rank merges
-            its part alone.
+        params, boxes: what this rank holds, by logical name, of the base as products have it. An adapter is cut where
+            its matrix is, so a rank merges its part alone.
         owners: of each tensor of the base, the boxes that this rank writes, inside what it holds.
     """
     assert spec.lora is not None
     for name, parts in owners.items():
-        found, module = params[name].detach(), name.removesuffix(".weight")
+        found, module = params[name], name.removesuffix(".weight")
         if (a := params.get(f"{module}.lora_A.weight")) is not None:
             wide = torch.promote_types(found.dtype, torch.float32)
             b = params[f"{module}.lora_B.weight"]
-            found = found.to(wide).add(b.detach().to(wide) @ a.detach().to(wide), alpha=spec.lora.scale)
+            found = found.to(wide).add(b.to(wide) @ a.to(wide), alpha=spec.lora.scale)
         held = boxes[name]
         for box in parts:
             inside = tuple(slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, held.lo))

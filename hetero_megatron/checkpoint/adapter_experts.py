@@ -27,7 +27,8 @@ from hetero_megatron.spec.hf_names import HFSource
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 # A parameter of transformers -> the projections that it holds.
 PARAMETERS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
-PARENT = "mlp.experts"  # in transformers, of every family
+PARENT = "mlp.experts"  # in transformers, of every family but those that call it otherwise
+PARENTS = dict.fromkeys([PARENT, *(f.names.modules[PARENT] for f in FAMILIES.values() if PARENT in f.names.modules)])
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: b
     fused = projection != DOWN
     # Each parameter has a wrapper of its own around the experts; the first one's, by name, is the outer one.
     nested = fused and DOWN in spec.lora.targets
-    name = f"{prefix}{layer}.experts.{'base_layer.' if nested else ''}{kind}.weight"
+    experts = f"{layer.removesuffix('mlp')}{_parent(spec)}"
+    name = f"{prefix}{experts}.{'base_layer.' if nested else ''}{kind}.weight"
     second, of_b, rank, start, step = projection == "up_proj", kind == "lora_B", spec.lora.rank, 0, 1
     if of_b and fused:
         inter = FAMILIES[spec.hf_model_type].names.experts
@@ -117,14 +119,20 @@ def single_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, field: st
     if source.expert is not None:
         raise UserError(
             f"Hugging Face's {spec.hf_model_type} has no modules of single experts", field=field, value=module,
-            accepted=f"adapters of {' and '.join(parameters_of(spec.lora))}",
+            accepted=f"adapters of {' and '.join(parameters_of(spec))}",
         )  # fmt: skip
     return HFSource(f"{prefix}{source.name.removesuffix('weight')}lora_{adapter}")
 
 
-def parameters_of(lora: Lora) -> list[str]:
+def _parent(spec: ModelSpec) -> str:
+    """What the family calls the module of its experts in a layer."""
+    return FAMILIES[spec.hf_model_type].names.modules.get(PARENT, PARENT)
+
+
+def parameters_of(spec: ModelSpec) -> list[str]:
     """target_parameters of adapter_config.json."""
-    return [f"{PARENT}.{name}" for name, held in PARAMETERS.items() if held[0] in lora.targets]
+    assert spec.lora is not None
+    return [f"{_parent(spec)}.{name}" for name, held in PARAMETERS.items() if held[0] in spec.lora.targets]
 
 
 def doubled(lora: Lora) -> tuple[dict[str, int], dict[str, float]]:

@@ -17,6 +17,7 @@ from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.names import hf_source, stored_boxes, stored_tensors
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -48,8 +49,15 @@ class HFWeights:
         self.notices = self._files.notices
         self.nonfinite: dict[str, None] = {}
         self._shapes = self._files.shapes()
+        self._shapes = self._files.shapes()
         # GPT-2 on the hub has no "transformer." prefix; what transformers itself writes has it.
-        self._prefix = "transformer." if any(n.startswith("transformer.") for n in self._shapes) else ""
+        self._gpt2_prefix = any(n.startswith("transformer.") for n in self._shapes)
+        # What the names have before them, and those beside, in the files of a model of more than language.
+        whole = FAMILIES[spec.hf_model_type].inside
+        wrapped = whole is not None and any(n.startswith(whole.prefix) for n in self._shapes)
+        self._prefix, self._apart = (whole.prefix, whole.apart) if wrapped and whole is not None else ("", ())
+        if apart := sum(n.startswith(self._apart) for n in self._shapes):
+            self.notices.append(f"{directory}: {apart} tensors of other parts than the language model are not read")
         self._sources = {t.name: self._source(t.name) for t, _ in stored_tensors(spec)}
         self._check()
         self._check_copies()
@@ -57,11 +65,16 @@ class HFWeights:
     def _source(self, name: str) -> HFSource:
         """Where a logical tensor is in these files."""
         source = hf_source(self.spec, name)
-        if self.spec.hf_model_type == "gpt2" and not self._prefix:
+        if self.spec.hf_model_type == "gpt2" and not self._gpt2_prefix:
             source = replace(source, name=source.name.removeprefix("transformer."))
-        if self.spec.tied and name == EMBEDDING and source.name not in self._shapes and HEAD in self._shapes:
-            return HFSource(HEAD)  # of a tied pair, either may be in the files
+        source = replace(source, name=self._prefix + source.name)
+        if self.spec.tied and name == EMBEDDING and source.name not in self._shapes and self._head in self._shapes:
+            return HFSource(self._head)  # of a tied pair, either may be in the files
         return source
+
+    @property
+    def _head(self) -> str:
+        return self._prefix + HEAD
 
     def _check(self) -> None:
         problems, used = [], set()
@@ -75,8 +88,9 @@ class HFWeights:
                 problems.append(f"{source.name} is {list(got)}, not {list(expected)}")
             elif (label := self._label(source.name)) not in _DTYPE_OF:
                 problems.append(f"{source.name} has dtype {label}, not one of {', '.join(_DTYPE_OF)}")
-        tied = {HEAD} if self.spec.tied else set()
-        spare = sorted(n for n in self._shapes if n not in used | tied and not _BUFFERS.fullmatch(n))
+        beside = used | ({self._head} if self.spec.tied else set())
+        known = (n for n in self._shapes if n in beside or _BUFFERS.fullmatch(n) or n.startswith(self._apart))
+        spare = sorted(self._shapes.keys() - set(known))
         problems += [f"unexpected {shown(name)}" for name in spare]
         if problems:
             found = list(dict.fromkeys(problems))
@@ -87,7 +101,7 @@ class HFWeights:
     def _why_missing(self, name: str) -> str:
         if name in self._files.indexed:
             return f" ({self._files.form} says it is in {shown(self._files.indexed[name])})"
-        return " (config.json says that it is not tied to the embedding)" if name == HEAD else ""
+        return " (config.json says that it is not tied to the embedding)" if name == self._head else ""
 
     def _check_copies(self) -> None:
         """Tensors that occur several times must be equal."""
@@ -98,9 +112,10 @@ class HFWeights:
                     both = f"holds two different tensors {name}, in {shown(file)} and in {shown(files[-1])}"
                     raise self._files.refuse(both, self.directory)
         embedding = self._sources[EMBEDDING].name
-        twice = self.spec.tied and HEAD in self._shapes and embedding != HEAD
-        if twice and not _equal(self._files.tensor(embedding), self._files.tensor(HEAD)):
-            both = f"holds {HEAD} beside {embedding} with other values, and config.json says that they are tied"
+        head = self._head
+        twice = self.spec.tied and head in self._shapes and embedding != head
+        if twice and not _equal(self._files.tensor(embedding), self._files.tensor(head)):
+            both = f"holds {head} beside {embedding} with other values, and config.json says that they are tied"
             raise self._files.refuse(f'{both} (untied: "tie_word_embeddings": false)', self.directory)
 
     def _label(self, name: str) -> str:

@@ -11,7 +11,7 @@ from hetero_megatron.spec.lora import all_linear
 from hetero_megatron.training.config import AdapterConfig
 
 _FLAGS = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora"}
-_DROPOUT = "lora_dropout"
+_DROPOUT, _BASE = "lora_dropout", "lora_base_dtype"
 
 
 def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
@@ -25,9 +25,15 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
     _check(args)
     found = _loaded(args, spec) if args["load_adapter"] is not None else _new(args, spec)
     assert found.lora is not None
-    if args["compile"] and found.lora.dropout:
+    lora = replace(found.lora, base_dtype=args[_BASE])
+    found = replace(found, lora=lora)
+    for key in ("fp8_format", "compile"):
+        if found.in_int8 and args[key]:
+            name = f"--{key.replace('_', '-')}"
+            raise flag_error(_BASE, args[_BASE], f"{name} knows no weights in 8 bits", f"the run without {name}")
+    if args["compile"] and lora.dropout:
         raise flag_error(
-            _DROPOUT, found.lora.dropout, "masks are others in every step, which a compiled layer cannot have",
+            _DROPOUT, lora.dropout, "masks are others in every step, which a compiled layer cannot have",
             "0, or no --compile",
         )  # fmt: skip
     return found

@@ -22,12 +22,11 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
-from hetero_megatron.cluster.rates_section import merge_rates, read_rates, write_rates
+from hetero_megatron.cluster.rates_section import format_rates, merge_rates, read_rates, write_rates
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.launcher import TESTBED, LauncherEnvironment, read_launcher
 from hetero_megatron.planner.cost.rates import given_rates, load_rates, refuse_twice
-from hetero_megatron.planner.report.rates import format_rates
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, notice_line, plural
 
@@ -146,7 +145,7 @@ def _read_rates(file: str) -> dict[str, Any]:
 
 def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -> dict[str, Any]:
     """``rates`` with those that measured runs determine."""
-    from hetero_megatron.planner.simulate.rate_fitting import fit_rates, format_fit, rates_section, read_runs
+    from hetero_megatron.training.rate_fitting import fit_rates, format_fit, rates_section, read_runs
 
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")

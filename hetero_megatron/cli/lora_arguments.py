@@ -1,4 +1,4 @@
-"""--lora-rank, --lora-targets and --lora-dropout of commands that plan and predict."""
+"""--lora-rank and the like of commands that plan and predict."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec, adapted
-from hetero_megatron.spec.lora import EVERY_TARGET, all_linear
+from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, all_linear
 
 
 def add_lora(parser: ArgumentParser) -> None:
@@ -15,18 +15,29 @@ def add_lora(parser: ArgumentParser) -> None:
     help = "projections with one (all linear layers)"
     add("--lora-targets", nargs="+", choices=EVERY_TARGET, metavar="NAME", help=help)
     add("--lora-dropout", type=float, metavar="RATE", help="with which they drop elements of their inputs (0)")
+    help = "in which the frozen projections are stored (the run's dtype)"
+    add("--lora-base-dtype", choices=BASE_DTYPES, help=help)
 
 
 def with_lora(args: Namespace, model: ModelSpec) -> ModelSpec:
     """The model with the adapters that the arguments ask for."""
     if args.lora_rank is None:
-        for flag, given in (("--lora-targets", args.lora_targets), ("--lora-dropout", args.lora_dropout)):
+        for flag, given in (
+            ("--lora-targets", args.lora_targets), ("--lora-dropout", args.lora_dropout),
+            ("--lora-base-dtype", args.lora_base_dtype),
+        ):  # fmt: skip
             if given is not None:
                 raise UserError("has no effect without --lora-rank", field=flag, value=given)
         return model
+    if args.lora_base_dtype is not None and args.fp8_format is not None:
+        raise UserError(
+            "--fp8-format knows no weights in 8 bits", field="--lora-base-dtype", value=args.lora_base_dtype,
+            accepted="the command without --fp8-format",
+        )  # fmt: skip
     try:
         targets, dropout = tuple(args.lora_targets or all_linear(model.gated)), args.lora_dropout or 0.0
-        return adapted(model, Lora(args.lora_rank, float(args.lora_rank), targets, dropout=dropout))
+        made = Lora(args.lora_rank, float(args.lora_rank), targets, dropout=dropout, base_dtype=args.lora_base_dtype)
+        return adapted(model, made)
     except UserError as error:
         name = f"--lora-{error.field}" if error.field in ("targets", "dropout") else "--lora-rank"
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None

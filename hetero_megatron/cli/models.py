@@ -24,6 +24,9 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
 - *LoRA*: which projections may have adapters; *merged*: the family's files keep several projections in one matrix, or
   call them otherwise, so that adapters are exported with their base (`--merge-lora`), not by themselves. Of a mixture
   of experts, `gate_proj`, `up_proj` and `down_proj` are the routed experts'.
+- Of a `llama4` directory (text and images) the language model is read; an export is of that alone, `llama4_text`. Its
+  chunks of attention, and the positions with which its queries grow, are counted from the start of each document, so
+  that documents packed into one row are what they are by themselves (transformers counts along the row).
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported

@@ -57,7 +57,7 @@ def run_context_only(args: argparse.Namespace) -> int:
     companion = Companion(args.out, args.cluster, may_write=False)
     problem, notices = _problem(args)
     choice = schedule_context(problem)
-    plan = one_stage_plan(problem, choice.layout, getattr(args, "global_batch_size", None) or 1)
+    plan = one_stage_plan(problem, choice.layout, args.global_batch_size)
     validate(plan, problem.model)
     if args.out:
         write_text(args.out, "--out", dump_yaml(plan))
@@ -82,12 +82,14 @@ def _problem(args: argparse.Namespace) -> tuple[ContextProblem, list[str]]:
             f"--max-position-embeddings {args.seq_length}"
         )
         model = replace(model, max_position_embeddings=args.seq_length)
-    micro = getattr(args, "micro_batch_size", None) or 1
-    options = ContextOptions(recompute=getattr(args, "recompute", None) or "full", micro_batch=micro)
+    for name in ("micro_batch_size", "tensor_model_parallel_size"):
+        if getattr(args, name) < 1:
+            field = "--" + name.replace("_", "-")
+            raise UserError("too small", field=field, value=getattr(args, name), accepted="an integer >= 1")
+    options = ContextOptions(recompute=args.recompute, micro_batch=args.micro_batch_size)
     problem = problem_from_cluster(
-        model, load_cluster(args.cluster), args.seq_length,
-        tp=getattr(args, "tensor_model_parallel_size", None) or 1,
-        dtype=getattr(args, "dtype", None) or "bf16", options=options,
+        model, load_cluster(args.cluster), args.seq_length, tp=args.tensor_model_parallel_size, dtype=args.dtype,
+        options=options,
     )  # fmt: skip
     return problem, notices
 

@@ -14,13 +14,13 @@ from hetero_megatron.schedule import Schedule, generate, lower, schedule_names, 
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
-from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.schedule.picture import Picture, svg, table
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 from hetero_megatron.words import plural
 
-CHUNKED_ADAPTIVE = "adaptive-chunks"  # adaptive over the chunks that interleaved has
+# Over the chunks that interleaved has.
+CHUNKED_ZERO_BUBBLE, CHUNKED_ADAPTIVE = "zero-bubble-chunks", "adaptive-chunks"
 MOST_ACTIONS = 100_000  # of one schedule: pictures of more are of no use
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.out, "--out")
     times = _times(args)
     pictures, stored = [], None
-    chunked_too = (CHUNKED_ADAPTIVE,) if args.chunks > 1 else ()
+    chunked_too = (CHUNKED_ZERO_BUBBLE, CHUNKED_ADAPTIVE) if args.chunks > 1 else ()
     for name in args.schedules or (*schedule_names(), "adaptive", *chunked_too):
         title, costs = name, times.costs()
         if name == "adaptive":
@@ -39,8 +39,11 @@ def main(argv: Sequence[str]) -> int:
             chunked = _cut(times, args.chunks)
             schedule = search_adaptive_chunks(chunked, args.micro_batches, args.effort).schedule
             title, costs = f"adaptive, {plural(args.chunks, 'chunk')}", chunked.costs()
+        elif name == CHUNKED_ZERO_BUBBLE:
+            schedule = _generated("zero-bubble", args, times, args.chunks)
+            title = f"zero-bubble, {plural(args.chunks, 'chunk')}"
         else:
-            schedule = _generated(name, args, times)
+            schedule = _generated(name, args, times, args.chunks if name == "interleaved" else 1)
         pictures.append(Picture(title, simulate(lower(schedule), costs)))
     if args.out:
         write_text(args.out, "--out", svg(pictures))
@@ -68,9 +71,9 @@ def _cut(times: PipelineTimes, chunks: int) -> ChunkedTimes:
     return ChunkedTimes(tuple(stages), (*times.links, LinkTimes()) if times.links else ())
 
 
-def _generated(name: str, args: Any, times: PipelineTimes) -> Schedule:
+def _generated(name: str, args: Any, times: PipelineTimes, chunks: int) -> Schedule:
     caps = [int(stage.memory_bytes) for stage in times.stages] if name == "zero-bubble" else []
-    return generate(name, args.stages, args.micro_batches, args.chunks if name in CHUNKED else 1, caps)
+    return generate(name, args.stages, args.micro_batches, chunks, caps)
 
 
 def _parser() -> ArgumentParser:
@@ -90,9 +93,9 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help=f"memory of adaptive and zero-bubble, in micro-batches: {per_stage} (P)",
     )
-    chunked = f"interleaved and {CHUNKED_ADAPTIVE}"
+    chunked = f"interleaved, {CHUNKED_ZERO_BUBBLE} and {CHUNKED_ADAPTIVE}"
     add("--chunks", type=int, default=2, metavar="N", help=f"runs of layers per stage of {chunked} (2)")
-    names = ", ".join((*schedule_names(), "adaptive", CHUNKED_ADAPTIVE))
+    names = ", ".join((*schedule_names(), "adaptive", CHUNKED_ZERO_BUBBLE, CHUNKED_ADAPTIVE))
     add("--schedules", nargs="+", metavar="NAME", help=f"of {names} (all)")
     add("--effort", type=int, default=1_000_000, metavar="N", help="actions that adaptive may time (1,000,000)")
     add("--out", metavar="FILE.svg", help="write the pictures")

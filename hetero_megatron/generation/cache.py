@@ -95,13 +95,15 @@ class CachedAttention(nn.Module):
 
     def _seen(self, end: int) -> torch.Tensor | None:
         """bool [b, 1, 1, end], which of the cached tokens a row's query sees; None: all."""
-        rows, window = self.rows, self.inner.window
-        if rows.even is not None and (window is None or end <= window):
+        rows, window, chunk = self.rows, self.inner.window, self.inner.chunk
+        if rows.even is not None and end <= min(window or end, chunk or end):
             return None
         place = torch.arange(end, device=rows.filled.device)
         seen = place < rows.filled[:, None]
         if window is not None:
             seen &= place >= rows.filled[:, None] - window
+        if chunk is not None:
+            seen &= place >= (rows.filled[:, None] - 1) // chunk * chunk
         return seen[:, None, None]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import default_kernels
 from hetero_megatron.parallel.collectives import gather_tokens
 from hetero_megatron.parallel.experts import apply_expert_parallel
+from hetero_megatron.parallel.int8_base import store_in_int8
 from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.plan import Plan, Stage, locate
@@ -75,16 +77,18 @@ class Decoder:
         share = every[self.place.tp_rank]
         kernels = default_kernels(spec, share, stage.head, self.dtype, self.comm.device, unit.tp, dict(stage.kernels))
         layers = stage.layer_indices()
-        model = GPTStage(
-            spec, share, layers, stage.embed, stage.head, self.dtype, self.comm.device, kernels, self.plan.seq_length
-        )
         held = {t.name: t for t in stage_tensors(spec, layers, stage.embed, stage.head)}
+        scales: dict[str, torch.Tensor] = {}
+        model = GPTStage(
+            spec, share, layers, stage.embed, stage.head, self.dtype, self.comm.device, kernels, self.plan.seq_length,
+            store=partial(store_in_int8, held, scales),
+        )  # fmt: skip
         boxes = {name: tensor_box(tensor, share) for name, tensor in held.items()}
         if spec.lora is not None:
             apply_lora(model, spec.lora, boxes, self.dtype, self.comm.device)
         params = dict(model.named_parameters())
         with torch.no_grad():
-            weights.fill({n: (t, boxes[n], params[n]) for n, t in held.items()}, self.world)
+            weights.fill({n: (t, boxes[n], params[n]) for n, t in held.items()}, scales, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])

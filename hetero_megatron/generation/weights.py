@@ -15,6 +15,7 @@ from hetero_megatron.checkpoint.state import MODEL, check_model
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.parallel.int8_base import fill_int8
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 
 
@@ -27,13 +28,20 @@ class Weights:
     adapter: AdapterWeights | None = None
     checkpoint: Checkpoint | None = None
 
-    def fill(self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], world: Group) -> None:
-        """Write the values of every box (by logical name) into its tensor. Called on all ranks of ``world``."""
+    def fill(
+        self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, torch.Tensor],
+        world: Group,
+    ) -> None:  # fmt: skip
+        """Write the values of every box (by logical name) into its tensor, and of those in 8 bits into their scales.
+        Called on all ranks of ``world``."""
         for tensor, box, into in tensors.values():
             if tensor.trained and self.adapter is not None:
                 into.copy_(self.adapter.read(tensor, box))
             elif self.base is not None and not (tensor.trained and self.spec.lora is not None):
-                into.copy_(self.base.read(tensor, box))
+                if tensor.name in scales:
+                    fill_int8(tensor, box, self.base.read, into, scales[tensor.name])
+                else:
+                    into.copy_(self.base.read(tensor, box))
         if self.checkpoint is not None:
             boxed = {
                 f"{MODEL}.{name}": BoxedTensor(tensor.shape, [(box, into)])

@@ -47,6 +47,15 @@ class _Part(NamedTuple):
     at: int
 
 
+def chunk_starts(starts: Sequence[int], length: int, chunk: int | None) -> tuple[int, ...]:
+    """Starts of documents in a row of ``length`` tokens, cut into chunks of ``chunk`` tokens (None: not at all) that
+    are counted from each document's own start: tokens that see their chunk alone see such a document alone."""
+    if chunk is None:
+        return tuple(starts)
+    ends = [*starts[1:], length]
+    return tuple(at for a, b in zip(starts, ends, strict=True) for at in range(a, b, chunk))
+
+
 def tiles(
     queries: Sequence[Interval], keys: Sequence[Interval], starts: Sequence[int] = (0,), window: int | None = None,
     join: bool = True,

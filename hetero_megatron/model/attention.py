@@ -10,6 +10,7 @@ from torch import nn
 from hetero_megatron.model.layers import (
     Context,
     CoreAttention,
+    L2Norm,
     Linear,
     Norm,
     ProjectionNorm,
@@ -42,11 +43,13 @@ class Attention(nn.Module):
         elif spec.qk_norm == "projection":
             self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
             self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)
+        self.turned_norm = L2Norm(spec, kernels) if spec.qk_norm == "l2" and self.rope is not None else None
         self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.sinks else None
         self.core_attention = CoreAttention(spec, layer, kernels, share.q_heads[0], dropout)
         # Scores are computed with 1 / sqrt(d); a family's other scale goes into the queries.
         self.query_scale = 1.0 if spec.attn_scale is None else spec.attn_scale * d**0.5
-        self.growth, self.growth_length = spec.query_growth, spec.query_growth_length
+        self.growth = spec.query_growth if spec.layer(layer).query_growth else 0.0
+        self.growth_length, self.growth_offset = spec.query_growth_length, spec.query_growth_offset
         # Where the query heads do not use the local key-value heads evenly, each one's head is looked up.
         users = [i // spec.queries_per_kv - kv0 for i in range(q0, q1)]
         local = max(kv1 - kv0, 1)
@@ -67,6 +70,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = turn(self.kernels, self.rope, q, k, *context.ropes[self.rope])
+        if self.turned_norm is not None:
+            q, k = self.turned_norm(q), self.turned_norm(k)
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if self.growth:
@@ -79,6 +84,6 @@ class Attention(nn.Module):
     def _growth(self, context: Context, dtype: torch.dtype) -> torch.Tensor:
         """[b, s, 1, 1]: what queries are multiplied with by their position."""
         assert context.positions is not None
-        passed = context.positions.div(self.growth_length, rounding_mode="floor")
+        passed = (context.positions + self.growth_offset).div(self.growth_length, rounding_mode="floor")
         wide = torch.promote_types(dtype, torch.float32)
         return (1 + self.growth * passed.to(wide).log1p()).to(dtype)[..., None, None]

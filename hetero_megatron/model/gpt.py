@@ -191,6 +191,7 @@ class GPTStage(nn.Module):
         kernels: which provider serves which operator; None: the default ones for ``dtype`` and ``device``.
         seq_length: of the run, which decides between the short and long factors of ``longrope``.
         dropout: of training: of batches with ``draws``.
+        store: called with each layer when it is made, to give its weights another form before there are all.
 
     ``forward(x, batch)`` maps tokens [b, s] (with ``embed``) or hidden states [b, s, h] to hidden states, or
     (with ``head``) to logits [b, s, vocabulary share]; with a ``part``, only that of it. Parameters are left
@@ -209,6 +210,7 @@ class GPTStage(nn.Module):
         kernels: KernelPlan | None = None,
         seq_length: int = 0,
         dropout: Dropout = NO_DROPOUT,
+        store: Callable[[Layer], object] = lambda layer: None,
     ) -> None:
         super().__init__()
         self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device, dropout=dropout)
@@ -232,7 +234,10 @@ class GPTStage(nn.Module):
                 self.model["embed_tokens"] = Embedding(rows, h)
             if embed and spec.position == "learned":
                 self.model["embed_positions"] = Embedding(spec.max_position_embeddings, h)
-            self.model["layers"] = nn.ModuleDict({str(i): Layer(spec, i, share, kernels, dropout) for i in layers})
+            made = self.model["layers"] = nn.ModuleDict()
+            for i in layers:
+                made[str(i)] = layer = Layer(spec, i, share, kernels, dropout)
+                store(layer)
             if head:
                 self.model["norm"] = Norm(spec, h, kernels)
                 tied = cast(Embedding, self.model["embed_tokens"]).weight if spec.tied else None

@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hetero_megatron.layout.mask import chunk_starts
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout
 from hetero_megatron.ops.gemm_fp8 import Maxima
+from hetero_megatron.ops.int8_weight import int8_product
 from hetero_megatron.spec import ModelSpec, Rope
 
 
@@ -53,6 +55,7 @@ class Linear(nn.Module):
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.scales: torch.Tensor | None = None  # of a frozen weight in 8 bits, one per output (ops/int8_weight.py)
         self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +63,9 @@ class Linear(nn.Module):
         return y
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.kernels.fp8 is None:
+        if self.scales is not None:
+            y = int8_product(self.kernels.gemm, x, self.weight, self.scales, bias)
+        elif self.kernels.fp8 is None:
             y = self.kernels.gemm(x, self.weight, bias)
         else:
             y = getattr(self.kernels, self.kernels.fp8)(x, self.weight, bias, self.maxima)
@@ -85,7 +90,7 @@ def lay_together(*linears: Linear) -> tuple[Linear, ...]:
 
 def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What each of them makes of ``x``."""
-    if linears[0].kernels.fp8 is not None:  # each has scales of its own
+    if linears[0].kernels.fp8 is not None or linears[0].scales is not None:  # each has scales of its own
         return tuple(linear(x) for linear in linears)
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
     found = linears[0].kernels.joint_gemm(x, weights, biases)
@@ -116,6 +121,18 @@ class Norm(nn.Module):
         if residual is None:
             return self.kernels.rms_norm(x, self.gain(), self.eps)
         return self.kernels.add_rms_norm(x, residual, self.gain(), self.eps)
+
+
+class L2Norm(nn.Module):
+    """RMS norm of each head of [b, s, heads, d] without weights."""
+
+    def __init__(self, spec: ModelSpec, kernels: KernelPlan) -> None:
+        super().__init__()
+        # On the device from the start; no parameter: no checkpoint holds it.
+        self.kernels, self.eps, self.ones = kernels, spec.norm_eps, torch.ones(spec.head_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernels.rms_norm(x, self.ones, self.eps)  # type: ignore[no-any-return]
 
 
 class ProjectionNorm(nn.Module):
@@ -153,7 +170,8 @@ class CoreAttention(nn.Module):
         self, spec: ModelSpec, layer: int, kernels: KernelPlan, first_head: int = 0, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.window, self.softcap, self.kernels = spec.layer(layer).window, spec.attn_softcap, kernels
+        kind = spec.layer(layer)
+        self.window, self.chunk, self.softcap, self.kernels = kind.window, kind.chunk, spec.attn_softcap, kernels
         self.layer, self.first_head, self.dropout = layer, first_head, dropout
 
     def score_dropout(self, draws: Draws | None, first_head: int) -> ScoreDropout | None:
@@ -166,8 +184,17 @@ class CoreAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         dropout = self.score_dropout(context.draws, self.first_head)
-        out, _ = self.kernels.attention(q, k, v, sinks, context.documents, self.window, 0, 0, self.softcap, dropout)
+        documents = self._documents(context.documents, q.shape[0], q.shape[1])
+        out, _ = self.kernels.attention(q, k, v, sinks, documents, self.window, 0, 0, self.softcap, dropout)
         return cast(torch.Tensor, out)
+
+    def _documents(
+        self, documents: Sequence[Sequence[int]] | None, rows: int, length: int
+    ) -> Sequence[Sequence[int]] | None:
+        """A layer that attends in chunks sees each as a document of its own."""
+        if self.chunk is None or self.chunk >= length:
+            return documents
+        return [chunk_starts(starts, length, self.chunk) for starts in documents or [(0,)] * rows]
 
 
 def turn(

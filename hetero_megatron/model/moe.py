@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.int8_weight import int8_product
 from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
 
@@ -39,14 +40,17 @@ class GroupedLinear(nn.Module):
         self.kernels, self.adds_bias = kernels, adds_bias
         self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
         self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
+        self.scales: torch.Tensor | None = None  # of frozen weights in 8 bits, one per output (ops/int8_weight.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """What becomes of the product ``y`` of x and the weights; adapters replace it (``parallel/lora.py``)."""
         return y
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.adds_bias else None
-        return self.adapted(self.kernels.grouped_gemm(x, self.weight, bias, ends), x, ends)
+        bias, product = self.bias if self.adds_bias else None, self.kernels.grouped_gemm
+        if self.scales is not None:
+            return self.adapted(int8_product(product, x, self.weight, self.scales, bias, ends), x, ends)
+        return self.adapted(product(x, self.weight, bias, ends), x, ends)
 
 
 class Experts(nn.Module):
@@ -63,6 +67,7 @@ class Experts(nn.Module):
         (a, b), (c, d), h = share.experts, share.expert_ffn, spec.hidden_size
         assert spec.moe is not None
         self.first, self.count, bias = a, b - a, spec.moe.bias
+        self.weigh_inputs = spec.moe.weigh_inputs
         self.gate_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
         self.up_proj = GroupedLinear(b - a, h, d - c, kernels, bias)
         # Outputs of ranks that share an expert's columns are added up, its bias once.
@@ -72,12 +77,21 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         rows, slots, ends = self.sort(chosen, self.count)
         routed = self.kernels.moe_permute(x, rows, slots)
+        if self.weigh_inputs:
+            routed = routed * _by_row(weights, slots, len(rows)).to(routed.dtype)[:, None]
+            weights = torch.ones_like(weights)
         gate, up = self.gate_proj(routed, ends), self.up_proj(routed, ends)
         y = self.kernels.swiglu(gate, up) if self.clamped is None else self.kernels.clamped_swiglu(
             gate, up, *self.clamped
         )  # fmt: skip
         y = self.down_proj(y, ends)
         return self.kernels.moe_unpermute(y, weights, rows, slots)  # type: ignore[no-any-return]
+
+
+def _by_row(weights: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:
+    """Weights [tokens, k] of choices -> [rows], of the rows in which ``slots`` [tokens, k] puts them (-1: none)."""
+    at = torch.where(slots >= 0, slots, rows).flatten()
+    return weights.new_zeros(rows + 1).scatter(0, at, weights.flatten())[:rows]
 
 
 class Router(nn.Module):

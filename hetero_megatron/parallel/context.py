@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.layout.mask import tiles, visible
+from hetero_megatron.layout.mask import chunk_starts, tiles, visible
 from hetero_megatron.model.gpt import GPTStage
 from hetero_megatron.model.layers import Context, CoreAttention
 from hetero_megatron.ops.attn_merge import attn_merge_
@@ -38,14 +38,14 @@ PROGRAMS = 8  # kept by documents: a micro-batch's layers, its backward, and som
 
 
 class StageAttention:
-    """What all layers with one window of a context-parallel stage share on one rank: exchanges, and programs by
-    documents. ``dropout``: there may be some, which needs tiles of tokens that follow each other."""
+    """What all layers with one window and one size of chunks of a context-parallel stage share on one rank: exchanges,
+    and programs by documents. ``dropout``: there may be some, which needs tiles of tokens that follow each other."""
 
     def __init__(
         self, context: StageContext, comm: Comm, window: int | None, kernel: TileKernel | None = None,
-        merge: Callable[..., Any] = attn_merge_, dropout: bool = False,
+        merge: Callable[..., Any] = attn_merge_, dropout: bool = False, chunk: int | None = None,
     ) -> None:  # fmt: skip
-        self.context, self.comm, self.window, self.dropout = context, comm, window, dropout
+        self.context, self.comm, self.window, self.chunk, self.dropout = context, comm, window, chunk, dropout
         self.member = context.member(comm.rank)
         self.group = next(g for g in context.groups if g.index == self.member.group)
         ranks, queries, keys = head_moves(context, self.group)
@@ -100,23 +100,24 @@ class StageAttention:
         return self._programs[key]
 
     def _make(self, documents: tuple[tuple[int, ...], ...] | None) -> Program:
-        rows = sorted(set(documents)) if documents else [(0,)]
+        length = self.context.seq_length
+        alone = {starts: chunk_starts(starts, length, self.chunk) for starts in sorted(set(documents or [(0,)]))}
 
         def needs(group: ContextGroup, block: Block) -> bool:
-            return any(visible(group.tokens, block.tokens, starts, self.window) for starts in rows)
+            return any(visible(group.tokens, block.tokens, starts, self.window) for starts in alone.values())
 
         groups = [self.group] if self.gather else list(self.context.groups)
         schedule: RingSchedule = ring_schedule(groups, self.blocks, needs)
         per_block: list[list[RowTile]] = []
         for block in self.blocks:
+            found = {
+                starts: tiles(self.group.tokens, block.tokens, cut, self.window, not self.dropout)
+                for starts, cut in alone.items()
+            }
             if documents is None:
-                found = tiles(self.group.tokens, block.tokens, (0,), self.window, not self.dropout)
-                per_block.append([(None, tile) for tile in found])
+                per_block.append([(None, tile) for tile in found[0,]])
             else:
-                found_by = {
-                    s: tiles(self.group.tokens, block.tokens, s, self.window, not self.dropout) for s in rows
-                }
-                per_block.append([(row, tile) for row, s in enumerate(documents) for tile in found_by[s]])
+                per_block.append([(row, tile) for row, starts in enumerate(documents) for tile in found[starts]])
         return Program(self.comm, self.group.index, schedule, self.hops, per_block, self.attention)
 
 
@@ -157,11 +158,11 @@ def apply_context_parallel(
     merge: Callable[..., Any] = attn_merge_,
 ) -> None:  # fmt: skip
     """Make the layers of ``stage`` attend across the context groups, by ``kernel`` and the operator ``attn_merge``."""
-    shared: dict[int | None, StageAttention] = {}  # by window
+    shared: dict[tuple[int | None, int | None], StageAttention] = {}  # by window and chunk
     for layer in stage.layers():
         core = layer.self_attn.core_attention
-        window, dropout = core.window, core.dropout > 0
-        if window not in shared:
-            shared[window] = StageAttention(context, comm, window, kernel, merge, dropout)
+        limits, dropout = (core.window, core.chunk), core.dropout > 0
+        if limits not in shared:
+            shared[limits] = StageAttention(context, comm, core.window, kernel, merge, dropout, core.chunk)
         layer.self_attn.kv_of_query = None  # keys travel as they are; heads are matched where they are computed
-        setattr(layer.self_attn, "core_attention", ContextAttention(shared[window], core))  # noqa: B010 (another type)
+        setattr(layer.self_attn, "core_attention", ContextAttention(shared[limits], core))  # noqa: B010 (another type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -26,6 +27,7 @@ from hetero_megatron.spec.flops import (
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2
+SCALE_BYTES = 4  # of an output channel of a weight in 8 bits, fp32
 
 
 def moments_of(optimizer: str) -> int:
@@ -247,18 +249,34 @@ def trained_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, shar
     return round(layers * _layer_elements(spec, share, True)) + _elements(spec, _ends(embed, head), share, True)
 
 
+@lru_cache(maxsize=4096)
+def saved_per_layer(spec: ModelSpec, share: Share, item: int) -> float:
+    """Bytes that the weights of an average layer take less than ``item`` per element because some are in 8 bits."""
+    return _mean_over_layers(spec, lambda tensors: saved_in_int8(tensors, share, item))
+
+
+def saved_in_int8(tensors: Iterable[LogicalTensor], share: Share, item: int) -> int:
+    """Bytes that those of a rank's tensors that are in 8 bits take less than ``item`` per element."""
+    boxes = (tensor_box(t, share) for t in tensors if t.int8)
+    return sum(box.size * (item - 1) - SCALE_BYTES * math.prod(box.shape[:-1]) for box in boxes)
+
+
 def _ends(embed: bool, head: bool) -> str:
     return ("embed" if embed else "") + ("head" if head else "")
 
 
 @lru_cache(maxsize=4096)
 def _layer_elements(spec: ModelSpec, share: Share, trained: bool) -> float:
-    """Of an average layer; dense MLPs and mixtures of experts have unlike ones."""
+    """Of an average layer."""
+    return _mean_over_layers(spec, lambda tensors: _size(tensors, share, trained))
+
+
+def _mean_over_layers(spec: ModelSpec, size: Callable[[Iterable[LogicalTensor]], int]) -> float:
+    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones."""
     kinds: dict[str, list[int]] = {}
     for layer, kind in enumerate(spec.layers):
         kinds.setdefault(kind.mlp, []).append(layer)
-    first = {kind: stage_tensors(spec, alike[:1], False, False) for kind, alike in kinds.items()}
-    sizes = [len(alike) * _size(first[kind], share, trained) for kind, alike in kinds.items()]
+    sizes = [len(alike) * size(stage_tensors(spec, alike[:1], False, False)) for alike in kinds.values()]
     return sum(sizes) / spec.num_layers
 
 
@@ -298,13 +316,13 @@ def host_bytes(owned: float, moments: int = 2) -> int:
 
 
 def state_bytes(
-    held: int, owned: float, item: int, moments: int = 2, trained: int | None = None
+    held: int, owned: float, item: int, moments: int = 2, trained: int | None = None, saved: int = 0
 ) -> tuple[int, int, int]:
     """(weights, gradients, optimizer) of a rank that holds and owns so many elements; ``trained``: of those held, None:
-    all."""
+    all; ``saved``: bytes, by weights in 8 bits."""
     wide = max(item, 4)
     master = 4 if item == 2 else 0
-    return held * item, (held if trained is None else trained) * wide, round(owned * (moments * wide + master))
+    return held * item - saved, (held if trained is None else trained) * wide, round(owned * (moments * wide + master))
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:

@@ -1,11 +1,12 @@
-"""A schedule made for one pipeline with several chunks of layers per stage: interleaved 1F1B, list scheduling under
-many rules, then moves of single actions."""
+"""A schedule made for one pipeline with several chunks of layers per stage: interleaved 1F1B, zero-bubble, list
+scheduling under many rules, then moves of single actions."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero_megatron.errors import UserError
@@ -19,7 +20,7 @@ from hetero_megatron.schedule.chunk_times import (
     time_chunk_orders,
 )
 from hetero_megatron.schedule.generators import generate
-from hetero_megatron.schedule.pipeline_times import ROUNDING
+from hetero_megatron.schedule.pipeline_times import ROUNDING, StageTimes
 from hetero_megatron.schedule.stage_orders import chunk_orders_of, joined, keeps_order, schedule_of, split_letter
 
 EFFORT = 100_000  # 32 stages of two chunks x 256 micro-batches: two schedules, about a second
@@ -47,7 +48,8 @@ class ChunkedResult:
 
 def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: int = EFFORT) -> ChunkedResult:
     """The fastest schedule found of those that keep every stage's memory; never slower than interleaved 1F1B, where
-    that keeps it. Equal arguments give equal schedules.
+    that keeps it, nor, within the effort, than zero-bubble with as many micro-batches per stage as fit. Equal arguments
+    give equal schedules.
 
     Args:
         effort: about how many actions may be timed; at least one schedule is.
@@ -60,6 +62,7 @@ def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: 
             raise UserError("is negative", field=name, value=value, accepted="0 or more")
     search = _Search(times, num_micro_batches, effort)
     plain = search.seconds
+    search.try_zero_bubble()
     search.try_rules()
     search.change_rules()
     search.join_backwards()
@@ -103,6 +106,16 @@ class _Search:
         if seconds < self.rule_seconds:
             self.rule, self.rule_seconds = rule, seconds
         self._offer(seconds, orders)
+
+    def try_zero_bubble(self) -> None:
+        """Zero-bubble with as many micro-batches per stage as fit in all chunks."""
+        if self.ended():
+            return
+        caps = [_most_micro_batches(chunks, max(self.count, 1)) for chunks in self.times.stages]
+        orders = chunk_orders_of(generate("zero-bubble", len(caps), self.count, self.times.chunks, caps))
+        self.timed += self.size
+        if all(map(keeps_chunk_memory, self.times.stages, orders)):
+            self._offer(time_chunk_orders(self.times, orders), orders)
 
     def try_rules(self) -> None:
         """Groups as interleaved 1F1B has them, twice as large, and single micro-batches; W at once or put off."""
@@ -164,6 +177,12 @@ class _Search:
             if found is not None and found <= seconds:
                 here, seconds = candidate, found
                 since = 0 if self._offer(found, candidate) else since
+
+
+def _most_micro_batches(chunks: Sequence[StageTimes], most: int) -> int:
+    """That a stage has memory for in all its chunks, each until its W; at most so many."""
+    each = sum(max(chunk.activation_bytes, chunk.deferred_bytes) for chunk in chunks)
+    return int(max(min(chunks[0].memory_bytes / each if each else most, most), 1))
 
 
 def _moved(row: tuple[str, ...], draw: random.Random) -> tuple[str, ...] | None:

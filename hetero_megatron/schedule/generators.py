@@ -5,12 +5,14 @@ is one entry in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule.actions import Action, Schedule
+from hetero_megatron.schedule.chunk_groups import chunk_passes
+from hetero_megatron.schedule.zero_bubble import Rows, zero_bubble
 
-Rows = tuple[tuple[Action, ...], ...]
-Generator = Callable[[int, int], Rows]
+Generator = Callable[..., Rows]
 
 
 def gpipe(stages: int, micro_batches: int) -> Rows:
@@ -49,64 +51,18 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 1) -> Rows:
     """
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
-    groups = max(micro_batches // stages, 1)
-    bounds = [micro_batches * g // groups for g in range(groups + 1)]
-    forwards, backwards = [], []
-    for start, stop in zip(bounds, bounds[1:]):
-        forwards += [(m, c) for c in range(chunks) for m in range(start, stop)]
-        backwards += [(m, c) for c in reversed(range(chunks)) for m in range(start, stop)]
+    forwards, backwards, _, largest = chunk_passes(micro_batches, chunks, max(micro_batches // stages, 1))
     # The first backward of the last stage is of a micro-batch that has passed all chunks there.
-    largest = max(stop - start for start, stop in zip(bounds, bounds[1:]))
     return tuple(
         _alternating(forwards, backwards, min((chunks - 1) * largest + 2 * (stages - 1 - s), len(forwards)))
         for s in range(stages)
     )
 
 
-def zero_bubble(stages: int, micro_batches: int, caps: Sequence[int] = ()) -> Rows:
-    """ZB-H1 and its relatives (Qi et al., 2024): backward is split, and the part of the weights put off, so that
-    gradients of the input reach the stage before earlier and weight gradients fill the gaps.
-
-    Args:
-        caps: per stage, the most micro-batches that it holds at once, from their forward to their W. () is as many as
-            there are stages, on each: the memory of the first stage of 1F1B, and a third of its bubble where F, B_INPUT
-            and W take the same time. Up to ``2 * stages - 1`` there are more forwards ahead (ZB-H2); with fewer the
-            stage puts off less, down to no overlap at 1.
-    """
-    rows, before = [], micro_batches
-    for stage, cap in enumerate(caps or (stages,) * stages):
-        behind = stages - 1 - stage
-        extra = min(max(cap - stages, 0), behind)
-        # A stage that is further ahead than the one before it would wait for a forward that needs its own backward.
-        ahead = before = min(behind + extra, cap - 1, before)
-        rows.append(_split(micro_batches, ahead, cap))
-    return tuple(rows)
-
-
-def _split(micro_batches: int, ahead: int, cap: int) -> tuple[Action, ...]:
-    """1F1B with ``ahead`` forwards first, whose W wait until the stage holds ``cap`` micro-batches, or until it has
-    no forward left."""
-    row = [Action("F", m) for m in range(ahead)]
-    forwards, weights = ahead, 0
-    for m in range(micro_batches):
-        if forwards < micro_batches:
-            if forwards - weights >= cap:
-                row.append(Action("W", weights))
-                weights += 1
-            row.append(Action("F", forwards))
-            forwards += 1
-        elif weights < m:
-            row.append(Action("W", weights))
-            weights += 1
-        row.append(Action("B_INPUT", m))
-    row += [Action("W", m) for m in range(weights, micro_batches)]
-    return tuple(row)
-
-
 GENERATORS: dict[str, Generator] = {
     "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zero-bubble": zero_bubble,
 }  # fmt: skip
-CHUNKED = ("interleaved",)  # schedules that take a number of chunks as well
+CHUNKED = ("interleaved", "zero-bubble")  # schedules that take a number of chunks as well
 SPLITTING = ("zero-bubble",)  # schedules whose backward is B_INPUT and W
 
 
@@ -141,5 +97,6 @@ def generate(
     if caps and (name != "zero-bubble" or len(caps) != num_stages or min(caps) < 1):
         accepted = f"with zero-bubble, {num_stages} numbers of 1 or more"
         raise UserError("not in-flight caps of this schedule", field="caps", value=list(caps), accepted=accepted)
-    more = {"chunks": num_chunks} if num_chunks > 1 else {"caps": tuple(caps)} if caps else {}
+    more: dict[str, Any] = {"chunks": num_chunks} if num_chunks > 1 else {}
+    more |= {"caps": tuple(caps)} if caps else {}
     return Schedule(name, GENERATORS[name](num_stages, num_micro_batches, **more), num_chunks)

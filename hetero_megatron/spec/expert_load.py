@@ -85,7 +85,7 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> flo
     - of each own token the router's input, its logits, and the numbers of its experts; of a token sent, where it went;
     - of each arriving token where its rows are, and its weights;
     - of each row its token's number, input and output of the expert, gate, up and their product, and what is between
-      A and B of its adapters.
+      A and B of its adapters; where weights multiply inputs, these before it, too.
     """
     moe, h, wide = spec.moe, spec.hidden_size, max(item, 4)
     assert moe is not None
@@ -93,19 +93,20 @@ def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> flo
     own = load.tokens * (item * (h + moe.num_experts + gated) + INDEX * moe.top_k)
     sent = (load.sent + load.passed_on) * (INDEX + moe.top_k) if load.members > 1 else 0.0
     arriving = load.arriving * moe.top_k * (INDEX + wide)
-    row = 2 * h + ROUTED_WIDTHS * load.columns + expert_adapter_ranks(spec)
+    row = (2 + moe.weigh_inputs) * h + ROUTED_WIDTHS * load.columns + expert_adapter_ranks(spec)
     return own + sent + arriving + load.rows * (item * row + INDEX)
 
 
 def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
     """Bytes that backward through the experts needs beside what they keep, at the worst moment: the gradients of the
     rows, of 16-bit ones also rows and gradients in fp32; or gate's and up's gradients and those of their inputs,
-    when output and product are gone."""
+    when output and product are gone. Beside the last two is what is made of frozen weights in 8 bits."""
     h, wide = spec.hidden_size, max(item, 4)
     come = load.arriving * item * h  # gradients of what was sent back
     outputs = load.rows * h * (2 * wide if item < wide else item)
     inputs = load.rows * item * (2 * load.columns + 2 * h) - load.rows * item * (h + load.columns)
-    return come + max(outputs, load.rows * item * (h + 2 * load.columns), inputs)
+    made = load.experts * load.columns * h * item * spec.in_int8
+    return come + max(outputs, load.rows * item * (h + 2 * load.columns), inputs + made, load.rows * item * h + made)
 
 
 def expert_operand_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:

@@ -26,8 +26,11 @@ CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: fe
 LOGITS_BYTES = 1 << 30  # more logits than this at once are never made, unless the user asks (--max-logits-mib)
 
 
-def visible_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without a window."""
+def visible_pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
+    """(query, key) pairs of causal attention in a document of ``length`` tokens: n(n+1)/2 without window or chunks."""
+    if chunk is not None and chunk < length:
+        whole, rest = divmod(length, chunk)
+        return whole * visible_pairs(chunk, window) + visible_pairs(rest, window)
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -35,13 +38,15 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 def attention_pairs(spec: ModelSpec, length: int, layers: Iterable[int] | None = None) -> int:
     """(query, key) pairs of causal attention in a document of ``length`` tokens, summed over ``layers`` (all)."""
     kinds = spec.layers if layers is None else [spec.layer(i) for i in layers]
-    return sum(count * visible_pairs(length, window) for window, count in Counter(k.window for k in kinds).items())
+    limits = Counter((kind.window, kind.chunk) for kind in kinds)
+    return sum(count * visible_pairs(length, *limit) for limit, count in limits.items())
 
 
 def mean_attention_pairs(spec: ModelSpec, length: int) -> float:
-    """The same of an average layer: where layers have unlike windows, what a cost that counts layers goes by."""
-    if len(spec.windows) == 1:
-        return visible_pairs(length, spec.windows[0])
+    """The same of an average layer: where layers see unlike many tokens, what a cost that counts layers goes by."""
+    limits = {(kind.window, kind.chunk) for kind in spec.layer_kinds}
+    if len(limits) == 1:
+        return visible_pairs(length, *limits.pop())
     return attention_pairs(spec, length) / spec.num_layers
 
 
@@ -244,7 +249,8 @@ def layer_backward_bytes(
 
     - in the activation: its input's gradients are written, one helper beside them, while the input is still kept and
       the product is gone: 2 f with SwiGLU (gate's and up's gradients beside the product's), otherwise 1 f;
-    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up;
+    - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up
+      (of a frozen weight in 8 bits, what is made of it);
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
 
@@ -256,14 +262,14 @@ def layer_backward_bytes(
     routed = load.layers if load is not None else 0.0
     h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
     row = tokens * itemsize
-    weight = h * f if spec.lora is None else 0
+    weight = h * f if spec.lora is None or spec.in_int8 else 0
     inside = (2 if spec.gated else 1) * f
     if linear is not None:
         heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
         worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
     else:
         worst = max(row * inside, row * (h + f) + weight * itemsize)
-        if itemsize == 2:
+        if itemsize == 2 and not spec.in_int8:
             worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.dropout import DROPOUT_KEYS, check_rate
-from hetero_megatron.spec.families import FAMILIES, Family
+from hetero_megatron.spec.families import FAMILIES, Family, wrapped_family
 from hetero_megatron.spec.families.refused import why
-from hetero_megatron.spec.hf_keys import check_keys
+from hetero_megatron.spec.hf_keys import HARMLESS, check_keys
 from hetero_megatron.spec.hf_reader import Config, ConfigReader
 from hetero_megatron.spec.model_spec import ModelSpec
 
@@ -20,6 +22,9 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
         UserError: an unknown family, a missing key, a setting that changes numbers and is not supported, or a key
             that may (``hf_keys``).
     """
+    wrapped = wrapped_family(config)
+    if wrapped is not None:
+        return _from_wrapper(config, wrapped, where, name)
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -32,6 +37,34 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
     read = ConfigReader(config, where)
     _check_architectures(read, family)
     return replace(family.read(read, name or family.model_type), dropouts=_dropouts(read, family))
+
+
+def _from_wrapper(config: Config, family: Family, where: str, name: str | None) -> ModelSpec:
+    """The language model of a configuration with a ``text_config``."""
+    whole = family.inside
+    assert whole is not None
+    check_keys(config, whole.model_type, whole.keys | {"text_config", "architectures", "tie_word_embeddings"}, where)
+    read = ConfigReader(config, where)
+    read.must_be("architectures", [whole.architecture], None)
+    read.must_be("tie_word_embeddings", False)  # that of text_config counts
+    inner = read.value("text_config", None)
+    if not isinstance(inner, Mapping) or inner.get("model_type", family.model_type) != family.model_type:
+        raise read.refuse("is no configuration of a language model", "text_config", f"one of {family.model_type}")
+    spec = from_hf_config(
+        {**inner, "model_type": family.model_type}, f"{where} (text_config)", name or family.model_type
+    )
+    left_out = f"{where}: of this {whole.model_type} model the language model is read, and no other part of it"
+    return replace(spec, notices=(left_out, *spec.notices))
+
+
+def language_config(config: Config) -> dict[str, Any]:
+    """The configuration of the language model that ``config`` is of, or is of a model with."""
+    family = wrapped_family(config)
+    inner = None if family is None else config.get("text_config")
+    if family is None or not isinstance(inner, Mapping):
+        return dict(config)
+    common = {key: value for key, value in config.items() if key in HARMLESS}
+    return common | dict(inner) | {"model_type": family.model_type}
 
 
 def _dropouts(read: ConfigReader, family: Family) -> tuple[tuple[str, float], ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.families import FAMILIES
-from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config, language_config
 from hetero_megatron.spec.hf_keys import HARMLESS
 from hetero_megatron.spec.hf_rope import ROPE_KEYS
 from hetero_megatron.spec.model_spec import ModelSpec
@@ -18,7 +18,7 @@ from hetero_megatron.spec.model_spec import ModelSpec
 _KEYS_OF: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "layer_types", "max_window_layers"),
     "hidden_size": ("hidden_size", "n_embd"),
-    "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "ffn_hidden_size": ("intermediate_size", "intermediate_size_mlp", "n_inner"),
     "num_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
@@ -35,13 +35,15 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "layer_kinds": (
         *ROPE_KEYS, "rope_local_base_freq", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
         "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval",
+        "attention_chunk_size", "moe_layers", "interleave_moe_layer_step",
     ),
     "embed_scale": ("embedding_multiplier", "hidden_size"),
     "residual_scale": ("residual_multiplier",),
     "logit_scale": ("logits_scaling",),
     "attn_scale": ("attention_multiplier", "query_pre_attn_scalar"),
-    "query_growth": ROPE_KEYS,
-    "query_growth_length": ROPE_KEYS,
+    "query_growth": (*ROPE_KEYS, "attn_temperature_tuning", "attn_scale"),
+    "query_growth_length": (*ROPE_KEYS, "floor_scale"),
+    "qk_norm": ("use_qk_norm",),
     "attn_softcap": ("attn_logit_softcapping",),
     "logit_softcap": ("final_logit_softcapping",),
     "init_std": ("initializer_range",),
@@ -58,7 +60,7 @@ def export_config(spec: ModelSpec, source: Mapping[str, Any] | None, dtype: str 
     Raises:
         UserError: no Hugging Face family has this combination of features.
     """
-    config = _changed(spec, source) if source is not None else to_hf_config(spec)
+    config = _changed(spec, language_config(source)) if source is not None else to_hf_config(spec)
     own = [FAMILIES[config["model_type"]].causal_lm]
     if own[0].lower() not in [name.lower() for name in config.get("architectures") or ()]:
         config["architectures"] = own

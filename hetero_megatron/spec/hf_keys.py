@@ -42,6 +42,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "use_dynamic_ntk": (False, None),
     "use_logn_attn": (False, None),
     "attention_chunk_size": (None,),
+    "for_llm_compressor": (False, None),
     "num_experts": (0, None),
     "num_local_experts": (0, None),
 }

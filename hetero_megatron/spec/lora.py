@@ -14,6 +14,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
 # Of multi-head latent attention, where somebody names them.
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EVERY_TARGET = TARGETS + LATENT_TARGETS
+BASE_DTYPES = ("int8",)
 MAX_RANK = 1 << 14
 
 
@@ -30,6 +31,7 @@ class Lora:
         targets: projections that have one, in the order of ``EVERY_TARGET``.
         rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
         dropout: in training, of what A multiplies: each adapter drops other elements.
+        base_dtype: in which the frozen projections are stored, with one scale per output channel; None: in the run's.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class Lora:
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
     dropout: float = 0.0
+    base_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
@@ -48,11 +51,16 @@ class Lora:
             value = unknown[0] if unknown else "none"
             raise UserError("no such projection", field="targets", value=value, accepted=", ".join(EVERY_TARGET))
         check_rate(self.dropout, "dropout")
+        if self.base_dtype not in (None, *BASE_DTYPES):
+            accepted = ", ".join(BASE_DTYPES)
+            raise UserError("no such dtype", field="base_dtype", value=self.base_dtype, accepted=accepted)
         object.__setattr__(self, "targets", tuple(name for name in EVERY_TARGET if name in self.targets))
 
     def shape(self) -> dict[str, Any]:
         """What counts for memory and time, as JSON."""
-        return {"rank": self.rank, "targets": self.targets} | ({"dropout": True} if self.dropout else {})
+        found: dict[str, Any] = {"rank": self.rank, "targets": self.targets}
+        found |= {"dropout": True} if self.dropout else {}
+        return found | ({"base_dtype": self.base_dtype} if self.base_dtype else {})
 
     @property
     def scale(self) -> float:

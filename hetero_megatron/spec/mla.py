@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hetero_megatron.errors import UserError
 
@@ -38,6 +39,10 @@ class MLA:
             value = getattr(self, name)
             if not (name == "q_rank" and value is None) and (type(value) is not int or value < 1):
                 raise UserError("must be a positive integer", field=name, value=value, accepted="1 or more")
+
+    def shape(self) -> dict[str, Any]:
+        """As JSON; see ``ModelSpec.shape``."""
+        return asdict(self)
 
     @property
     def qk_dim(self) -> int:

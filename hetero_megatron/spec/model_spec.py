@@ -6,7 +6,7 @@ is no class per family.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from hetero_megatron.errors import UserError
@@ -24,7 +24,7 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")  # activations that 
 EXPERT_ACTIVATIONS = ("swiglu", "clamped_swiglu")
 CHOICES = {
     "norm": ("rms", "layer"), "norm_placement": ("pre", "pre_post", "post"), "position": ("rope", "learned"),
-    "activation": (*GATED, "gelu", "gelu_tanh", "squared_relu"), "qk_norm": (None, "head", "projection"),
+    "activation": (*GATED, "gelu", "gelu_tanh", "squared_relu"), "qk_norm": (None, "head", "projection", "l2"),
 }  # fmt: skip
 
 
@@ -32,19 +32,33 @@ CHOICES = {
 class LayerKind:
     """What one decoder layer may have otherwise than its neighbours.
 
-    ``window``: a token sees itself and the ``window - 1`` tokens before it; None: all. ``rope``: None for a layer
-    without rotary positions. ``mlp``: ``dense`` or ``moe``.
+    Args:
+        window: a token sees itself and the ``window - 1`` tokens before it; None: all.
+        rope: None for a layer without rotary positions.
+        mlp: ``dense`` or ``moe``.
+        chunk: a document is cut into chunks of so many tokens from its start, and a token sees those of its own chunk
+            (Llama 4); None: all.
+        query_growth: queries grow with the position, if those of the model do (``ModelSpec.query_growth``).
     """
 
     window: int | None = None
     rope: Rope | None = Rope()
     mlp: str = "dense"
+    chunk: int | None = None
+    query_growth: bool = True
 
     def __post_init__(self) -> None:
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise UserError("must be a positive integer", field="window", value=self.window, accepted="1 or more, none")
+        for name in ("window", "chunk"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UserError("must be a positive integer", field=name, value=value, accepted="1 or more, none")
         if self.mlp not in MLP_KINDS:
             raise UserError("unknown value", field="mlp", value=self.mlp, accepted=" | ".join(MLP_KINDS))
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a token sees; None: all."""
+        return min((limit for limit in (self.window, self.chunk) if limit is not None), default=None)
 
 
 MLP_KINDS = ("dense", "moe")
@@ -53,8 +67,8 @@ MLP_KINDS = ("dense", "moe")
 # Fields that change numbers, but neither memory nor time.
 _CONSTANTS = (
     "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
-    "logit_scale", "attn_scale", "query_growth", "query_growth_length", "swiglu_alpha", "swiglu_limit", "init_std",
-    "notices", "dropouts",
+    "logit_scale", "attn_scale", "query_growth", "query_growth_length", "query_growth_offset", "swiglu_alpha",
+    "swiglu_limit", "init_std", "notices", "dropouts",
 )  # fmt: skip
 
 
@@ -71,15 +85,16 @@ class ModelSpec:
         norm_placement: ``pre``: before attention and MLP; ``post``: after them, before the residual sum (OLMo 2);
             ``pre_post``: both (Gemma 2).
         norm_offset: added to a norm's weight (Gemma's 1 + w).
-        qk_norm: of queries and keys, per ``head``, or over the whole ``projection`` (OLMo 2).
+        qk_norm: of queries and keys: per ``head``, or over the whole ``projection`` (OLMo 2); ``l2``: per head after
+            the rotary embedding, without weights, in layers that have one (Llama 4).
         swiglu_alpha, swiglu_limit: of ``clamped_swiglu``, (up + 1) gate sigmoid(alpha gate), where the gate is at most
             the limit and up between it and its negative (gpt-oss).
         embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of what attention and MLP add to the
             residual stream, and of the logits.
         attn_scale: of the scores; None: 1 / sqrt(head_dim).
         attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
-        query_growth, query_growth_length: queries are multiplied by 1 + growth x ln(1 + floor(position / length))
-            (Llama 4, Ministral 3).
+        query_growth, query_growth_length, query_growth_offset: queries are multiplied by
+            1 + growth x ln(1 + floor((position + offset) / length)) (Llama 4, Ministral 3).
         moe: what the MLP of a layer of kind ``moe`` is.
         sinks: every query head has a learned logit that takes part in the softmax, with no value (gpt-oss).
         mla: attention is multi-head latent attention; ``head_dim`` is what the attention operator sees, and there are
@@ -117,6 +132,7 @@ class ModelSpec:
     attn_scale: float | None = None
     query_growth: float = 0.0
     query_growth_length: int = 1
+    query_growth_offset: int = 0
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     sinks: bool = False
@@ -196,6 +212,11 @@ class ModelSpec:
         return self if self.lora is None else replace(self, lora=None)
 
     @property
+    def in_int8(self) -> bool:
+        """The frozen projections of its layers are stored in 8 bits."""
+        return self.lora is not None and self.lora.base_dtype == "int8"
+
+    @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -230,17 +251,21 @@ class ModelSpec:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = asdict(value) if isinstance(value, MoE | MLA) else value
+                found[f.name] = value.shape() if isinstance(value, MoE | MLA) else value
         if self.lora is not None:
             found["lora"] = self.lora.shape()
-        kinds = [(k.window, k.mlp, k.rope and k.rope.turned(self.head_dim)) for k in self.layer_kinds]
+        kinds: list[tuple[Any, ...]] = [
+            (k.window, k.mlp, k.rope and k.rope.turned(self.head_dim), *(() if k.chunk is None else (k.chunk,)))
+            for k in self.layer_kinds
+        ]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
         return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}
 
     @property
     def widest_window(self) -> int | None:
-        """The largest window of its layers; None where one has none."""
-        return None if None in self.windows else max(w for w in self.windows if w is not None)
+        """The most tokens that a token sees in some layer; None where it sees all."""
+        found = [kind.reach for kind in self.layer_kinds]
+        return None if None in found else max(reach for reach in found if reach is not None)
 
 
 def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero_megatron.errors import UserError
@@ -26,6 +26,8 @@ class MoE:
         router_bias: the router adds a trained bias to its logits; bias: the experts' projections have biases.
         shared_ffn: columns of an MLP that all tokens use besides; 0: none. ``shared_gate``: its output is multiplied by
             the sigmoid of a projection of the token (Qwen2-MoE).
+        weigh_inputs: a token's weights multiply what its experts get, not what they make of it (Llama 4; Megatron's
+            ``--moe-apply-probs-on-input``).
     """
 
     num_experts: int
@@ -42,6 +44,7 @@ class MoE:
     bias: bool = False
     shared_ffn: int = 0
     shared_gate: bool = False
+    weigh_inputs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "ffn_hidden_size", "groups", "top_groups", "group_size"):
@@ -61,6 +64,10 @@ class MoE:
             raise _error("score", self.score, "unknown value", " | ".join(SCORES))
         if self.shared_gate and not self.shared_ffn:
             raise _error("shared_gate", True, "there is no shared expert", "false")
+
+    def shape(self) -> dict[str, Any]:
+        """As JSON; see ``ModelSpec.shape``."""
+        return {key: value for key, value in asdict(self).items() if key != "weigh_inputs" or value}
 
     @property
     def router(self) -> tuple[Any, ...]:

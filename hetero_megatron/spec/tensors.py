@@ -32,7 +32,7 @@ class LogicalTensor:
     """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
     a gradient and optimizer states, and checkpoints hold it; ``by_load``: but its gradient is 0 and it has no such
     states, for not the optimizer moves it but how many tokens chose each expert; ``joint``: what it shares with those
-    that lie beside it in a rank's memory."""
+    that lie beside it in a rank's memory; ``int8``: it is frozen, and stored in 8 bits (``ops/int8_weight.py``)."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,6 +41,7 @@ class LogicalTensor:
     trained: bool = True
     by_load: bool = False
     joint: str | None = None
+    int8: bool = False
 
     @property
     def size(self) -> int:
@@ -76,11 +77,12 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 
 def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora) -> Iterator[LogicalTensor]:
-    """The frozen base, and after each adapted matrix its A and B, which are cut where it is; of the experts of a layer,
-    one of each per expert."""
+    """The frozen base, of which projections may be in 8 bits, and after each adapted matrix its A and B, which are cut
+    where it is; of the experts of a layer, one of each per expert."""
     for tensor in tensors:
-        yield replace(tensor, trained=False)
         module, _, kind = tensor.name.rpartition(".")
+        projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
+        yield replace(tensor, trained=False, int8=projection and lora.base_dtype == "int8")
         if kind == "weight" and module.rpartition(".")[2] in lora.targets and _may_be_adapted(tensor, spec):
             (*experts, outputs, inputs), (*over, rows, columns) = tensor.shape, tensor.axes
             for name, shape, axes in (
@@ -137,7 +139,7 @@ def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
     nq, nkv, h = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
     projections = (("q_proj", nq, q), ("k_proj", nkv, kv), ("v_proj", nkv, kv))
     yield from _rows_of_one(f"{base}.self_attn", projections, h, spec.qkv_bias, i)
-    if spec.qk_norm:
+    if spec.qk_norm in ("head", "projection"):
         per_head = ((spec.head_dim,), (Axis("head_dim"),))
         for letter, axis, rows in (("q", q, nq), ("k", kv, nkv)):
             shape, axes = per_head if spec.qk_norm == "head" else ((rows,), (axis,))

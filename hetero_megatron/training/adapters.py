@@ -11,8 +11,10 @@ from hetero_megatron.checkpoint.companions import Companions
 from hetero_megatron.checkpoint.hf_save import save_hf
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.config import RunConfig
@@ -53,12 +55,13 @@ class Adapters:
         """Write --save-hf: the base with the adapters merged into it. Called on all ranks."""
         assert self.config.save_hf is not None
         base = self.spec.base
-        params, rank = dict(runtime.model.named_parameters()), runtime.comm.rank
+        rank, params = runtime.comm.rank, dict(runtime.model.named_parameters())
+        held = BaseWeights(params, runtime.scales, runtime.dtype)
         buckets = CompiledPlan(runtime.plan, base).buckets
         owners = {
             name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
         }
-        owned = merged(self.spec, params, runtime.boxes, owners)
+        owned = merged(self.spec, held, runtime.boxes, owners)
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 
 
@@ -69,3 +72,13 @@ def adapters_of(config: RunConfig, world: Group) -> Adapters | None:
     made: list[Adapters] = []
     together(world, lambda: made.append(Adapters(config)))
     return made[0]
+
+
+def finite(tensor: LogicalTensor, values: torch.Tensor) -> torch.Tensor:
+    """``values`` of a weight that is to be in 8 bits; UserError where some have no such form."""
+    if not values.isfinite().all():
+        raise UserError(
+            "holds values that are not finite, which have no 8-bit form", field="--load-hf", value=tensor.name,
+            accepted="a base of finite values, or no --lora-base-dtype",
+        )  # fmt: skip
+    return values

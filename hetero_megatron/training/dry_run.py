@@ -71,7 +71,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
         memory.host = False
-        parameters = _bytes(runtime.model.parameters())
+        parameters = _bytes([*runtime.model.parameters(), *runtime.scales.values()])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.

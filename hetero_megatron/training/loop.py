@@ -38,7 +38,7 @@ from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.spec import LogicalTensor, logical_tensors
-from hetero_megatron.training.adapters import adapters_of
+from hetero_megatron.training.adapters import adapters_of, finite
 from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
@@ -358,7 +358,8 @@ class Training:
         if self.adapters is not None and tensor.trained:
             return self.adapters.initialize(tensor, box)
         if self.weights is not None:
-            return self.weights.read(tensor, box)
+            found = self.weights.read(tensor, box)
+            return finite(tensor, found) if tensor.int8 else found
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
     def _complete_import(self) -> None:

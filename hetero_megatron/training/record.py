@@ -15,12 +15,13 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_append
+from hetero_megatron.pages.page import kind_of
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.plan.memory import moments_of
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.report.page import kind_of, prediction_charts
+from hetero_megatron.planner.report.timeline import prediction_charts
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
-from hetero_megatron.planner.simulate.step import Prediction, computing_seconds, predict
+from hetero_megatron.planner.simulate.step import Prediction, StepSimulator, predict
 from hetero_megatron.training.config import RunConfig
 
 FILE = "events.jsonl"
@@ -58,7 +59,7 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
     :func:`expectation`."""
     assert config.cluster is not None
     costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
-    return computing_seconds(config.plan, costs)
+    return StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
 
 
 def _options(config: RunConfig) -> CostOptions:

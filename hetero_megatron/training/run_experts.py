@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hetero_megatron.planner.report.page import section
-from hetero_megatron.planner.report.pictures import COLORS, Bar, Line, bars, curve
+from hetero_megatron.pages.page import section
+from hetero_megatron.pages.pictures import COLORS, Bar, Line, bars, curve
 from hetero_megatron.training.run_files import RunFiles
 
 MOST_LAYERS, MOST_EXPERTS = 128, 512  # that are drawn

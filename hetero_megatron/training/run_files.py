@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import json_lines, text_lines
-from hetero_megatron.planner.report.page import KINDS
+from hetero_megatron.pages.page import KINDS
 from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.training import log_fields as f
 from hetero_megatron.training import metrics, record, rewind

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from hetero_megatron.errors import printable
-from hetero_megatron.planner.report.page import KINDS, charts_html, figures, page, section
-from hetero_megatron.planner.report.pictures import (
+from hetero_megatron.pages.page import KINDS, charts_html, figures, page, section
+from hetero_megatron.pages.pictures import (
     COLORS,
     Bar,
     Line,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hetero_megatron.planner.report.pictures import (
+from hetero_megatron.pages.pictures import (
     PipelineBlock,
     StageBlock,
     chip_colors,

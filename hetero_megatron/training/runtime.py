@@ -33,6 +33,7 @@ from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.device_graphs import LayerGraphs
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.int8_base import fill_int8, store_in_int8
 from hetero_megatron.parallel.long_loss import in_chunks, loss_chunk, vocab_loss
 from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
@@ -144,6 +145,7 @@ class Runtime:
             chunk is not None, bool(contexts), stage_fp8(self.stage, fp8), dropout,
         )  # fmt: skip
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
+        self.scales: dict[str, torch.Tensor] = {}  # of frozen weights in 8 bits, by logical name
         self.model, self.boxes = self._build_model(initialize)
         self.balance = LoadBalance(self.model, plan, spec, balancing, comm) if spec.moe is not None else None
         if compile_backend is not None:
@@ -177,11 +179,12 @@ class Runtime:
 
     def _build_model(self, initialize: Initialize) -> tuple[GPTStage, dict[str, Box]]:
         stage, spec = self.stage, self.spec
+        held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         model = GPTStage(
             spec, self.share, stage.layer_indices(), stage.embed, stage.head, dtype=self.dtype,
             device=self.comm.device, kernels=self.kernels, seq_length=self.plan.seq_length, dropout=self.dropout,
+            store=partial(store_in_int8, held, self.scales),
         )  # fmt: skip
-        held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
         if spec.lora is not None:
             apply_lora(model, spec.lora, boxes, self.dtype, self.comm.device)
@@ -190,7 +193,10 @@ class Runtime:
         with torch.no_grad():
             total = sum(param.numel() for param in params.values())
             for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
-                param.copy_(initialize(held[name], boxes[name]))
+                if name in self.scales:
+                    fill_int8(held[name], boxes[name], initialize, param, self.scales[name])
+                else:
+                    param.copy_(initialize(held[name], boxes[name]))
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)

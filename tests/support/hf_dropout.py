@@ -29,7 +29,7 @@ def _added(layer: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
         return layer.post_self_attn_layernorm, layer.post_mlp_layernorm
     if hasattr(layer, "post_feedforward_layernorm"):
         return layer.post_attention_layernorm, layer.post_feedforward_layernorm
-    return layer.self_attn, layer.mlp
+    return layer.self_attn, layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
 
 
 class HFDropout:
@@ -37,8 +37,8 @@ class HFDropout:
 
     def __init__(self, model: torch.nn.Module, dropout: Dropout, seed: int) -> None:
         self.dropout, self.seed, self.draws = dropout, seed, Draws(seed, 0, 0)
-        inner: Any = model.base_model
         gpt2 = model.config.model_type == "gpt2"
+        inner: Any = model.transformer if gpt2 else model.model
         for i, layer in enumerate(inner.h if gpt2 else inner.layers):
             attention = layer.attn if gpt2 else layer.self_attn
             if dropout.attention:
@@ -56,6 +56,7 @@ class HFDropout:
     def _after(self, module: torch.nn.Module, layer: int, site: int) -> None:
         def hook(_: Any, args: Any, out: Any) -> Any:
             x = out[0] if isinstance(out, tuple) else out
+            x = x.view(*args[0].shape[:2], -1) if args else x  # Llama 4's experts put sequences one after the other
             tokens = torch.arange(x.shape[1])
             (factors,) = definition(
                 torch.ones_like(x), tokens, self.dropout.hidden, self.draws.key(layer, site), self.draws.sample, 0

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import eager_mask
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.ernie4_5 import modeling_ernie4_5
+from transformers.models.llama4 import modeling_llama4
 from transformers.models.ministral3 import modeling_ministral3
 
 from hetero_megatron.checkpoint.names import name_table
@@ -83,6 +84,8 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
             module.forward = _exact_rotary(module, dtype)  # type: ignore[method-assign]
         elif kind.lower().endswith("topkrouter") and kind != "GptOssTopKRouter":
             module.forward = _exact_router(module)  # type: ignore[method-assign]
+        elif kind in _LLAMA4:
+            _LLAMA4[kind](module)
         elif "ScaledWordEmbedding" in kind:
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=dtype)
 
@@ -155,7 +158,52 @@ def _exact_interleaved_rope(
     return q, k
 
 
+def _exact_llama4_rope(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Llama 4's, whose heads are the axis before the last."""
+    return tuple(x.transpose(1, 2) for x in _exact_complex_rope(q.transpose(1, 2), k.transpose(1, 2), turns))  # type: ignore[return-value]
+
+
+def _exact_llama4_router(module: Any) -> None:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = F.linear(x, module.weight)
+        best, experts = logits.topk(module.top_k, dim=1)
+        return torch.zeros_like(logits).scatter(1, experts, best.sigmoid()), logits
+
+    module.forward = forward
+
+
+def _exact_llama4_norm(module: Any) -> None:
+    module.forward = lambda x: F.rms_norm(x, x.shape[-1:], None, module.eps)
+
+
+def _exact_llama4_growth(module: Any) -> None:
+    """Queries without positions grow in fp64, and with the position in their document: transformers counts along the
+    row also where it has several. What lies between projection and attention in such layers is this factor alone."""
+    attention = module.self_attn
+    if not attention.attn_temperature_tuning or attention.use_rope:
+        return
+    attention.attn_temperature_tuning, layer, project = False, module.forward, attention.q_proj.forward
+    positions: list[torch.Tensor] = []
+
+    def forward(*args: Any, position_ids: torch.Tensor, **options: Any) -> Any:
+        positions[:] = [position_ids]
+        return layer(*args, position_ids=position_ids, **options)
+
+    def grown(x: torch.Tensor) -> torch.Tensor:
+        passed = torch.floor((positions[0].double() + 1) / attention.floor_scale)
+        return project(x) * (torch.log1p(passed) * attention.attn_scale + 1)[..., None]  # type: ignore[no-any-return]
+
+    module.forward, attention.q_proj.forward = forward, grown
+
+
+_LLAMA4 = {
+    "Llama4Router": _exact_llama4_router, "Llama4TextL2Norm": _exact_llama4_norm,
+    "Llama4TextDecoderLayer": _exact_llama4_growth,
+}  # fmt: skip
 modeling_deepseek_v2.apply_rotary_emb = _exact_complex_rope
+modeling_llama4.apply_rotary_emb = _exact_llama4_rope
+
+
 def _exact_growth(positions: torch.Tensor, beta: float, length: int) -> torch.Tensor:
     """Ministral 3's factor of queries in fp64."""
     return (1 + beta * torch.log(1 + torch.floor(positions.double() / length)))[:, None, :, None]
@@ -178,7 +226,7 @@ def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
             theirs = getattr(module, f"{prefix}inv_freq").float()
             torch.testing.assert_close(inv_freq.float(), theirs, rtol=2e-6, atol=1e-10)
         angles = position_ids[..., None].double() * inv_freq
-        if type(module).__name__ == "DeepseekV2RotaryEmbedding":
+        if type(module).__name__ in ("DeepseekV2RotaryEmbedding", "Llama4TextRotaryEmbedding"):
             return torch.polar(torch.full_like(angles, module.attention_scaling), angles)
         both = angles if once else torch.cat([angles, angles], dim=-1)
         factor = getattr(module, f"{prefix}attention_scaling")
@@ -249,10 +297,12 @@ def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torc
 
 
 def _of_experts(values: dict[str, torch.Tensor], name: str, family: str) -> torch.Tensor:
-    """transformers keeps all experts, gate and up, in one tensor; gpt-oss' are transposed and interleaved."""
+    """transformers keeps all experts, gate and up, in one tensor; gpt-oss' are transposed and interleaved, Llama 4's
+    transposed."""
     prefix, column, kind = name.rsplit(".", 2)
+    prefix = prefix.replace(".mlp.", ".feed_forward.") if family == "llama4_text" else prefix
     fused = values[f"{prefix}.{'down_proj' if column == 'down_proj' else 'gate_up_proj'}{'_bias' * (kind == 'bias')}"]
-    if family == "gpt_oss" and kind == "weight":
+    if family in ("gpt_oss", "llama4_text") and kind == "weight":
         fused = fused.transpose(1, 2)
     if column == "down_proj":
         return fused
@@ -283,9 +333,16 @@ def hf_logits(
         for start in starts:
             allowed[row, :, start:, :start] = False
     near = allowed if window is None else allowed & torch.ones(s, s, dtype=torch.bool).triu(1 - window)
-    full, sliding = (torch.zeros(b, 1, s, s, dtype=dtype).masked_fill(~x, float("-inf")) for x in (allowed, near))
+    chunk = getattr(model.config, "attention_chunk_size", None) or s
+    number = positions[:, None] // chunk
+    alone = allowed & (number[..., None] == number[..., None, :])
+    full, sliding, chunked = (
+        torch.zeros(b, 1, s, s, dtype=dtype).masked_fill(~x, float("-inf")) for x in (allowed, near, alone)
+    )
     kinds = getattr(model.config, "layer_types", None)
-    mask: Any = sliding if kinds is None else {"full_attention": full, "sliding_attention": sliding}
+    mask: Any = sliding if kinds is None else {
+        "full_attention": full, "sliding_attention": sliding, "chunked_attention": chunked,
+    }  # fmt: skip
     return model(input_ids=tokens, position_ids=positions, use_cache=False, attention_mask=mask).logits  # type: ignore[no-any-return]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+CHUNKED = "chunked_attention"
 _BASE: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 20, "vocab_size": 37, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -37,6 +38,11 @@ _GLM_EXPERTS = {
 }  # fmt: skip
 GLM4_MOE = _BASE | _GLM_EXPERTS | {"model_type": "glm4_moe", "num_nextn_predict_layers": 0, "head_dim": 8}
 DOTS1 = _BASE | _GLM_EXPERTS | {"model_type": "dots1", "norm_topk_prob": True}
+LLAMA4 = _BASE | {
+    "model_type": "llama4_text", "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 4, "pad_token_id": None,
+    "num_experts_per_tok": 1, "intermediate_size_mlp": 28, "attention_chunk_size": 6, "floor_scale": 3,
+    "attn_scale": 0.3, "interleave_moe_layer_step": 2,
+}  # fmt: skip
 MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 8},
     "qwen2_moe": _QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 14, "norm_topk_prob": False},
@@ -71,6 +77,16 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": DOTS1,
     "dots1_windows": DOTS1 | {
         "sliding_window": 5, "max_window_layers": 1, "attention_bias": True, "n_shared_experts": 2,
+    },
+    "llama4": LLAMA4,
+    "llama4_other_layers": LLAMA4 | {
+        "num_experts_per_tok": 2, "use_qk_norm": False, "attention_bias": True, "moe_layers": [0, 1, 3],
+        "no_rope_layers": [0, 1, 1, 0], "layer_types": [CHUNKED, CHUNKED, "full_attention", "full_attention"],
+        "attn_temperature_tuning": False, "num_key_value_heads": 4, "attention_chunk_size": 5,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
     },
     "olmoe": _BASE | {"model_type": "olmoe", "num_experts": 6, "norm_topk_prob": False, "pad_token_id": None},
 }  # fmt: skip

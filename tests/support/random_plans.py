@@ -115,7 +115,8 @@ def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int
     rng.shuffle(order)
     start = 0
     for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
-        chunks = {"interleaved": rng.choice([1, 2, 2, 3]), "adaptive": rng.choice([1, 1, 2, 3])}.get(schedule, 1)
+        many, some = rng.choice([1, 2, 2, 3]), rng.choice([1, 1, 2, 3])
+        chunks = {"interleaved": many, "zero-bubble": some, "adaptive": some}.get(schedule, 1)
         pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length, chunks))
         if schedule == "zero-bubble" and rng.random() < 0.5:
             stages = len(pipelines[-1]["stages"])
@@ -243,7 +244,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
+MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "llama4_text")
 
 
 def random_features(rng: random.Random, config: dict[str, Any], experts: bool) -> dict[str, Any]:
@@ -291,6 +292,12 @@ def random_mixture(rng: random.Random, heads: int, windows: dict[str, Any]) -> d
         }  # fmt: skip
     if family == "mixtral":
         return found | {"num_local_experts": count}
+    if family == "llama4_text":
+        return found | {
+            "num_local_experts": count, "interleave_moe_layer_step": rng.choice([1, 2]), "intermediate_size_mlp": 20,
+            "attention_chunk_size": rng.randint(1, 9), "no_rope_layer_interval": rng.randint(1, 3), "floor_scale": 3,
+            "use_qk_norm": rng.random() < 0.7,
+        }  # fmt: skip
     found |= {"moe_intermediate_size": rng.choice([9, 12]), "norm_topk_prob": rng.random() < 0.5}
     if family == "qwen3_moe":
         return found | {"num_experts": count, "decoder_sparse_step": rng.choice([1, 2])}

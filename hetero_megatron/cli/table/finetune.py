@@ -2,7 +2,7 @@
 
 from hetero_megatron.cli.flag import count, needs, switch, value
 from hetero_megatron.data.chat.overlong import POLICIES
-from hetero_megatron.spec.lora import EVERY_TARGET, MAX_RANK
+from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, MAX_RANK
 
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
@@ -37,6 +37,11 @@ FLAGS = (
         "--lora-dropout", float, None, "probability with which an adapter drops elements of its input in training; if "
         "left out that of --load-adapter, else 0",
         least=0.0, needs=_ADAPTERS,
+    ),
+    value(
+        "--lora-base-dtype", str, None, "in which the frozen projections are stored, with a scale per output channel; "
+        "in the run's dtype if left out",
+        choices=BASE_DTYPES, needs=_ADAPTERS,
     ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
     value("--load-adapter", str, None, "directory of peft's whose adapters training begins with; it says their rank"),

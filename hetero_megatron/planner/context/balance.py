@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
 from hetero_megatron.planner.context.groupings import Grouping, even_block
 from hetero_megatron.planner.context.integer_shares import min_max_shares, water_level
@@ -19,9 +20,6 @@ class Balancer:
 
     def __init__(self, costs: ContextCosts) -> None:
         self.costs, self.problem = costs, costs.problem
-        self._heads: dict[object, tuple[int, ...]] = {}
-        self._caps: dict[object, float] = {}
-        self._tokens: dict[object, tuple[int, ...]] = {}
 
     def balance(self, grouping: Grouping, transport: str, block: int, equal: bool = False) -> ContextLayout | None:
         """Integer shares that equalise the groups' times; None where they do not fit in memory.
@@ -30,19 +28,19 @@ class Balancer:
             block: most tokens in a block of the ring.
             equal: heads are divided equally, so that no member receives more than another; else by speed.
         """
-        problem = self.problem
-        heads = [self.heads(group, equal) for group in grouping]
+        problem, alike = self.problem, [self.costs.alike(group) for group in grouping]
+        heads = [self.heads(group, equal) for group in alike]
         empty = ContextLayout((), transport, block if transport == "ring" else 0)
         buffer = kv_bytes(problem, empty) if transport != "a2a" else 0.0
-        caps = np.array([self.cap(g, h, buffer) for g, h in zip(grouping, heads, strict=True)])
-        unit = problem.unit
-        units, rest = divmod(problem.seq_length, unit)
-        if int(np.floor(caps / unit).sum()) < units + (rest > 0):
+        caps = np.array([self.cap(g, h, buffer) for g, h in zip(alike, heads, strict=True)])
+        units, rest = divmod(problem.seq_length, problem.unit)
+        if int(np.floor(caps / problem.unit).sum()) < units + (rest > 0):
             return None
-        totals = self._group_tokens(list(grouping), heads, caps, transport, block, units, rest)
+        travel = self._travel(grouping, heads, block) if transport == "ring" else 0.0
+        totals = self._group_tokens(alike, heads, caps, travel)
         built = []
-        for group, h, total in zip(grouping, heads, totals, strict=True):
-            tokens = self.tokens(group, h, total, buffer)
+        for group, same, h, total in zip(grouping, alike, heads, totals, strict=True):
+            tokens = self.tokens(same, h, total, buffer)
             if tokens is None:
                 return None
             built.append(MemberGroup(group, tokens, h))
@@ -61,13 +59,11 @@ class Balancer:
             return ContextLayout(tuple(built), "a2a")
         return ContextLayout(tuple(built), transport, block if transport == "ring" else 0)
 
+    @cached_method
     def heads(self, group: tuple[int, ...], equal: bool) -> tuple[int, ...]:
         """Query heads per member; by speed, the exact min-max solution."""
-        key = (self.costs.signature(group), equal)
-        if key not in self._heads:
-            cost = np.ones(len(group)) if equal else self.costs.pair[list(group)]
-            self._heads[key] = tuple(min_max_shares(self.problem.model.num_heads, cost).tolist())
-        return self._heads[key]
+        cost = np.ones(len(group)) if equal else self.costs.pair[list(group)]
+        return tuple(min_max_shares(self.problem.model.num_heads, cost).tolist())
 
     def _limits(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> tuple[Floats, Floats, float]:
         """(free bytes, bytes per token of the group, bytes per own token): member d may own (free_d - group's tokens x
@@ -78,71 +74,56 @@ class Balancer:
         per_token = sum(token_bytes(self.problem, len(group) == 1, len(self.problem.members[0].ranks)))
         return self.costs.limits[list(group)] - kv * buffer, kept + work, per_token
 
+    @cached_method
     def cap(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> float:
         """Most tokens that a group can hold (by bisection: room for own tokens shrinks as the group's tokens grow)."""
-        key = (self.costs.signature(group), heads, buffer)
-        if key not in self._caps:
-            free, each, per_token = self._limits(group, heads, buffer)
-            low, high = 0.0, float(self.problem.seq_length)
-            if (free < 0).any():
-                high = 0.0
-            middle = high
-            while high - low >= 0.5:
-                room = free - middle * each
-                good = (room >= 0).all() and float((room / per_token).sum()) >= middle
-                low, high = (middle, high) if good else (low, middle)
-                middle = (low + high) / 2
-            self._caps[key] = low
-        return self._caps[key]
+        free, each, per_token = self._limits(group, heads, buffer)
+        low, high = 0.0, float(self.problem.seq_length)
+        if (free < 0).any():
+            high = 0.0
+        middle = high
+        while high - low >= 0.5:
+            room = free - middle * each
+            good = (room >= 0).all() and float((room / per_token).sum()) >= middle
+            low, high = (middle, high) if good else (low, middle)
+            middle = (low + high) / 2
+        return low
 
+    @cached_method
     def tokens(
         self, group: tuple[int, ...], heads: tuple[int, ...], total: int, buffer: float
     ) -> tuple[int, ...] | None:
         """Tokens per member of a group that owns ``total``; None where they do not fit."""
-        key = (self.costs.signature(group), heads, total, buffer)
-        if key not in self._tokens:
-            free, each, per_token = self._limits(group, heads, buffer)
-            units, rest = divmod(total, self.problem.unit)
-            room = np.maximum((free - total * each) / per_token, 0)
-            caps = np.floor(room / self.problem.unit).astype(np.int64)
-            cost = self.costs.linear[list(group)] * self.problem.unit
-            try:
-                shares = min_max_shares(units, cost, caps) * self.problem.unit
-            except ValueError:
+        free, each, per_token = self._limits(group, heads, buffer)
+        unit, room = self.problem.unit, np.maximum((free - total * each) / per_token, 0)
+        units, rest = divmod(total, unit)
+        cost = self.costs.linear[list(group)] * unit
+        try:
+            shares = min_max_shares(units, cost, np.floor(room / unit).astype(np.int64)) * unit
+        except ValueError:
+            return None
+        if rest:  # the remainder below one unit goes to the member with room that finishes first
+            fitting = [i for i in np.argsort((shares + rest) * cost) if shares[i] + rest <= room[i]]
+            if not fitting:
                 return None
-            if rest:  # the remainder below one unit goes to the member with room that finishes first
-                order = np.argsort((shares + rest) * cost)
-                fitting = [i for i in order if shares[i] + rest <= room[i]]
-                if not fitting:
-                    return None
-                shares[fitting[0]] += rest
-            self._tokens[key] = tuple(int(n) for n in shares)
-        return self._tokens[key]
+            shares[fitting[0]] += rest
+        return tuple(int(n) for n in shares)
 
     def _group_tokens(
-        self,
-        groups: list[tuple[int, ...]],
-        heads: list[tuple[int, ...]],
-        caps: Floats,
-        transport: str,
-        block: int,
-        units: int,
-        rest: int,
+        self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]], caps: Floats, travel: float
     ) -> list[int]:
-        """Tokens per group that equalise T_k = delay_k + S_k / rate_k (water-filling)."""
+        """At most ``caps`` tokens per group that equalise T_k = delay_k + S_k / rate_k (water-filling); ``travel``: as
+        of :meth:`_travel`."""
         problem, count = self.problem, len(groups)
         if count == 1:
             return [problem.seq_length]
         slope, delay, lines = self._slopes(groups, heads)
-        travel = self._travel(groups, heads, transport, block)
-        hidden = transport == "ring"
-        totals = np.full(count, problem.seq_length / count)
         level = water_level(problem.seq_length, 1 / slope, np.minimum(caps, problem.seq_length), delay)
         totals = np.clip((level - delay) / slope, 0, caps)
-        if hidden and travel > 0 and float((slope * totals - lines * totals).min()) < travel:
+        if travel > 0 and float((slope * totals - lines * totals).min()) < travel:
             # Where the ring takes longer than attention, only the rest of the layer depends on the share of tokens.
-            slope2, delay2 = np.where((slope - lines) * totals < travel, lines, slope), delay.copy()
-            delay2 += np.where((slope - lines) * totals < travel, travel, 0.0)
+            waits = (slope - lines) * totals < travel
+            slope2, delay2 = np.where(waits, lines, slope), delay + np.where(waits, travel, 0.0)
             level = water_level(problem.seq_length, 1 / slope2, np.minimum(caps, problem.seq_length), delay2)
             totals = np.clip((level - delay2) / slope2, 0, caps)
         unit = problem.unit
@@ -150,6 +131,7 @@ class Balancer:
         whole = np.floor(totals / unit + 1e-9).astype(np.int64)
         cap_units = np.floor(caps / unit).astype(np.int64)
         whole = np.minimum(whole, cap_units)
+        units, rest = divmod(problem.seq_length, unit)
         missing = units - int(whole.sum())
         while missing > 0:
             open_ = np.flatnonzero(whole < cap_units)
@@ -166,36 +148,31 @@ class Balancer:
     def _slopes(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]]) -> tuple[Floats, Floats, Floats]:
         """Per group, for forward and backward of one layer: (seconds per token, fixed seconds, seconds per token
         without attention)."""
-        problem = self.problem
-        runs = {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]
-        again = 1.0 if problem.options.recompute == "selective" else 0.0
-        mean = problem.seq_length / len(groups)
-        known: dict[object, tuple[float, float, float]] = {}
-        rows = []
-        for group, h in zip(groups, heads, strict=True):
-            key = (self.costs.signature(group), h)
-            if key not in known:
-                speed = 1 / self.costs.linear[list(group)]
-                shares = tuple((speed / speed.sum() * mean).tolist())
-                part = self.costs.parts(group, shares, h)
-                none = self.costs.parts(group, (0.0,) * len(group), h)
-                core = (runs + again) * part.attention + part.attention_backward
-                fixed = (runs + 1) * (none.scatter + none.collect)
-                rest = runs * part.linear + part.linear_backward + (runs + 1) * (part.scatter + part.collect) - fixed
-                rest += 3 * part.head / problem.layers
-                known[key] = ((core + rest) / mean, fixed, rest / mean)
-            rows.append(known[key])
-        slope, delay, lines = np.array(rows).T
+        mean = self.problem.seq_length / len(groups)
+        slope, delay, lines = np.array([self._slope(g, h, mean) for g, h in zip(groups, heads, strict=True)]).T
         return slope, delay, np.maximum(lines, slope * 1e-9)
 
-    def _travel(self, groups: list[tuple[int, ...]], heads: list[tuple[int, ...]], transport: str, block: int) -> float:
+    @cached_method
+    def _slope(self, group: tuple[int, ...], heads: tuple[int, ...], mean: float) -> tuple[float, float, float]:
+        """The same of one group that owns about ``mean`` tokens."""
+        options, speed = self.problem.options, 1 / self.costs.linear[list(group)]
+        runs, again = options.forwards, options.core_again
+        part = self.costs.parts(group, tuple((speed / speed.sum() * mean).tolist()), heads)
+        none = self.costs.parts(group, (0.0,) * len(group), heads)
+        core = (runs + again) * part.attention + part.attention_backward
+        fixed = (runs + 1) * (none.scatter + none.collect)
+        rest = runs * part.linear + part.linear_backward + (runs + 1) * (part.scatter + part.collect) - fixed
+        rest += 3 * part.head / self.problem.layers
+        return (core + rest) / mean, fixed, rest / mean
+
+    def _travel(self, groups: Grouping, heads: list[tuple[int, ...]], block: int) -> float:
         """Seconds per layer that keys and values travel in the ring, in all passes; independent of the shares."""
-        if transport != "ring":
+        if len(groups) == 1:
             return 0.0
         options = self.problem.options
         built = [MemberGroup(g, (0,) * len(g), h) for g, h in zip(groups, heads, strict=True)]
         rate, alpha, _ = self.costs.ring(built)
-        runs = {"none": 1.0, "selective": 2.0, "full": 2.0}[options.recompute]
+        runs = options.forwards + options.core_again
         foreign = self.problem.seq_length * (1 - 1 / len(groups))
         per_byte = 2 * self.costs.byte * (runs + 1 + options.wide / options.item)
         return foreign * rate * per_byte + (runs + 1) * alpha * foreign / max(block, 1)

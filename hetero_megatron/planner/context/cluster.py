@@ -50,24 +50,22 @@ def problem_from_cluster(
     _check_ranks(cluster, chosen, dtype)
     rates = load_rates(cluster, dtype) if rates is None else rates
     groups = [group.name for group in cluster.nodes]
-    members = []
+    share = max(1, seq_length // max(1, len(chosen) // tp))
+    members: list[ContextMember] = []
     nodes: dict[str, int] = {}
     speeds: dict[str, ContextMember] = {}
-    item = ITEM_BYTES[dtype]
-    share = max(1, seq_length // max(1, len(chosen) // tp))
     for block in _tp_groups(cluster, chosen, tp):
         first = cluster.ranks[block[0]]
         if first.group not in speeds:
-            speeds[first.group] = _member(model, cluster, rates, first, seq_length, share, tp, item, margin)
+            speeds[first.group] = _member(model, rates, first, seq_length, share, tp, margin)
         node = nodes.setdefault(first.node, len(nodes))
         members.append(replace(speeds[first.group], ranks=block, node=node, kind=groups.index(first.group)))
     used = sorted({member.kind for member in members})
-    wide = max(item, 4)
-    return ContextProblem(
-        model, seq_length, tuple(replace(m, kind=used.index(m.kind)) for m in members),
-        _fabric(rates, groups, members, tp, cards_shared),
-        replace(options or ContextOptions(), item=item, wide=wide),
-    )  # fmt: skip
+    fabric = _fabric(rates, groups, members, tp, cards_shared)
+    item = ITEM_BYTES[dtype]
+    options = replace(options or ContextOptions(), item=item, wide=max(item, 4))
+    members = [replace(m, kind=used.index(m.kind)) for m in members]
+    return ContextProblem(model, seq_length, tuple(members), fabric, options)
 
 
 def _check_ranks(cluster: Cluster, ranks: Sequence[int], dtype: str) -> None:
@@ -103,33 +101,22 @@ def _tp_groups(cluster: Cluster, ranks: Sequence[int], tp: int) -> list[tuple[in
 
 
 def _member(
-    model: ModelSpec,
-    cluster: Cluster,
-    rates: Rates,
-    at: Rank,
-    seq_length: int,
-    share: int,
-    tp: int,
-    item: int,
-    margin: float,
+    model: ModelSpec, rates: Rates, at: Rank, seq_length: int, share: int, tp: int, margin: float
 ) -> ContextMember:
-    """Speeds of a member from operator rates, corrected by measured whole-layer rows where there are any. Attention
-    runs at the rate of the whole sequence's length, matrix products at that of an even share."""
-    chip, group = at.chip, at.group
-    known = rates.chips[chip]
-    linear, core = _layer_seconds(model, known, seq_length, share, tp, item)
-    pairs = layer_attention_flops(model, mean_attention_pairs(model, seq_length))
-    inside = rates.between(group, group, same_node=True) if tp > 1 else None
+    """Speeds of a member of ``tp`` ranks from operator rates, corrected by measured whole-layer rows where there are
+    any. Attention runs at the rate of the whole sequence's length, matrix products at that of ``share`` tokens."""
+    known, chip, item = rates.chips[at.chip], rates.cluster.chips[at.chip], ITEM_BYTES[rates.dtype]
+    operators = Operators(model, known, item)
+    linear, ratio = operators.split(1 / tp, 1, share)
+    core = tuple(seconds * r for seconds, r in zip(operators.attention(1 / tp, 1, seq_length), ratio))
     # Two gathers and two scatter-sums of the hidden state per layer and forward (sequence parallelism).
-    tp_seconds = 4 * model.hidden_size * item * (tp - 1) / tp * inside.beta if inside else 0.0
-    found = cluster.chips[chip]
-    memory = (found.memory_budget or found.memory) * (1 - margin) - known.overhead_bytes
+    beta = rates.between(at.group, at.group, same_node=True).beta if tp > 1 else 0.0
     return ContextMember(
         ranks=(0,), node=0, kind=0,
-        gemm_flops=layer_matmul_flops(model) / linear,
-        attention_flops=pairs / core[0],
-        memory=memory * tp,
-        token_seconds=tp_seconds,
+        gemm_flops=layer_matmul_flops(model) / (linear[0] / share),
+        attention_flops=layer_attention_flops(model, mean_attention_pairs(model, seq_length)) / core[0],
+        memory=((chip.memory_budget or chip.memory) * (1 - margin) - known.overhead_bytes) * tp,
+        token_seconds=4 * model.hidden_size * item * (tp - 1) / tp * beta,
         layer_seconds=known.layer_seconds,
         layer_backward_seconds=known.layer_backward_seconds,
         attention_backward=core[1] / core[0],
@@ -152,16 +139,6 @@ def _visit(known: ChipRates, model: ModelSpec, column: int) -> tuple[float, floa
     if slope < 0 or fixed < 0:  # measurement noise: use the mean
         return (float(seconds.mean()), 0.0) if slope < 0 else (0.0, float((seconds / sizes).mean()))
     return float(fixed), float(slope)
-
-
-def _layer_seconds(
-    model: ModelSpec, known: ChipRates, seq_length: int, share: int, tp: int, item: int
-) -> tuple[float, tuple[float, float]]:
-    """(seconds per token outside attention, (forward, backward) of attention over a whole sequence) of one TP group."""
-    operators = Operators(model, known, item)
-    linear, ratio = operators.split(1 / tp, 1, share)
-    whole = operators.attention(1 / tp, 1, seq_length)
-    return linear[0] / share, (whole[0] * ratio[0], whole[1] * ratio[1])
 
 
 def _fabric(

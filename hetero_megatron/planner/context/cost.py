@@ -18,14 +18,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.planner.context.groupings import unevenness
 from hetero_megatron.planner.context.memory import group_bytes, kv_bytes, member_limits
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
+from hetero_megatron.spec.flops import layer_parameters
 
 Floats = npt.NDArray[np.float64]
 VISITED = 0.75  # mean share of a group's queries that see some key of a zigzag block
@@ -157,29 +160,24 @@ class ContextCosts:
         self.alpha_intra = np.array([alpha for alpha, _ in fabric.intra])
         self.alpha_inter = np.array([[alpha for alpha, _ in row] for row in fabric.inter])
         types: dict[object, int] = {}
-        self.type = [types.setdefault((m.kind, *_speeds(m)), len(types)) for m in members]
-        self._signatures: dict[tuple[int, ...], object] = {}
-        self._parts: dict[object, GroupParts] = {}
-        self._hops: dict[object, _RingHop] = {}
+        kinds = ((replace(m, ranks=(), node=0), len(m.ranks)) for m in members)
+        self.type = [types.setdefault(kind, len(types)) for kind in kinds]
+        self._first: dict[object, tuple[int, ...]] = {}
 
-    def signature(self, members: tuple[int, ...]) -> object:
-        """Equal for groups that only differ in which ranks of equal kind and which nodes they have."""
-        found = self._signatures.get(members)
-        if found is None:
-            nodes: dict[int, int] = {}
-            local = tuple(nodes.setdefault(int(self.node[m]), len(nodes)) for m in members)
-            found = self._signatures[members] = (tuple(self.type[m] for m in members), local)
-        return found
+    @cached_method
+    def alike(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The first group that was asked for that only differs in which ranks of equal kind and which nodes it has."""
+        nodes: dict[int, int] = {}
+        local = tuple(nodes.setdefault(int(self.node[m]), len(nodes)) for m in members)
+        return self._first.setdefault((tuple(self.type[m] for m in members), local), members)
 
-    def parts(self, members: tuple[int, ...], tokens: Sequence[float], heads: tuple[int, ...]) -> GroupParts:
+    def parts(self, members: tuple[int, ...], tokens: tuple[float, ...], heads: tuple[int, ...]) -> GroupParts:
         """One group's times; ``tokens`` need not be integers."""
-        key = (self.signature(members), tuple(tokens), heads)
-        found = self._parts.get(key)
-        if found is None:
-            found = self._parts[key] = self._group(np.array(members), np.array(tokens, dtype=np.float64), heads)
-        return found
+        return self._parts(self.alike(members), tokens, heads)
 
-    def _group(self, d: npt.NDArray[np.int64], s: Floats, heads: tuple[int, ...]) -> GroupParts:
+    @cached_method
+    def _parts(self, members: tuple[int, ...], tokens: tuple[float, ...], heads: tuple[int, ...]) -> GroupParts:
+        d, s = np.array(members), np.array(tokens, dtype=np.float64)
         h, kv = np.array(heads, dtype=np.float64), np.array(kv_heads(heads, self.per_kv), dtype=np.float64)
         total = float(s.sum())
         busy = (h > 0) | (s > 0)
@@ -232,16 +230,13 @@ class ContextCosts:
             alpha = max(alpha, self.alpha_inter[np.ix_(np.unique(home), np.unique(home))].max())
         return worst * self.byte + float(alpha) + float((peers * self.message[d]).max())
 
-    def _hop(self, a: MemberGroup, b: MemberGroup) -> _RingHop:
-        key = (a.members, a.heads, b.members, b.heads)
-        found = self._hops.get(key)
-        if found is None:
-            found = self._hops[key] = self._measure_hop(a, b)
-        return found
-
-    def _measure_hop(self, a: MemberGroup, b: MemberGroup) -> _RingHop:
-        pairs = np.array(shared_kv(a.heads, b.heads, self.per_kv))
-        src, dst, count = np.array(a.members)[pairs[:, 0]], np.array(b.members)[pairs[:, 1]], pairs[:, 2]
+    @cached_method
+    def _hop(
+        self, a: tuple[int, ...], a_heads: tuple[int, ...], b: tuple[int, ...], b_heads: tuple[int, ...]
+    ) -> _RingHop:
+        """From members ``a`` to members ``b``."""
+        pairs = np.array(shared_kv(a_heads, b_heads, self.per_kv))
+        src, dst, count = np.array(a)[pairs[:, 0]], np.array(b)[pairs[:, 1]], pairs[:, 2]
         near = self.node[src] == self.node[dst]
         ks, kd = self.kind[src], self.kind[dst]
         beta = np.where(near, self.intra[ks], self.inter[ks, kd]) * count
@@ -261,7 +256,8 @@ class ContextCosts:
         """(seconds per byte of one KV head's token, seconds per block, messages per block and member) of the ring."""
         if len(groups) == 1:
             return 0.0, 0.0, 0
-        hops = [self._hop(groups[k - 1], groups[k]) for k in range(len(groups))]
+        ends = [(group.members, group.heads) for group in groups]
+        hops = [self._hop(*ends[k - 1], *ends[k]) for k in range(len(ends))]
         rate = max(hop.intra for hop in hops)
         if self.problem.fabric.shared:
             nodes = int(self.node.max()) + 1
@@ -286,8 +282,7 @@ class ContextCosts:
         of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. Blocks as large as
         the largest shard give the pace of the largest shard, P max(s) / S; small blocks bring it near 1 but cost
         messages."""
-        counts = np.ceil(tokens / layout.block)
-        return float(counts.sum() * (tokens / counts).max() / tokens.sum())
+        return unevenness(tokens, layout.block)
 
     def evaluate(self, layout: ContextLayout) -> LayoutCost:
         """Seconds of one micro-batch, and bytes per member."""
@@ -305,8 +300,7 @@ class ContextCosts:
         floor = np.array([p.floor for p in parts])
         forward = np.maximum(linear + exchange + forward_core, floor[:, 0])
         backward = np.maximum(linear_b + exchange + backward_core, floor[:, 1])
-        again = {"none": 0.0, "selective": 1.0, "full": 0.0}[options.recompute] * forward_core
-        runs = 2.0 if options.recompute == "full" else 1.0
+        again, runs = options.core_again * forward_core, options.forwards
         gathered = self._state_seconds()
         per_layer = runs * max(float(forward.max()), gathered)
         per_layer += max(float((backward + again).max()), 2 * gathered)
@@ -352,8 +346,6 @@ class ContextCosts:
         """Seconds to gather one layer's sharded weights (hidden behind the layer's compute); 0 without sharding."""
         if not self.problem.options.shard_states or len(self.node) == 1:
             return 0.0
-        from hetero_megatron.spec.flops import layer_parameters
-
         size = layer_parameters(self.problem.model) * self.problem.options.item
         if len(np.unique(self.node)) == 1:
             return float(size * self.intra[self.kind].max())
@@ -373,11 +365,3 @@ class ContextCosts:
 def total_exchange(give: Floats, take: Floats) -> float:
     """Numbers that move between members in an all-to-all."""
     return float(give.sum() * take.sum() - (give * take).sum())
-
-
-def _speeds(member: object) -> tuple[object, ...]:
-    names = (
-        "gemm_flops", "attention_flops", "memory", "token_seconds", "layer_seconds", "layer_backward_seconds",
-        "attention_backward", "message_seconds", "visit", "visit_backward",
-    )  # fmt: skip
-    return (*(getattr(member, name) for name in names), len(getattr(member, "ranks")))  # noqa: B009

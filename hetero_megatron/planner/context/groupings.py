@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
 
@@ -163,9 +164,11 @@ def even_block(shares: Sequence[int], limit: int) -> int:
     """The block size, at most ``limit`` tokens, that makes rounds most even; larger ones among nearly equal ones."""
     trials = [block for block in block_sizes(shares) if block <= limit] or [limit]
     sizes = np.array([share for share in shares if share], dtype=np.float64)
+    return min(trials, key=lambda block: round(unevenness(sizes, block), 2))
 
-    def uneven(block: int) -> float:
-        counts = np.ceil(sizes / block)
-        return round(float(counts.sum() * (sizes / counts).max() / sizes.sum()), 2)
 
-    return min(trials, key=uneven)
+def unevenness(shares: NDArray[np.float64], block: int) -> float:
+    """Tokens of the largest block in all rounds, over those of all blocks: 1 where blocks of at most ``block`` tokens
+    are equal."""
+    counts = np.ceil(shares / block)
+    return float(counts.sum() * (shares / counts).max() / shares.sum())

@@ -13,7 +13,7 @@ def speed_bound(problem: ContextProblem) -> float:
     member divides its time between matrix products and attention. In the optimum the members that are relatively best
     at attention do attention."""
     members, layers, tokens = problem.members, problem.layers, float(problem.seq_length)
-    runs = _runs(problem)
+    runs = problem.options.forwards
     linear, attention = token_seconds(problem)
     order = np.argsort(attention / linear)
     a, p = 1 / attention[order], 1 / linear[order]  # tokens per second, of each kind of work
@@ -37,14 +37,10 @@ def speed_bound(problem: ContextProblem) -> float:
 def token_seconds(problem: ContextProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """([members] seconds of one token's matrix products including TP collectives, [members] of its attention), each on
     one member alone."""
-    members, layers, runs = problem.members, problem.layers, _runs(problem)
-    again = 1.0 if problem.options.recompute == "selective" else 0.0
+    members, layers = problem.members, problem.layers
+    runs, again = problem.options.forwards, problem.options.core_again
     linear_work = layers * (runs + 2) * problem.linear_flops + 3 * problem.head_flops
     attention_work = layers * problem.pair_flops * problem.model.num_heads
     linear = [linear_work / m.gemm_flops + layers * (runs + 1) * m.token_seconds for m in members]
     attention = [attention_work * (runs + again + m.attention_backward) / m.attention_flops for m in members]
     return np.array(linear, np.float64), np.array(attention, np.float64)
-
-
-def _runs(problem: ContextProblem) -> float:
-    return {"none": 1.0, "selective": 1.0, "full": 2.0}[problem.options.recompute]

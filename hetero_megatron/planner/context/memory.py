@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetero_megatron.plan.memory import equal_shares, saved_per_layer
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_activation_bytes, layer_parameters
@@ -23,11 +24,12 @@ def state_bytes(problem: ContextProblem) -> tuple[float, float]:
     trained = problem.layers * layer_parameters(model, trained=True) + (ends if model.lora is None else 0)
     wide = max(options.item, 4)
     optimizer = trained * (2 * wide + (4 if options.item == 2 else 0)) / options.replicas
-    states = float(held * options.item + trained * wide)
+    saved = saved_per_layer(model, equal_shares(model, 1)[0], options.item)
+    states = float(held * options.item - problem.layers * saved + trained * wide)
     if not options.shard_states:
         return states, float(optimizer)
     # Two layers gathered (one ahead), one layer's gradients before they are spread.
-    local = layer_parameters(model) * 2 * options.item + layer_parameters(model, trained=True) * wide
+    local = 2 * (layer_parameters(model) * options.item - saved) + layer_parameters(model, trained=True) * wide
     return float(local), states + optimizer
 
 

@@ -97,6 +97,16 @@ class ContextOptions:
     transports: tuple[str, ...] = TRANSPORTS
     loss_chunk: int = 1024
 
+    @property
+    def forwards(self) -> float:
+        """How often a layer's forward runs."""
+        return 2.0 if self.recompute == "full" else 1.0
+
+    @property
+    def core_again(self) -> float:
+        """How often the attention core alone runs again before its backward."""
+        return 1.0 if self.recompute == "selective" else 0.0
+
 
 @dataclass(frozen=True)
 class ContextProblem:

@@ -63,6 +63,7 @@ class ContextChoice:
 class _LayoutSearch:
     def __init__(self, problem: ContextProblem) -> None:
         self.problem, self.costs = problem, ContextCosts(problem)
+        self.balancer = Balancer(self.costs)
         self.seen: dict[ContextLayout, LayoutCost] = {}
 
     def add(self, layout: ContextLayout | None) -> LayoutCost | None:
@@ -92,7 +93,7 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
     equal = search.best()
     small = len(problem.members) <= SMALL if exhaustive is None else exhaustive
     groupings = [tuple(sorted(g)) for g in partitions(range(len(problem.members)))] if small else clusters(problem)
-    found = _balanced(search, Balancer(search.costs), groupings)
+    found = _balanced(search, groupings)
     if not small:
         _sizes_per_kind(search, found)
     for layout in search.best(KEPT):
@@ -112,9 +113,7 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
     )
 
 
-def _balanced(
-    search: _LayoutSearch, balancer: Balancer, groupings: Iterable[Grouping]
-) -> dict[Grouping, float]:
+def _balanced(search: _LayoutSearch, groupings: Iterable[Grouping]) -> dict[Grouping, float]:
     """Evaluate the balanced shares of every grouping, with heads by speed and, where members of a group differ, equal
     heads; between groups the first transport that serves so many.
 
@@ -128,7 +127,7 @@ def _balanced(
         mixed = any(len({types[m] for m in group}) > 1 for group in grouping)
         for transport in ["a2a"] if count == 1 else transports[:1]:
             for equal in (False, True)[: 1 + mixed]:
-                layout = balancer.balance(grouping, transport, _first_block(problem, count), equal)
+                layout = search.balancer.balance(grouping, transport, _first_block(problem, count), equal)
                 evaluation = search.add(layout)
                 if evaluation is not None and evaluation.fits:
                     seconds = min(seconds, evaluation.seconds)
@@ -148,12 +147,11 @@ def _sizes_per_kind(search: _LayoutSearch, known: dict[Grouping, float]) -> None
     kinds = nodes_by_kind(problem)
     if len(kinds) == 1:
         return
-    balancer = Balancer(search.costs)
 
     def trial(sizes: dict[int, tuple[int, int]]) -> float:
         grouping = per_kind(problem, sizes)
         if grouping not in known:
-            known.update(_balanced(search, balancer, [grouping]))
+            known.update(_balanced(search, [grouping]))
         return known[grouping]
 
     options = {kind: _pairs(len(row), max(map(len, row))) for kind, row in kinds.items()}

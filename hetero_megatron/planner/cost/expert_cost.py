@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hetero_megatron.planner.cost.rates import ChipRates
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
+from hetero_megatron.spec.expert_load import INDEX, ROUTED_WIDTHS, ExpertLoad
 from hetero_megatron.spec.lora import MLP_TARGETS
 
 Seconds = tuple[float, float]  # forward, backward
@@ -57,7 +57,9 @@ def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoa
     if load.members > 1:
         moved += MOVED * h * load.exchanged
     small = item * moved / rates.bytes_per_second + _adapters(model, rates, item, load, gemm)
-    return products + small, (2 if model.lora is None else 1) * products + 2 * small
+    elements = model.in_int8 * ROUTED_WIDTHS * load.experts * load.columns * h
+    made = elements * (1 + item) / rates.bytes_per_second  # read in 8 bits, and written as products have them
+    return products + small + made, (2 if model.lora is None else 1) * products + 2 * small + made
 
 
 def _adapters(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoad, gemm: Gemm) -> float:

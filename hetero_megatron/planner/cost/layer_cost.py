@@ -24,13 +24,15 @@ from hetero_megatron.plan.memory import (
     held_elements,
     host_bytes,
     kept_bytes,
+    saved_per_layer,
     state_bytes,
     trained_elements,
     working_bytes,
 )
 from hetero_megatron.plan.routing import EVEN, Routing
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.expert_cost import token_bytes
-from hetero_megatron.planner.cost.link_model import LinkPrice
+from hetero_megatron.planner.cost.link_model import LinkModel, LinkPrice
 from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.product_cost import Fp8Products
 from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, load_rates
@@ -175,18 +177,11 @@ class CostModel:
         self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
-        self._operators: dict[tuple[str, bool], Operators] = {}
+        self.links = LinkModel(self.rates)
         self.node_groups = {g.name: g for g in cluster.nodes}
         self._home = {
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
         }
-        self._seconds: dict[tuple[StageChoice, int], tuple[float, float]] = {}
-        self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._held: dict[tuple[int, int, bool, bool], int] = {}
-        self._units: dict[tuple[object, ...], UnitSeconds] = {}
-        self._faster: dict[tuple[str, int, int], bool] = {}
-        self._buckets: dict[tuple[int, bool, bool], tuple[int, int]] = {}
-        self._most: dict[tuple[int, int, bool, bool], int] = {}
 
     def chip_rates(self, chip: str) -> ChipRates:
         """Raises UserError for a chip that does not support the dtype or that the cluster lacks."""
@@ -199,19 +194,17 @@ class CostModel:
             )  # fmt: skip
         return self.rates.chips[chip]
 
+    @cached_method
     def operators(self, chip: str, fp8: bool = False) -> Operators:
         """``fp8``: with linear modules in fp8, on a chip that has it."""
-        key = (chip, fp8)
-        if key not in self._operators:
-            products = None
-            if fp8:
-                assert self.options.fp8 is not None and chip in self.rates.fp8, f"{chip} has no fp8"
-                products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
-            self._operators[key] = Operators(
-                self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
-                self.options.softmax_batches, products, self.options.logits_bytes,
-            )  # fmt: skip
-        return self._operators[key]
+        products = None
+        if fp8:
+            assert self.options.fp8 is not None and chip in self.rates.fp8, f"{chip} has no fp8"
+            products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
+        return Operators(
+            self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
+            self.options.softmax_batches, products, self.options.logits_bytes,
+        )  # fmt: skip
 
     def computes_in_fp8(self, stage: Stage) -> bool:
         """Whether a stage of a plan has its linear modules in fp8."""
@@ -225,14 +218,13 @@ class CostModel:
     def in_fp8(self, stage: StageChoice, micro_batch_size: int) -> bool:
         """Whether the planner has the stage's linear modules in fp8: where the run, its chips and its cut allow it, and
         neither forward nor backward of a layer is slower for it."""
-        if self.options.fp8 is None or not stage.layers or stage.chip not in self.rates.fp8:
-            return False
-        key = (stage.chip, stage.tp, -(-micro_batch_size // stage.dp))
-        if key not in self._faster:
-            self._faster[key] = cut_fits(self.model, stage.tp, self.options.fp8) and self.fp8_pays(
-                stage.chip, 1 / stage.tp, key[2], self.seq_length
-            )
-        return self._faster[key]
+        return stage.layers > 0 and self._uses_fp8(stage.chip, stage.tp, -(-micro_batch_size // stage.dp))
+
+    @cached_method
+    def _uses_fp8(self, chip: str, tp: int, rows: int) -> bool:
+        fp8 = self.options.fp8
+        there = fp8 is not None and chip in self.rates.fp8 and cut_fits(self.model, tp, fp8)
+        return there and self.fp8_pays(chip, 1 / tp, rows, self.seq_length)
 
     def fp8_pays(self, chip: str, share: float, rows: float, length: int) -> bool:
         """Whether a layer is faster in fp8 and neither its forward nor its backward is slower."""
@@ -247,24 +239,22 @@ class CostModel:
         """The same for backward, including recomputation."""
         return self._stage(stage, micro_batch_size)[1]
 
+    @cached_method
     def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
-        key = (stage, micro_batch_size)
-        if key not in self._seconds:
-            rows = -(-micro_batch_size // stage.dp)
-            fp8 = self.in_fp8(stage, micro_batch_size)
-            unit = (stage.chip, stage.home, stage.tp, rows, stage.recompute, fp8)
-            if unit not in self._units:
-                link = self.tp_link(stage) if stage.tp > 1 else None
-                swap = self.tp_exchange_seconds(stage.tp, rows, link)
-                posting = (stage.tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
-                self._units[unit] = self.unit_seconds(
-                    self.operators(stage.chip, fp8), 1 / stage.tp, rows, swap, stage.recompute, posting,
-                    routed=self._routed_seconds(stage.tp, rows, link, posting),
-                )  # fmt: skip
-            parts = self._units[unit]
-            full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
-            self._seconds[key] = parts.total(stage.layers, full, stage.embed, stage.head)
-        return self._seconds[key]
+        rows, fp8 = -(-micro_batch_size // stage.dp), self.in_fp8(stage, micro_batch_size)
+        parts = self._unit(stage.chip, self.home(stage).name, stage.tp, rows, stage.recompute, fp8)
+        full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
+        return parts.total(stage.layers, full, stage.embed, stage.head)
+
+    @cached_method
+    def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:
+        """Of a rank of an equal TP group on nodes of the group ``home``."""
+        link = self.tp_link(self.node_groups[home], tp) if tp > 1 else None
+        swap = self.tp_exchange_seconds(tp, rows, link)
+        posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+        routed = self._routed_seconds(tp, rows, link, posting)
+        operators = self.operators(chip, fp8)
+        return self.unit_seconds(operators, 1 / tp, rows, swap, recompute, posting, routed=routed)
 
     def unit_seconds(
         self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0,
@@ -326,9 +316,10 @@ class CostModel:
     def home(self, stage: StageChoice) -> NodeGroup:
         return self.node_groups[stage.home] if stage.home else self._home[stage.chip]
 
-    def tp_link(self, stage: StageChoice) -> LinkRates:
-        """The slowest link inside a TP group of the stage; groups fill nodes one after the other."""
-        home, tp = self.home(stage), stage.tp
+    def tp_link(self, home: NodeGroup, tp: int) -> LinkRates:
+        """The slowest link inside a TP group of several ranks, which fill nodes of ``home`` one after the other; there
+        may be fewer of them than that takes, as a template's group has nodes of several, and nodes are added on
+        trial."""
         if tp <= home.chips_per_node:
             return self.rates.between(home.name, home.name, same_node=True)
         link = self.rates.between(home.name, home.name)
@@ -384,24 +375,28 @@ class CostModel:
 
     def held_elements(self, stage: StageChoice) -> int:
         """Elements on the stage's rank that holds the most."""
-        key = (stage.tp, *(what := (stage.layers, stage.embed, stage.head)))
-        if key not in self._held:
-            shares = equal_shares(self.model, stage.tp)
-            self._held[key] = max(held_elements(self.model, *what, share) for share in shares)
-        return self._held[key]
+        return self._most_held(stage.tp, stage.layers, stage.embed, stage.head)
+
+    @cached_method
+    def _most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
+        return max(held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
+
+    def saved_bytes(self, stage: StageChoice) -> int:
+        """Bytes that weights in 8 bits save on the stage's rank on which they save the least."""
+        return int(stage.layers * self._saved_per_layer(stage.tp))
+
+    @cached_method
+    def _saved_per_layer(self, tp: int) -> float:
+        return min(saved_per_layer(self.model, share, self.item) for share in equal_shares(self.model, tp))
 
     def trained_elements(self, stage: StageChoice) -> int:
         """Elements with gradients on the stage's rank that holds the most of them."""
         return self.most_trained(stage.tp, stage.layers, stage.embed, stage.head)
 
+    @cached_method
     def most_trained(self, tp: int, layers: int, embed: bool, head: bool) -> int:
         """:meth:`trained_elements` of a stage given by these values."""
-        key = (tp, layers, embed, head)
-        if key not in self._most:
-            self._most[key] = max(
-                trained_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp)
-            )
-        return self._most[key]
+        return max(trained_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
 
     def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
         """Buckets under way: (bytes per element travelling, bytes per element being summed, most elements travelling,
@@ -409,13 +404,15 @@ class CostModel:
         copies, tp = stage.dp * replicas, stage.tp
         if copies <= 1 and tp == 1:
             return 0.0, 0.0, 0, 0
-        key = (tp, stage.embed, stage.head)
-        if key not in self._buckets:
-            kinds = equal_shares(self.model, tp)
-            known = [bucket_elements(self.model, stage.embed, stage.head, share) for share in kinds]
-            self._buckets[key] = max(together for _, together in known), max(largest for largest, _ in known)
         # Without TP all replicas hold the same elements.
-        return *buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1), *self._buckets[key]
+        per_element = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
+        return *per_element, *self._bucket_elements(tp, stage.embed, stage.head)
+
+    @cached_method
+    def _bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
+        """(most elements travelling, most in one bucket) on a rank of a stage."""
+        known = [bucket_elements(self.model, embed, head, share) for share in equal_shares(self.model, tp)]
+        return max(together for _, together in known), max(largest for largest, _ in known)
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """Memory of the stage's worst rank.
@@ -436,25 +433,27 @@ class CostModel:
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
         held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
-        trained = self.trained_elements(stage)
-        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained)
+        trained, saved = self.trained_elements(stage), self.saved_bytes(stage)
+        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained, saved)
         return weights, gradients, 0 if stage.offload else optimizer
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
-        rows = -(-micro_batch_size // stage.dp)
-        fp8 = self.in_fp8(stage, micro_batch_size)
-        key = (stage.tp, rows, stage.layers, stage.embed, stage.head, stage.recompute, stage.first, fp8)
-        if key not in self._activations:
-            tokens = rows * self.seq_length
-            units, most = [(tokens, (1,) * stage.tp)], self.options.logits_bytes
-            limit = chunk_limit(self.model, units, self.item, most) if stage.head else None
-            held = RankWork(
-                stage.layers, stage.embed, stage.head, stage.recompute, stage.first, tokens, self.item, stage.tp,
-                stage.tp, limit, fp8=self.options.fp8.recipe if fp8 and self.options.fp8 else None, rows=rows,
-            )  # fmt: skip
-            self._activations[key] = kept_bytes(self.model, held), working_bytes(self.model, held)
-        return self._activations[key]
+        rows, fp8 = -(-micro_batch_size // stage.dp), self.in_fp8(stage, micro_batch_size)
+        ends = stage.embed, stage.head
+        return self._activations(stage.tp, rows, stage.layers, *ends, stage.recompute, stage.first, fp8)
+
+    @cached_method
+    def _activations(
+        self, tp: int, rows: int, layers: int, embed: bool, head: bool, recompute: str, first: int, fp8: bool
+    ) -> tuple[int, int]:
+        tokens, logits_bytes = rows * self.seq_length, self.options.logits_bytes
+        limit = chunk_limit(self.model, [(tokens, (1,) * tp)], self.item, logits_bytes) if head else None
+        recipe = self.options.fp8.recipe if fp8 and self.options.fp8 else None
+        held = RankWork(
+            layers, embed, head, recompute, first, tokens, self.item, tp, tp, limit, fp8=recipe, rows=rows
+        )
+        return kept_bytes(self.model, held), working_bytes(self.model, held)
 
     def context(self, chip: str) -> int:
         """Bytes that the framework takes on a chip before the first tensor and the first communicator."""

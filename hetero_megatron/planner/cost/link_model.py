@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.rates import Rates
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes
@@ -79,23 +80,19 @@ class LinkModel:
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.ranks = rates, rates.cluster.ranks
-        self._fastest: dict[tuple[str, bool], float] = {}
-        self._links: dict[tuple[str, str, bool, str | None], LinkPrice] = {}
         self._chips = {group.name: group.chip for group in rates.cluster.nodes}
 
+    @cached_method
     def link(self, group: str, other: str, same_node: bool, collective: str | None = None) -> LinkPrice:
         """Price of messages from a node of ``group`` to one of ``other``, or inside one node."""
-        key = (group, other, same_node, collective)
-        if key not in self._links:
-            rates = self.rates.between(group, other, same_node)
-            alpha, beta = rates.collective(collective)
-            out, into = (min(beta, self.fastest(name, same_node)) for name in (group, other))
-            message = rates.message_seconds
-            if message is None:
-                message = self.rates.chips[self._chips[group]].message_seconds
-            pair = rates.between_chips(collective)
-            self._links[key] = LinkPrice(alpha, rates.alpha, out, into, min(rates.beta, beta), pair, message)
-        return self._links[key]
+        rates = self.rates.between(group, other, same_node)
+        alpha, beta = rates.collective(collective)
+        out, into = (min(beta, self.fastest(name, same_node)) for name in (group, other))
+        message = rates.message_seconds
+        if message is None:
+            message = self.rates.chips[self._chips[group]].message_seconds
+        pair = rates.between_chips(collective)
+        return LinkPrice(alpha, rates.alpha, out, into, min(rates.beta, beta), pair, message)
 
     def traffic(self, flows: Iterable[Flow]) -> LinkTraffic:
         """Add up messages; those to the sender itself are free."""
@@ -142,18 +139,16 @@ class LinkModel:
             slowest = max(slowest, size * item * self.link(*kind, collective).pair)
         return ExchangePrice(dict(ports), latency, slowest)
 
+    @cached_method
     def fastest(self, group: str, same_node: bool) -> float:
         """Seconds per byte of the fastest link of a group's chips (or nodes)."""
-        key = (group, same_node)
-        if key not in self._fastest:
-            known = []
-            for node in self.rates.cluster.nodes:
-                if (same_node and node.name != group) or (not same_node and node.name == group and node.count == 1):
-                    continue
-                with contextlib.suppress(UserError):  # links without rates are skipped
-                    known.append(self.rates.between(group, node.name, same_node).beta)
-            self._fastest[key] = min(known)
-        return self._fastest[key]
+        known = []
+        for node in self.rates.cluster.nodes:
+            if (same_node and node.name != group) or (not same_node and node.name == group and node.count == 1):
+                continue
+            with contextlib.suppress(UserError):  # links without rates are skipped
+                known.append(self.rates.between(group, node.name, same_node).beta)
+        return min(known)
 
     def exchange(
         self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: str | None = None
@@ -161,6 +156,7 @@ class LinkModel:
         """Price of messages that start together; see :meth:`price`."""
         return self.price(self.traffic(flows), 1.0, sharing, collective)
 
+    @cached_method
     def posting(self, ranks: tuple[int, ...]) -> float:
         """Host seconds of a collective on the slowest of its ranks: one message to each other rank."""
         first, second = ranks[:2]

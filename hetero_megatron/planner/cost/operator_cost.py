@@ -7,14 +7,15 @@ micro-batch; ``length``: tokens per sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.expert_cost import expert_seconds
 from hetero_megatron.planner.cost.product_cost import Fp8Products, Products, in_all, nearest, product_seconds
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
@@ -32,6 +33,7 @@ UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more laun
 UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
 
 
+@dataclass(frozen=True, eq=False)
 class Operators:
     """Times of one chip for one model; results are cached.
 
@@ -45,15 +47,17 @@ class Operators:
         logits_bytes: of logits on a rank, above which head and loss go through chunks of tokens.
     """
 
-    def __init__(
-        self, model: ModelSpec, rates: ChipRates, item: int, sequence_parallel: bool = True, softmax_batches: int = 0,
-        fp8: Fp8Products | None = None, logits_bytes: int = LOGITS_BYTES,
-    ) -> None:  # fmt: skip
-        self.model, self.rates, self.item, self.sequence_parallel = model, rates, item, sequence_parallel
-        self.softmax_batches, self.fp8, self.logits_bytes = softmax_batches, fp8, logits_bytes
-        self.fingerprint = model_fingerprint(model)
-        self._cache: dict[tuple[object, ...], Seconds] = {}
-        self._rows: dict[str, list[LayerRow]] = {}
+    model: ModelSpec
+    rates: ChipRates
+    item: int
+    sequence_parallel: bool = True
+    softmax_batches: int = 0
+    fp8: Fp8Products | None = None
+    logits_bytes: int = LOGITS_BYTES
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return model_fingerprint(self.model)
 
     def layer(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0,
@@ -73,15 +77,12 @@ class Operators:
         if self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")):
             forward, backward = self._measured_layer(share, rows, length)
             return forward + exchange[0], backward + exchange[1]
-        key = ("layer", share, rows, length, exchange, posting)
-        if key not in self._cache:
-            self._cache[key] = self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
-        return self._cache[key]
+        return self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
 
     def _measured_layer(self, share: float, rows: float, length: int) -> Seconds:
         """Layers that were only measured in the dtype of the run differ in fp8 as modelled ones do."""
         if self._measured("layers") or not rows:
-            return self._cached("layers", share, rows, length, self._layer_by_operators)
+            return self._from_table("layers", share, rows, length)
         found = self.unquantised.layer(share, rows, length)
         here, there = (x._layer_by_operators(share, rows, length) for x in (self, self.unquantised))
         return found[0] * here[0] / there[0], found[1] * here[1] / there[1]
@@ -89,7 +90,7 @@ class Operators:
     @cached_property
     def unquantised(self) -> Operators:
         """The same chip where nothing is in fp8."""
-        return Operators(self.model, self.rates, self.item, self.sequence_parallel, self.softmax_batches)
+        return replace(self, fp8=None)
 
     def beyond_plain(self, share: float, rows: float, length: int, load: ExpertLoad) -> Seconds:
         """What a layer takes more with this load than with that of a plain TP group, in an average layer."""
@@ -102,34 +103,28 @@ class Operators:
         )
         return forward, backward
 
+    @cached_method
     def experts(self, load: ExpertLoad) -> Seconds:
         """(forward, backward) of the routed experts of one mixture-of-experts layer, without links."""
-        key = ("experts", load)
-        if key not in self._cache:
-            known = self.model, self.rates, self.item, self.fingerprint
-            self._cache[key] = expert_seconds(*known, load, self.gemm)
-        return self._cache[key]
+        return expert_seconds(self.model, self.rates, self.item, self.fingerprint, load, self.gemm)
 
+    @cached_method
     def split(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
         """((forward, backward) of a layer without attention core and launches, factor that corrects :meth:`attention`),
         for a rank with ``length`` tokens of each sequence."""
         if not (rows and length):
             return (0.0, 0.0), (1.0, 1.0)
-        key = ("split", share, rows, length)
-        if key not in self._cache:
-            plain = self._modelled()
-            whole, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
-            rest, ratio = self._corrections(share, rows, length)
-            self._cache["ratio", share, rows, length] = ratio
-            self._cache[key] = ((whole[0] - core[0]) * rest[0], (whole[1] - core[1]) * rest[1])
-        return self._cache[key], self._cache["ratio", share, rows, length]
+        plain = self._modelled()
+        whole, core = plain.layer(share, rows, length), plain.attention(share, rows, length)
+        rest, ratio = self._corrections(share, rows, length)
+        return ((whole[0] - core[0]) * rest[0], (whole[1] - core[1]) * rest[1]), ratio
 
     def _modelled(self, layers: tuple[LayerRow, ...] = ()) -> Operators:
         """The same without measured layers but these. Host seconds of launches count once per layer, with attention
         and what it exchanges."""
         bare = replace(self.rates, layers=layers, layer_seconds=0.0, layer_backward_seconds=0.0)
         fp8 = replace(self.fp8, rates=replace(self.fp8.rates, layers=layers)) if self.fp8 is not None else None
-        return Operators(self.model, bare, self.item, self.sequence_parallel, fp8=fp8)
+        return replace(self, rates=bare, fp8=fp8)
 
     def _corrections(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
         """Measured over modelled time of (a layer without its attention core, the core). If attention was measured
@@ -161,29 +156,28 @@ class Operators:
             plain, more = self.split_layer(share, rows, length), self.beyond_plain(share, rows, length, load)[1]
             return plain[0] + more / 2, plain[1] + more / 2
 
-        def modelled(share: float, rows: float, length: int) -> Seconds:
-            by_operators, tokens = self._layer_by_operators(share, rows, length)[1], rows * length
-            lora = self.model.lora is not None
-            weights = self._adapters(share, tokens) if lora else self._products(share, tokens).weight
-            return _split(self.layer(share, rows, length)[1], weights / by_operators)
+        return self._from_table("split_layers", share, rows, length)
 
-        return self._cached("split_layers", share, rows, length, modelled)
+    def _split_layer_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        by_operators, tokens = self._layer_by_operators(share, rows, length)[1], rows * length
+        lora = self.model.lora is not None
+        weights = self._adapters(share, tokens) if lora else self._products(share, tokens).weight
+        return _split(self.layer(share, rows, length)[1], weights / by_operators)
 
     def split_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         """The same of the head."""
-
-        def modelled(share: float, rows: float, length: int) -> Seconds:
-            columns = share * self.model.vocab_size * (self.model.lora is None)
-            product = self.gemm(rows * length, columns, self.model.hidden_size)
-            by_operators = self._head_by_operators(share, rows, length, False)[1]
-            return _split(self.head(share, rows, length, False)[1], product / by_operators)
-
         if self.in_chunks(share, rows, length, chunked):
             return self.head(share, rows, length, True)[1], 0.0
-        return self._cached("split_head", share, rows, length, modelled)
+        return self._from_table("split_head", share, rows, length)
+
+    def _split_head_by_operators(self, share: float, rows: float, length: int) -> Seconds:
+        columns = share * self.model.vocab_size * (self.model.lora is None)
+        product = self.gemm(rows * length, columns, self.model.hidden_size)
+        by_operators = self._head_by_operators(share, rows, length, False)[1]
+        return _split(self.head(share, rows, length, False)[1], product / by_operators)
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
-        return self._cached("embed", share, rows, length, self._embed_by_operators)
+        return self._from_table("embed", share, rows, length)
 
     def head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
         """Final norm, output matrix, softmax and loss.
@@ -192,10 +186,10 @@ class Operators:
             chunked: the stage goes through chunks of tokens (``parallel/long_loss.py``), which make the gradients of
                 head and loss in forward; None: as a stage does of which all ranks are like this one.
         """
+        found = self._from_table("head", share, rows, length)
         if chunked is None or chunked == self.in_chunks(share, rows, length):
-            return self._cached("head", share, rows, length, self._head_by_operators)
+            return found
         # Other ranks of the stage decide, which are not measured alone.
-        found = self._cached("head", share, rows, length, self._head_by_operators)
         here, usual = (self._head_by_operators(share, rows, length, way) for way in (chunked, not chunked))
         faster = sum(found) / sum(usual) if rows else 1.0
         return here[0] * faster, here[1] * faster
@@ -211,7 +205,7 @@ class Operators:
         plus measured waiting of its ranks for each other."""
         if not seconds or not self._measured("waiting"):
             return seconds, seconds
-        forward, backward = self._cached("waiting", share, rows, length, self._layer_by_operators)
+        forward, backward = self._from_table("waiting", share, rows, length)
         return seconds + forward, seconds + backward
 
     def attention(self, share: float, rows: float, length: int) -> Seconds:
@@ -263,45 +257,36 @@ class Operators:
             return seconds * max(r[0] / r[1] for r in rows)
         return seconds * self.rates.bytes_per_second / UPDATE_BYTES
 
-    def _cached(
-        self, table: str, share: float, rows: float, length: int, model: Callable[[float, float, int], Seconds]
-    ) -> Seconds:
+    @cached_method
+    def _from_table(self, table: str, share: float, rows: float, length: int) -> Seconds:
         """Measured rows at exactly their sizes; elsewhere the modelled time, corrected by measured / modelled at the
         nearest sizes."""
-        key = (table, share, rows, length)
-        if key not in self._cache:
-            measured = self._measured(table)
-            self._cache[key] = self._corrected(measured, share, rows, length, model) if rows else (0.0, 0.0)
-        return self._cache[key]
-
-    def _measured(self, table: str) -> list[LayerRow]:
-        if table not in self._rows:
-            rates = self.rates if self.fp8 is None or table not in IN_FP8 else self.fp8.rates
-            self._rows[table] = [r for r in getattr(rates, table) if r.fingerprint == self.fingerprint]
-        return self._rows[table]
-
-    @staticmethod
-    def _corrected(
-        measured: Sequence[LayerRow],
-        share: float,
-        rows: float,
-        length: int,
-        model: Callable[[float, float, int], Seconds],
-    ) -> Seconds:
+        if not rows:
+            return 0.0, 0.0
+        measured = self._measured(table)
         for row in measured:
             if (row.micro_batch_size, row.seq_length) == (rows, length) and math.isclose(1 / row.tp, share):
                 return row.forward, row.backward
+        model = {
+            "layers": self._layer_by_operators, "waiting": self._layer_by_operators, "embed": self._embed_by_operators,
+            "head": self._head_by_operators, "split_layers": self._split_layer_by_operators,
+            "split_head": self._split_head_by_operators,
+        }[table]  # fmt: skip
         forward, backward = model(share, rows, length)
         if not measured:
             return forward, backward
-        at = (share, rows, length)
         ratios: list[list[tuple[tuple[float, ...], float]]] = [[], []]
         for row in measured:
-            size = (1 / row.tp, row.micro_batch_size, row.seq_length)
-            modelled = model(size[0], size[1], int(size[2]))
-            for i, seconds in enumerate((row.forward, row.backward)):
-                ratios[i].append((size, seconds / modelled[i]))
+            size = (1 / row.tp, row.micro_batch_size, int(row.seq_length))
+            for ratio, seconds, modelled in zip(ratios, (row.forward, row.backward), model(*size)):
+                ratio.append((size, seconds / modelled))
+        at = (share, rows, length)
         return forward * nearest(ratios[0], at), backward * nearest(ratios[1], at)
+
+    @cached_method
+    def _measured(self, table: str) -> list[LayerRow]:
+        rates = self.rates if self.fp8 is None or table not in IN_FP8 else self.fp8.rates
+        return [r for r in getattr(rates, table) if r.fingerprint == self.fingerprint]
 
     def _products(self, share: float, tokens: float) -> Products:
         """Seconds of the matrix products of a layer."""
@@ -344,6 +329,7 @@ class Operators:
         products, small = self._mlp_products(share, tokens, columns), activation / self.rates.bytes_per_second
         return products.forward + small, products.input + products.weight + 2 * small
 
+    @cached_method
     def _layer_by_operators(
         self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
     ) -> Seconds:
@@ -363,9 +349,18 @@ class Operators:
         forward = max(products.forward + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
         frozen, adapters = model.lora is not None, self._adapters(share, tokens)
         forward += adapters
+        made = self._from_int8(share)
+        forward += made
         both = products.input + (0.0 if frozen else products.weight)
-        backward = both + 2 * (small + adapters) + core[1] + exchange[1]
+        backward = both + made + 2 * (small + adapters) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
+
+    @cached_method
+    def _from_int8(self, share: float) -> float:
+        """Seconds in which a layer's frozen weights in 8 bits, but those of experts, become what products multiply
+        with: once in forward, and once in backward."""
+        elements = sum(t.size for t in logical_tensors(self.model) if t.int8 and not t.per_expert)
+        return share * elements / self.model.num_layers * (1 + self.item) / self.rates.bytes_per_second
 
     def _adapters(self, share: float, tokens: float) -> float:
         """Seconds of the adapters of a layer in forward: two narrow products each, and their addition."""

@@ -1,59 +1,5 @@
-"""Rates: what is known about how fast chips and links are. Read from the cluster file, else from data sheets.
-
-A cluster file holds rates under ``rates:`` (or, for one chip and dtype, under ``chips: <chip>: rates:``, without its
-name; not both)::
-
-    rates:
-      chips:
-        <chip>:
-          <dtype>:                       # fp64 | fp32 | bf16 | fp16; fp8_tensorwise, fp8_blockwise: see below
-            gemm: [[m, n, k, seconds], …]             # one product [m, k] x [k, n]
-            gemm_flops: 2.1e14                        # or: achieved FLOP/s of large products …
-            gemm_half: 300                            # … times m/(m + half) and min(n, k)/(min(n, k) + half); default 0
-            attention: [[length, heads, head_dim, forward s, backward s], …]   # causal, one sequence
-            visits: [[queries, heads, head_dim, forward s, backward s], …]   # a block of keys in the ring, less FLOPs
-            attention_flops: 1.5e14                   # or: achieved FLOP/s over the visible pairs
-            bytes_per_second: 1.2e12                  # of bandwidth-bound operators (read + written)
-            score_seconds: 0.0                        # per (head, query, key), where kernels write the scores out
-            layer_seconds: 0.0                        # least host seconds per layer (launches), forward …
-            layer_backward_seconds: 0.0               # … and backward (default: twice)
-            action_seconds: 0.0                       # fixed host seconds per F or B of a stage …
-            split_seconds: 0.0                        # … and per W, where B is split into B_INPUT and W
-            message_seconds: 0.0                      # host seconds that one send or receive costs the rank itself
-            step_seconds: 0.0                         # fixed host seconds per optimizer step
-            pack_beta: 0.0                            # s per byte packed for an exchange; these four: 0 = from
-            add_beta: 0.0                             # … bytes_per_second; per byte received or own and summed
-            unpack_beta: 0.0                          # s per byte of parameters received, written in place
-            exchange_seconds: 0.0                     # fixed host seconds of packing or unpacking one bucket
-            accumulate_beta: 0.0                      # s per byte of weights: what the first backward of a step saves
-            jitter: 0.0                               # of t seconds of compute the standard deviation is jitter x t^0.5
-            spread: {layers: 0.01, optimizer: 0.02}   # relative standard deviation of what was measured, by family
-            overhead_bytes: 0                         # memory that the framework takes before any tensor
-            layers: [[fingerprint, tp, micro_batch_size, seq_length, forward s, backward s], …]
-            embed: / head:                            # rows like layers; head is final norm, output matrix and loss
-            split_layers: / split_head:               # rows like layers, of B_INPUT and W instead of forward, backward
-            waiting:                                  # rows like layers, of one exchange of a TP group: see below
-            optimizer: [[elements, seconds], …]       # one update of so many owned elements
-            experts: [[fingerprint, columns, s, …], …]  # of routed experts of so many columns, see below
-      links:
-        - {within: <node group>, alpha: s, beta: s_per_byte}                   # inside one node of the group
-        - {between: [<group>, <group>], alpha: s, beta: s_per_byte, message_seconds: s,
-           collectives: {all_to_all: {alpha: s, beta: s_per_byte}, exchange: {alpha: s, beta: s_per_byte}},
-           spread: 0.01}                                                        # both directions
-        - {from: <group>, to: <group>, alpha: s, beta: s_per_byte}             # one direction, wins over ``between``
-
-All rows of layers, embed and head are compute of one rank (its 1/tp share), without communication and without
-recompute. ``waiting`` is what a TP group's exchange takes in a running pipeline beyond what its links explain: its
-ranks wait for each other (none is steady, and they meet several times a layer). ``experts`` is what a layer of
-routed experts takes more for one expert, for one row (a token at one of its experts), for one rank more that exchanges
-tokens, for one token sent or received, and for one exchange: forward and backward of each, ten numbers.
-``fingerprint`` is :func:`model_fingerprint`. Whole-layer rows win over operator rates; a size that was not measured
-takes the nearest rows, scaled by the operator rates.
-
-Linear modules in fp8 have sections of their own, ``fp8_tensorwise`` and ``fp8_blockwise`` after the recipe: ``gemm`` of
-whole products (both operands quantised, [m, n, k, seconds] of x [m, k] and w [n, k]), or ``gemm_flops`` and
-``gemm_half`` of the product alone; ``layers`` and ``split_layers`` of runs in fp8. All else is taken from the section
-of the run's dtype.
+"""Rates: what is known about how fast chips and links are. Read from the cluster file (docs/calibrate.md has the keys
+and their units), else from data sheets.
 
 Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
 stas00/ml-engineering and FlagPerf, for very large products in 16 bit, and taken for fp32 and fp64 too; half-saturation
@@ -67,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hetero_megatron.cluster import Chip, Cluster, Link
-from hetero_megatron.cluster.rates_section import SECONDS
+from hetero_megatron.cluster.document import Entry, from_data
+from hetero_megatron.cluster.rates_section import LEAST, MOST, SECONDS
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.spec import ModelSpec
 
 MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's name; the longest match counts
@@ -94,14 +42,12 @@ ROWS = {
     "gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6, "split_head": 6, "optimizer": 2,
     "visits": 5, "waiting": 6, "experts": 12,
 }  # fmt: skip
-NUMBERS = (
-    "gemm_flops", "gemm_half", "attention_flops", "bytes_per_second", "layer_seconds", "action_seconds",
-    "message_seconds", "step_seconds", "overhead_bytes", "score_seconds", "layer_backward_seconds", "pack_beta",
-    "add_beta", "unpack_beta", "exchange_seconds", "accumulate_beta", "jitter", "split_seconds",
-)  # fmt: skip
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
-NAMED = (6, 12)  # widths of rows that begin with a model's fingerprint
+POSITIVE = ("gemm_flops", "bytes_per_second", "attention_flops")
+LINK_KEYS = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "spread", "source")
+LAYER_ROW = 6  # width of a LayerRow
+NAMED = (LAYER_ROW, 12)  # widths of rows that begin with a model's fingerprint
 Row = tuple[float, ...]
 
 
@@ -120,7 +66,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class ChipRates:
-    """Rates of one chip and dtype; see the module docstring for units. ``calibrated``: anything was measured."""
+    """Rates of one chip and dtype, in the units of docs/calibrate.md. ``calibrated``: anything was measured."""
 
     chip: str
     dtype: str
@@ -169,6 +115,9 @@ class ChipRates:
     @property
     def unpack(self) -> float:
         return self.unpack_beta or 2 / self.bytes_per_second
+
+
+NUMBERS = tuple(f.name for f in fields(ChipRates) if f.type == "float")
 
 
 @dataclass(frozen=True)
@@ -232,19 +181,16 @@ class Rates:
     chips: Mapping[str, ChipRates]
     measured: Mapping[tuple[str, str, bool], LinkRates] = field(default_factory=dict)
     fp8: Mapping[str, ChipRates] = field(default_factory=dict)
-    _links: dict[tuple[str, str, bool], LinkRates] = field(default_factory=dict, repr=False, compare=False)
 
     def link(self, a: int, b: int) -> LinkRates:
         """The link from rank ``a`` to rank ``b``; UserError where nothing is known about it."""
         first, second = self.cluster.ranks[a], self.cluster.ranks[b]
         return self.between(first.group, second.group, first.node == second.node)
 
+    @cached_method
     def between(self, group: str, other: str, same_node: bool = False) -> LinkRates:
         """The link between two chips of one node (of ``group``), or between two nodes of these groups."""
-        key = (group, other, same_node)
-        if key not in self._links:
-            self._links[key] = self.measured.get(key) or self._data_sheet(*key)
-        return self._links[key]
+        return self.measured.get((group, other, same_node)) or self._data_sheet(group, other, same_node)
 
     def _data_sheet(self, group: str, other: str, same_node: bool) -> LinkRates:
         cluster = self.cluster
@@ -282,13 +228,8 @@ def load_rates(cluster: Cluster, dtype: str, recipe: str | None = None) -> Rates
     Raises:
         UserError: a malformed row, or a chip about which neither rates nor a data sheet say enough.
     """
-    section = cluster.rates.get("chips", {}) if cluster.rates else {}
-    unknown = [name for name in section if name not in cluster.chips]
-    if unknown:
-        raise UserError(
-            "no node has this chip", field="rates.chips", value=unknown[0], where=cluster.file,
-            accepted=", ".join(cluster.chips),
-        )  # fmt: skip
+    section = cluster.rates.get("chips", {})
+    from_data(section, "rates.chips", cluster.file).mapping(cluster.chips)
     refuse_twice(cluster, section)
     chips, fp8 = {}, {}
     for name, chip in cluster.chips.items():
@@ -314,9 +255,11 @@ def refuse_twice(cluster: Cluster, section: Mapping[str, Any]) -> None:
         UserError: rates of a chip that its own entry also gives, which one of the two would hide; or no mapping.
     """
     for name, chip in cluster.chips.items():
-        own = _mapping(chip.rates, f"chips.{name}.rates", cluster)
-        both = [dtype for dtype in _mapping(section.get(name, {}), f"rates.chips.{name}", cluster) if dtype in own]
-        if both:
+        own, other = (
+            from_data(given, path, cluster.file).any_mapping()
+            for given, path in ((chip.rates, f"chips.{name}.rates"), (section.get(name, {}), f"rates.chips.{name}"))
+        )
+        if both := [dtype for dtype in other if dtype in own]:
             raise UserError(
                 f"rates.chips.{name}.{both[0]}, where calibrate writes, would be a second set of the same rates",
                 field=f"chips.{name}.rates.{both[0]}", where=cluster.file, accepted="one of the two",
@@ -333,32 +276,23 @@ def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRate
 
 def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str, Any]:
     """The fields of :class:`ChipRates` that an entry of ``rates.chips`` holds, checked; all tables, empty or not."""
-    where = f"rates.chips.{chip}.{dtype}"
-    entries = _mapping(given, where, cluster)
-    for key in entries:
-        if key not in (*ROWS, *NUMBERS, "spread"):
-            accepted = ", ".join((*NUMBERS, *ROWS, "spread"))
-            raise UserError("unknown rate", field=where, value=key, accepted=accepted, where=cluster.file)
-    values: dict[str, Any] = {
-        k: _number(entries[k], f"{where}.{k}", cluster, k not in ("gemm_flops", "bytes_per_second", "attention_flops"))
-        for k in NUMBERS
-        if k in entries
-    }
-    if "spread" in entries:
-        values["spread"] = _spreads(entries["spread"], f"{where}.spread", cluster)
-    for key, width in ROWS.items():
-        rows = _rows(entries.get(key, []), width, f"{where}.{key}", cluster)
-        values[key] = tuple(LayerRow(*r) for r in rows) if width == 6 else rows
+    keys = from_data(given, f"rates.chips.{chip}.{dtype}", cluster.file).mapping((*NUMBERS, *ROWS, "spread"))
+    values: dict[str, Any] = {k: keys[k].number(LEAST * (k in POSITIVE), MOST) for k in NUMBERS if k in keys}
+    if "spread" in keys:  # files once had one number, that of an action
+        spread = keys["spread"]
+        families = spread.mapping(FAMILIES) if isinstance(spread.value, dict) else {"layers": spread}
+        values["spread"] = {family: entry.number(0, MOST) for family, entry in families.items()}
+    for table, width in ROWS.items():
+        rows = [_row(row, width) for row in keys[table].items()] if table in keys else []
+        values[table] = tuple(LayerRow(*row) for row in rows) if width == LAYER_ROW else tuple(rows)
     return values
 
 
-def _spreads(value: Any, where: str, cluster: Cluster) -> dict[str, float]:
-    """By family; files once had one number, that of an action."""
-    by_family = value if isinstance(value, Mapping) else {"layers": value}
-    if unknown := [family for family in by_family if family not in FAMILIES]:
-        accepted = ", ".join(FAMILIES)
-        raise UserError("unknown family of rates", field=where, value=unknown[0], accepted=accepted, where=cluster.file)
-    return {family: _number(x, f"{where}.{family}", cluster) for family, x in by_family.items()}
+def _row(entry: Entry, width: int) -> tuple[Any, ...]:
+    cells, names = entry.items(), int(width in NAMED)
+    if len(cells) != width:
+        entry.fail("a row of another length", accepted=f"lists of {width} values")
+    return (*(str(cell.value) for cell in cells[:names]), *(cell.number(LEAST, MOST) for cell in cells[names:]))
 
 
 def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Cluster) -> ChipRates:
@@ -406,76 +340,32 @@ def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
     groups = [g.name for g in cluster.nodes]
     both: dict[tuple[str, str, bool], LinkRates] = {}
     one_way: dict[tuple[str, str, bool], LinkRates] = {}
-    items = cluster.rates.get("links", []) if cluster.rates else []
-    for i, item in enumerate(items if isinstance(items, list) else [items]):
-        where = f"rates.links[{i}]"
-        entry = dict(_mapping(item, where, cluster))
-        same = "within" in entry
-        if same:
-            ends: Sequence[Any] = [entry["within"]] * 2
-        elif "between" in entry:
-            ends = entry["between"]
+    links = from_data(cluster.rates.get("links", []), "rates.links", cluster.file)
+    for entry in links.items():
+        keys = entry.mapping(LINK_KEYS, required=("beta",))
+        same = "within" in keys
+        if "between" in keys:
+            ends = [end.value for end in keys["between"].items()]
         else:
-            ends = [entry.get("from"), entry.get("to")]
-        if not isinstance(ends, list) or len(ends) != 2 or any(e not in groups for e in ends):
-            raise UserError(
-                "a link is within a node group, between two, or from one to another", field=where, value=ends,
-                accepted="node groups " + ", ".join(groups), where=cluster.file,
-            )  # fmt: skip
-        rates = _link_rates(entry, same, where, cluster)
-        a, b = str(ends[0]), str(ends[1])
-        target = one_way if "from" in entry else both
+            ends = [keys[key].value for key in (("within", "within") if same else ("from", "to")) if key in keys]
+        if len(ends) != 2 or any(end not in groups for end in ends):
+            accepted = "node groups " + ", ".join(groups)
+            entry.fail("a link is within a node group, between two, or from one to another", accepted=accepted)
+        rates = _link_rates(keys, same)
+        a, b = ends
+        target = one_way if "from" in keys else both
         target[a, b, same] = rates
-        if "from" not in entry:
+        if "from" not in keys:
             target[b, a, same] = rates
     return both | one_way
 
 
-def _link_rates(entry: Mapping[str, Any], same: bool, where: str, cluster: Cluster) -> LinkRates:
-    known = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "spread", "source")
-    for key in entry:
-        if key not in known:
-            raise UserError("unknown key", field=where, value=key, accepted=", ".join(known), where=cluster.file)
-    if "beta" not in entry:
-        raise UserError("a link without its rate", field=where, accepted="beta: seconds per byte", where=cluster.file)
-    alpha = _number(entry.get("alpha", 0.0), f"{where}.alpha", cluster)
-    beta = _number(entry["beta"], f"{where}.beta", cluster)
-    message = entry.get("message_seconds")
-    pairs = {}
-    for name, row in _mapping(entry.get("collectives", {}), f"{where}.collectives", cluster).items():
-        at = f"{where}.collectives"
-        if name not in COLLECTIVES:
-            raise UserError("unknown key", field=at, value=name, accepted=", ".join(COLLECTIVES), where=cluster.file)
-        row = _mapping(row, f"{at}.{name}", cluster)
-        alpha_, beta_ = (_number(row.get(k, 0.0), f"{at}.{name}.{k}", cluster) for k in ("alpha", "beta"))
-        pairs[name] = alpha_, beta_
-    return LinkRates(
-        alpha, beta, None if message is None else _number(message, f"{where}.message_seconds", cluster),
-        pairs.get("all_to_all"), same, True, pairs.get("exchange"),
-        spread=_number(entry["spread"], f"{where}.spread", cluster) if "spread" in entry else None,
-    )  # fmt: skip
+def _link_rates(keys: Mapping[str, Entry], same: bool) -> LinkRates:
+    def number(entries: Mapping[str, Entry], key: str) -> float:
+        return entries[key].number(0, MOST) if key in entries else 0.0
 
-
-def _mapping(value: Any, where: str, cluster: Cluster) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UserError("a mapping was expected", field=where, value=value, where=cluster.file)
-    return value
-
-
-def _number(value: Any, where: str, cluster: Cluster, zero: bool = True) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-    if not good or (value == 0 and not zero):
-        accepted = "a number, 0 or more" if zero else "a number above 0"
-        raise UserError("not a rate", field=where, value=value, accepted=accepted, where=cluster.file)
-    return float(value)
-
-
-def _rows(value: Any, width: int, where: str, cluster: Cluster) -> tuple[tuple[Any, ...], ...]:
-    if not isinstance(value, list) or any(not isinstance(r, list) or len(r) != width for r in value):
-        raise UserError("rows were expected", field=where, accepted=f"lists of {width} values", where=cluster.file)
-    rows = []
-    for row in value:
-        first = 1 if width in NAMED else 0
-        numbers = [_number(x, where, cluster, zero=False) for x in row[first:]]
-        rows.append((*map(str, row[:first]), *numbers))
-    return tuple(rows)
+    more: dict[str, Any] = {key: number(keys, key) for key in ("message_seconds", "spread") if key in keys}
+    for name, row in (keys["collectives"].mapping(COLLECTIVES) if "collectives" in keys else {}).items():
+        pair = row.mapping(("alpha", "beta"))
+        more[name] = number(pair, "alpha"), number(pair, "beta")
+    return LinkRates(number(keys, "alpha"), number(keys, "beta"), same_node=same, calibrated=True, **more)

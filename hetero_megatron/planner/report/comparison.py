@@ -22,7 +22,7 @@ from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress, judge
 from hetero_megatron.planner.search.uniform import UniformPlan, top_uniform_plans, uniform_plans
 from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate, describe
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, describe
 from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
@@ -277,12 +277,11 @@ def variants(result: SearchResult, problem: PlanningProblem) -> list[Variant]:
     """Plans near the best one: with one choice undone, and runners-up of other kinds."""
     best, found, batch = result.best, list[Variant](), problem.global_batch_size
     chips = [g.chip for g in result.pool.groups]
-    for text, template in (
+    alike = [] if best.text else [
         ("the same with equal layers per stage", _even_layers(result, best.template, problem.model)),
-        ("the same with equal shares of the batch", None if best.text else _even_shares(best.template, batch)),
-    ):
-        if template is not None and not best.text:
-            found.append(_variant(result, text, template, problem))
+        ("the same with equal shares of the batch", _even_shares(best.template, batch)),
+    ]  # fmt: skip
+    found += [_variant(result, text, template, problem) for text, template in alike if template is not None]
     seen = {(best.text, _make_up(best.template))}
     for other in result.others:
         if (other.text, _make_up(other.template)) not in seen and len(found) < 6:
@@ -321,34 +320,23 @@ def _why(best: JudgedPlan, other: JudgedPlan) -> str:
 
 
 def _even_layers(result: SearchResult, template: PlanTemplate, model: ModelSpec) -> PlanTemplate | None:
-    parts = []
+    tables, parts = result.scorer.tables, []
     for part in template.parts:
-        count = len(part.shape.stages)
-        each, more = divmod(model.num_layers, count)
-        stages = tuple(
-            replace(s, layers=each + (i < more), recompute="none", first=0) for i, s in enumerate(part.shape.stages)
-        )
-        shape: PipelineTemplate | None = PipelineTemplate(part.shape.micro_batch_size, stages)
-        assert shape is not None
-        fitting = best_recompute(
-            result.scorer.tables, shape, template.schedule, part.num_micro_batches, template.pipelines
-        )
-        parts.append(PipelineReplicas(fitting or shape, part.copies, part.num_micro_batches))
+        each, more = divmod(model.num_layers, len(part.shape.stages))
+        stages = [replace(s, layers=each + (i < more), recompute="none", first=0)
+                  for i, s in enumerate(part.shape.stages)]  # fmt: skip
+        shape = PipelineTemplate(part.shape.micro_batch_size, tuple(stages))
+        fitting = best_recompute(tables, shape, template.schedule, part.num_micro_batches, template.pipelines)
+        parts.append(replace(part, shape=fitting or shape))
     changed = replace(template, parts=tuple(parts))
-    same = all(
-        [s.layers for s in a.shape.stages] == [s.layers for s in b.shape.stages]
-        for a, b in zip(changed.parts, template.parts)
-    )
-    return None if same else changed
+    layers, before = ([s.layers for p in x.parts for s in p.shape.stages] for x in (changed, template))
+    return None if layers == before else changed
 
 
 def _even_shares(template: PlanTemplate, batch: int) -> PlanTemplate | None:
-    per = {p.shape.micro_batch_size * p.num_micro_batches for p in template.parts}
-    if len(per) == 1 or batch % template.pipelines:
+    sizes, share = [p.shape.micro_batch_size for p in template.parts], batch // template.pipelines
+    shares = {size * p.num_micro_batches for size, p in zip(sizes, template.parts)}
+    if len(shares) == 1 or batch % template.pipelines or any(share % size for size in sizes):
         return None
-    share = batch // template.pipelines
-    if any(share % p.shape.micro_batch_size for p in template.parts):
-        return None
-    return replace(
-        template, parts=tuple(replace(p, num_micro_batches=share // p.shape.micro_batch_size) for p in template.parts)
-    )
+    parts = tuple(replace(p, num_micro_batches=share // size) for size, p in zip(sizes, template.parts))
+    return replace(template, parts=parts)

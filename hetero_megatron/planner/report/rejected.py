@@ -12,7 +12,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.memory_report import OverLimit
 from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
-from hetero_megatron.planner.simulate.step import over_memory
+from hetero_megatron.planner.simulate.step import StepSimulator
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 
 SHOWN, LOOKED_AT = 3, 12
@@ -69,9 +69,9 @@ def _look(
             validate(plan, problem.model, problem.cluster, dtype=problem.dtype)
         except UserError:
             continue
-        over, memory = over_memory(plan, scorer.costs)
-        if over:
-            largest = memory[over[0].rank].largest
+        step = StepSimulator(plan, scorer.costs)
+        if over := step.over:
+            largest = step.memory[over[0].rank].largest
             seconds = closed_seconds(scorer, template)
             found.append(Rejected(of, uniform.text(), seconds, _stage_of(plan, over[0].rank), over[0], largest))
     return found

@@ -54,15 +54,13 @@ def format_plan(summary: Summary) -> str:
         lines.append(f"  experts: {result.experts}{gain}")
     if summary.left_out:
         names = ", ".join(summary.left_out[:SHOWN]) + (", …" if len(summary.left_out) > SHOWN else "")
-        idle = plural(len(summary.left_out), "node")
-        lines.append(f"  idle: {idle} ({names}), not part of the cluster that the plan's ranks refer to")
-    if summary.idle:
-        ranks = f"{word(len(summary.idle), 'rank')} {rank_ranges(summary.idle)}"
-        idle = f"{plural(len(summary.idle), 'chip')} ({ranks})"
-        lines.append(f"  idle: {idle}; {_why_idle(summary)}")
-    for chip, unusable in summary.unusable.items():
-        ranks = f"{word(len(unusable), 'rank')} {rank_ranges(unusable)}"
-        lines.append(f"  idle: {plural(len(unusable), 'chip')} ({ranks}): {chip} does not compute in {summary.dtype}")
+        nodes = plural(len(summary.left_out), "node")
+        lines.append(f"  idle: {nodes} ({names}), not part of the cluster that the plan's ranks refer to")
+    idle = [(summary.idle, f"; {_why_idle(summary)}")] if summary.idle else []
+    idle += [(x, f": {chip} does not compute in {summary.dtype}") for chip, x in summary.unusable.items()]
+    for ranks, why in idle:
+        numbers = f"{word(len(ranks), 'rank')} {rank_ranges(ranks)}"
+        lines.append(f"  idle: {plural(len(ranks), 'chip')} ({numbers}){why}")
     if result.rejected:
         words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
         lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
@@ -219,11 +217,8 @@ def _comparison_lines(summary: Summary) -> list[str]:
     tokens = summary.result.best.prediction.tokens_per_second
     lines = ["compared with"]
     for baseline in ([summary.uniform] if summary.uniform else []) + summary.alone:
-        name = (
-            "best uniform plan (Megatron)"
-            if baseline.name == "uniform"
-            else f"{baseline.chips} x {baseline.name} alone"
-        )
+        uniform = baseline.name == "uniform"
+        name = "best uniform plan (Megatron)" if uniform else f"{baseline.chips} x {baseline.name} alone"
         if baseline.problem:
             lines.append(f"  {name:<34} none: {baseline.problem}")
         else:
@@ -280,28 +275,16 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "alone": [vars(b) for b in summary.alone],
         "alone_skipped": summary.skipped,
         "losses": [
-            {
-                "node": x.node,
-                "alike": x.alike,
-                "step_seconds": x.step_seconds if x.plan else None,
-                "replan_seconds": x.seconds,
-                "warm": x.warm,
-                "problem": x.problem,
+            {k: getattr(x, k) for k in ("node", "alike", "warm", "problem")} | {
+                "step_seconds": x.step_seconds if x.plan else None, "replan_seconds": x.seconds,
                 "plan": to_dict(x.plan) if x.plan else None,
             }
             for x in summary.losses
         ],
         "rejected": [vars(v) for v in summary.variants],
         "over_memory": [
-            {
-                "chips": r.of or "all",
-                "text": r.text,
-                "step_seconds": r.step_seconds,
-                "stage": r.stage,
-                "largest": r.largest,
-                **vars(r.worst),
-                "over": r.worst.over,
-            }
+            {k: getattr(r, k) for k in ("text", "step_seconds", "stage", "largest")}
+            | {"chips": r.of or "all", **vars(r.worst), "over": r.worst.over}
             for r in summary.rejected
         ],
         "search_seconds": result.seconds,

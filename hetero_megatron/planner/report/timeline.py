@@ -1,34 +1,37 @@
-"""A predicted step on a time axis: as text, and as a trace for ui.perfetto.dev."""
+"""A predicted step on a time axis: as text, as charts of a page, and as a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from hetero_megatron.pages.page import KINDS, kind_of
 from hetero_megatron.plan import Stage
 from hetero_megatron.planner.simulate.grad_sync import BucketSpan
 from hetero_megatron.planner.simulate.step import Prediction
-from hetero_megatron.words import rank_ranges
+from hetero_megatron.words import rank_ranges, word
 
-MARKS = {"F": "F", "B": "b", "B_INPUT": "b", "W": "w"}
+MARKS = {"F": "F", "B": "b", "B_INPUT": "b", "W": "w", "gradients": "g", "optimizer": "u", "parameters": "p"}
 COLORS = {  # reserved names of the trace format: of the first chunk of layers, and of others
     "F": ("thread_state_running", "rail_response"), "B": ("good", "rail_load"),
     "B_INPUT": ("thread_state_runnable", "rail_animation"), "W": ("bad", "rail_idle"),
 }  # fmt: skip
 
 
-class TimelineGroup(NamedTuple):
-    """Indices of pipelines with the same timeline."""
-
-    pipelines: tuple[int, ...]
-
-
-def groups(found: Prediction) -> list[TimelineGroup]:
-    """Groups of pipelines that run alike, which are shown once."""
+def groups(found: Prediction) -> list[tuple[int, ...]]:
+    """Indices of pipelines that run alike, which are shown once."""
     same: dict[int, list[int]] = {}
     for p, timeline in enumerate(found.timelines):
         same.setdefault(id(timeline), []).append(p)
-    return [TimelineGroup(tuple(indices)) for indices in same.values()]
+    return [tuple(indices) for indices in same.values()]
+
+
+def _synchronisation(found: Prediction) -> Iterator[tuple[str, float, float]]:
+    """(part, start, seconds) of what follows the pipelines, the same for all stages."""
+    at = found.computed_seconds
+    for part in ("gradients", "optimizer", "parameters"):
+        yield part, at, found.parts[part]
+        at += found.parts[part]
 
 
 def format_layers(stage: Stage) -> str:
@@ -44,11 +47,30 @@ def stage_label(found: Prediction, pipeline: int, stage: int) -> str:
     return f"stage {stage}, ranks {rank_ranges(chosen.ranks)}, {chips}, layers {layers}"
 
 
-def group_title(found: Prediction, group: TimelineGroup) -> str:
-    names = rank_ranges(group.pipelines)
-    seconds = found.timelines[group.pipelines[0]].step_seconds
-    plural = "s" if len(group.pipelines) > 1 else ""
-    return f"pipeline{plural} {names}: {seconds:.4g} s of {found.step_seconds:.4g} s"
+def group_title(found: Prediction, group: Sequence[int]) -> str:
+    seconds = found.timelines[group[0]].step_seconds
+    return f"{word(len(group), 'pipeline')} {rank_ranges(group)}: {seconds:.4g} s of {found.step_seconds:.4g} s"
+
+
+def prediction_charts(found: Prediction) -> list[dict[str, Any]]:
+    """A chart per distinct pipeline, as :func:`hetero_megatron.pages.page.charts_html` draws them."""
+    after = [[KINDS.index(part), _round(at), _round(seconds), -1] for part, at, seconds in _synchronisation(found)]
+    charts = []
+    for group in groups(found):
+        rows = [
+            [
+                *([KINDS.index(kind_of(a)), _round(start), _round(end - start), a.micro_batch]
+                  for a, start, end in stage if a.kind in KINDS), *after,
+            ]
+            for stage in found.timelines[group[0]].stages
+        ]  # fmt: skip
+        labels = [stage_label(found, group[0], s) for s in range(len(rows))]
+        charts.append({"title": group_title(found, group), "labels": labels, "rows": rows})
+    return charts
+
+
+def _round(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
 
 
 def format_timeline(found: Prediction, width: int = 100) -> str:
@@ -58,33 +80,18 @@ def format_timeline(found: Prediction, width: int = 100) -> str:
     scale = width / found.step_seconds if found.step_seconds else 0.0
     for group in groups(found):
         lines.append(group_title(found, group))
-        timeline = found.timelines[group.pipelines[0]]
-        for s, row in enumerate(timeline.schedule.stages):
-            spans = [
-                (MARKS[action.kind], start, end)
-                for action, start, end in zip(row, timeline.starts[s], timeline.ends[s])
-                if action.kind in MARKS
-            ]
+        stages = found.plan.pipelines[group[0]].stages
+        for s, (row, stage) in enumerate(zip(found.timelines[group[0]].stages, stages, strict=True)):
+            spans = [(MARKS[a.kind], start, end) for a, start, end in row if a.kind in MARKS]
             last = max((end for _, _, end in spans), default=0.0)
-            ranks = found.plan.pipelines[group.pipelines[0]].stages[s].ranks
-            spans += _tail(found, last)
-            lines.append(f"{_short(s, ranks):<16}|{_columns(spans, width, scale)}|")
+            spans += [(MARKS[part], max(at, last), at + seconds) for part, at, seconds in _synchronisation(found)]
+            lines.append(f"{_short(s, stage.ranks):<16}|{_columns(spans, width, scale)}|")
     return "\n".join(lines)
 
 
 def _short(stage: int, ranks: Sequence[int]) -> str:
     text = f"{stage}: {rank_ranges(ranks)}"
     return text if len(text) <= 15 else text[:14] + "…"
-
-
-def _tail(found: Prediction, last: float) -> list[tuple[str, float, float]]:
-    """Marks of what follows the pipelines, the same for all stages."""
-    at = found.computed_seconds
-    out = []
-    for mark, part in (("g", "gradients"), ("u", "optimizer"), ("p", "parameters")):
-        out.append((mark, max(at, last), at + found.parts[part]))
-        at += found.parts[part]
-    return out
 
 
 def _columns(spans: Sequence[tuple[str, float, float]], width: int, scale: float) -> str:
@@ -104,14 +111,12 @@ def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
     the buckets of gradients and parameters are further processes."""
     events: list[dict[str, Any]] = []
     for number, group in enumerate(groups(found)):
-        pipeline = group.pipelines[0]
         events.append(_name("process", number, 0, group_title(found, group)))
-        timeline = found.timelines[pipeline]
-        for s, row in enumerate(timeline.schedule.stages):
-            events.append(_name("thread", number, 3 * s, stage_label(found, pipeline, s)))
+        for s, row in enumerate(found.timelines[group[0]].stages):
+            events.append(_name("thread", number, 3 * s, stage_label(found, group[0], s)))
             events.append(_name("thread", number, 3 * s + 1, f"stage {s} to stage {s + 1}"))
             events.append(_name("thread", number, 3 * s + 2, f"stage {s} to stage {s - 1}"))
-            for action, start, end in zip(row, timeline.starts[s], timeline.ends[s]):
+            for action, start, end in row:
                 if action.kind.startswith("RECV"):
                     continue  # a receive is waiting: the gap shows it
                 line = 3 * s + {"SEND_F": 1, "SEND_B": 2}.get(action.kind, 0)

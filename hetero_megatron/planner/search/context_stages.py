@@ -23,9 +23,9 @@ from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.memory import member_limits
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import schedule_context
-from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.batch_partition import divide_units
 from hetero_megatron.planner.search.context_structures import ContextStructure, Ranks, structures
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.memory_report import plan_activations
@@ -165,12 +165,8 @@ class _ContextSearch:
     def layers(self, structure: ContextStructure) -> list[int]:
         """Layers per stage (at least one each) that minimise the slowest stage's time."""
         speeds = [self._speeds(structure, s) for s in range(structure.stages)]
-        counts = [1] * structure.stages
-        head = [h if s == structure.stages - 1 else 0.0 for s, (_, h) in enumerate(speeds)]
-        for _ in range(self.model.num_layers - structure.stages):
-            s = min(range(structure.stages), key=lambda s: ((counts[s] + 1) * speeds[s][0] + head[s], s))
-            counts[s] += 1
-        return counts
+        head = [*(0.0 for _ in speeds[1:]), speeds[-1][1]]
+        return divide_units(self.model.num_layers, [layer for layer, _ in speeds], head)
 
     def problem(self, structure: ContextStructure, s: int, options: ContextOptions) -> ContextProblem:
         found = problem_from_cluster(
@@ -283,9 +279,7 @@ class _ContextSearch:
             totals = sorted({sum(u.num_tokens for u in stage.units if u.group == g) for g in _groups(stage)} - {0})
             for block in sorted({stage.kv.block, *(-(-n // k) for n in (totals[0], totals[-1]) for k in (1, 2, 4, 8))}):
                 trial = replace(stage, kv=KeyValues("ring", block))
-                one = Plan(plan.seq_length, plan.global_batch_size, plan.schedule, ())
-                prices = ContextSeconds(one, self.costs, LinkModel(self.costs.rates))
-                seconds = sum(prices.layer(trial))
+                seconds = sum(ContextSeconds(self.costs).layer(trial))
                 if seconds < best * (1 - 1e-9):
                     best, chosen[-1] = seconds, trial.kv
         pipelines = tuple(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import Link, format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory import state_bytes
+from hetero_megatron.plan.memory import equal_shares, saved_per_layer, state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -39,7 +39,8 @@ def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
         scorer = scorer.for_pool(pool, offload=frozenset(g.chip for g in pool.groups))
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
     count, trained = parameter_count(model), trained_count(model)
-    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained)
+    saved = round(model.num_layers * saved_per_layer(model, equal_shares(model, 1)[0], costs.item))
+    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained, saved)
     what, state = "weights, gradients and optimizer", weights + gradients + optimizer
     if away:
         what, state = "weights and gradients, with the optimizer in host memory,", weights + gradients

@@ -1,6 +1,7 @@
 """Local search: small changes to the best templates, kept when the estimated step time falls.
 
-Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules.
+Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules, inner replicas as
+pipelines.
 """
 
 from __future__ import annotations
@@ -71,6 +72,20 @@ def _neighbours(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpa
         for shape in shapes_near(part.shape, space):
             parts = (*template.parts[:p], replace(part, shape=shape), *template.parts[p + 1 :])
             yield from _fitted(scorer, replace(template, parts=parts), space)
+    for halved in inner_replicas_as_pipelines(template, space):
+        for order in ("stage", "pipeline"):
+            yield from _fitted(scorer, replace(halved, order=order), space)
+
+
+def inner_replicas_as_pipelines(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
+    """With the pipelines of one part as twice as many, which have half the inner data parallel of each stage."""
+    for p, part in enumerate(template.parts):
+        size, stages = part.shape.micro_batch_size, part.shape.stages
+        even = space.micro_batch_sizes is None and size % 2 == 0 and all(s.dp % 2 == 0 for s in stages)
+        if even and template.pipelines + part.copies <= (space.max_pipelines or template.sequences):
+            shape = PipelineTemplate(size // 2, tuple(replace(s, dp=s.dp // 2) for s in stages))
+            halves = replace(part, shape=shape, copies=2 * part.copies)
+            yield replace(template, parts=(*template.parts[:p], halves, *template.parts[p + 1 :]))
 
 
 def shapes_near(shape: PipelineTemplate, space: SearchSpace) -> Iterator[PipelineTemplate]:

@@ -8,15 +8,17 @@ between nodes is a product of two small matrices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.cluster import Cluster
 from hetero_megatron.layout import Box, Layout
 from hetero_megatron.layout.layout import box_arrays, overlapping_pairs
 from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.link_model import LinkKind, LinkModel
 
 Ints = NDArray[np.int64]
@@ -27,16 +29,16 @@ class PortIndex:
     """Index of the ranks of a plan (ascending) and of their nodes, and of their ports: every rank and node has one out
     and one in."""
 
-    def __init__(self, ranks: tuple[int, ...], network: LinkModel) -> None:
+    def __init__(self, ranks: tuple[int, ...], cluster: Cluster) -> None:
         self.ranks = np.array(ranks, np.int64)
         self.index = {rank: i for i, rank in enumerate(ranks)}
-        names = {node: i for i, node in enumerate(dict.fromkeys(network.ranks[r].node for r in ranks))}
-        groups = {group: i for i, group in enumerate(dict.fromkeys(network.ranks[r].group for r in ranks))}
+        names = {node: i for i, node in enumerate(dict.fromkeys(cluster.ranks[r].node for r in ranks))}
+        groups = {group: i for i, group in enumerate(dict.fromkeys(cluster.ranks[r].group for r in ranks))}
         self.nodes, self.groups = names, tuple(groups)
-        self.node: Ints = np.array([names[network.ranks[r].node] for r in ranks], np.int64)
+        self.node: Ints = np.array([names[cluster.ranks[r].node] for r in ranks], np.int64)
         self.group_of_node = np.zeros(len(names), np.int64)
         self.traffic: dict[tuple[object, ...], PortTraffic] = {}  # cache of port_traffic
-        self.group_of_node[self.node] = [groups[network.ranks[r].group] for r in ranks]
+        self.group_of_node[self.node] = [groups[cluster.ranks[r].group] for r in ranks]
 
     @property
     def ports(self) -> int:
@@ -82,7 +84,6 @@ class BucketFlows:
     inside: Ints
     kind: Ints
     volume: Ints
-    _traffic: dict[bool, PortTraffic] = field(default_factory=dict, repr=False)
 
     @cached_property
     def owned(self) -> Ints:
@@ -106,11 +107,10 @@ class BucketFlows:
         rows = zip(source.tolist(), target.tolist(), counts, strict=True)
         return {(self.ranks[i], self.ranks[j]): n for i, j, n in rows}
 
+    @cached_method
     def traffic(self, spread: bool, places: PortIndex) -> PortTraffic:
         """In elements; from holders to owners, or with ``spread`` back."""
-        if spread not in self._traffic:
-            self._traffic[spread] = port_traffic(self, places, spread)
-        return self._traffic[spread]
+        return port_traffic(self, places, spread)
 
 
 def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:

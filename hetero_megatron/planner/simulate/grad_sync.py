@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from hetero_megatron.plan import Plan, Stage
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.sync_host_cost import RankHosts, back_copies
-from hetero_megatron.planner.simulate.bucket_flows import PortPrice, price
+from hetero_megatron.planner.simulate.bucket_flows import BucketFlows, PortPrice, price
 from hetero_megatron.planner.simulate.sync_structure import SyncAction, SyncStructure
 from hetero_megatron.spec import logical_tensors
 
@@ -42,11 +42,9 @@ class BucketSpan:
 class GradSync:
     """All buckets of a plan with their prices. ``structure``: the rate-independent part, when the caller has it."""
 
-    def __init__(
-        self, plan: Plan, model: CostModel, network: LinkModel, structure: SyncStructure | None = None
-    ) -> None:
-        self.plan, self.model, self.network = plan, model, network
-        self.structure = SyncStructure(plan, model, network) if structure is None else structure
+    def __init__(self, plan: Plan, model: CostModel, structure: SyncStructure | None = None) -> None:
+        self.plan, self.model, self.network = plan, model, model.links
+        self.structure = SyncStructure(plan, model) if structure is None else structure
         assert self.structure.serves(model), "of another model or cluster"
         self.all_buckets = self.structure.buckets
         self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
@@ -54,27 +52,19 @@ class GradSync:
         ranks = self.structure.places.ranks.tolist()
         self.owned = dict(zip(ranks, self.structure.owned.tolist(), strict=True))
         self.held = dict(zip(ranks, self.structure.held.tolist(), strict=True))
-        rates = [model.chip_rates(network.ranks[r].chip) for r in ranks]
+        rates = [model.chip_rates(model.cluster.ranks[r].chip) for r in ranks]
         self._pack, self._add, self._unpack, self._fixed = (
             np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
         )
-        self._prices: dict[tuple[object, ...], PortPrice] = {}
-        self._posting: dict[tuple[int, ...], float] = {}
-        self._own: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
     def actions(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
         """Participants of each action on a bucket, by hop, in the order of the actions."""
         return self.structure.actions(bucket, spread)
 
-    def price(self, action: SyncAction, item: float, spread: bool) -> PortPrice:
-        content = action.content
-        key = (id(content), item, spread)
-        if key not in self._prices:
-            if content.ranks not in self._posting:
-                self._posting[content.ranks] = self.network.posting(content.ranks)
-            found = price(content.traffic(spread, self.structure.places), item, self.network)
-            self._prices[key] = replace(found, latency=found.latency + self._posting[content.ranks])
-        return self._prices[key]
+    @cached_method
+    def price(self, content: BucketFlows, item: float, spread: bool) -> PortPrice:
+        found = price(content.traffic(spread, self.structure.places), item, self.network)
+        return replace(found, latency=found.latency + self.network.posting(content.ranks))
 
     def last_backwards(
         self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds], chunks: Mapping[int, int]
@@ -119,34 +109,26 @@ class GradSync:
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
         full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
         each = part.layer[1] + (full * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
-        if len(stage.chunks) > 1:  # what other chunks have is there before it
-            a, b = stage.chunks[chunk]
-            if "embed" in layers and stage.embed and chunk == 0:
-                return part.action + head + (b - a) * each + part.embed[1]
-            first = min((i for i in decoder if a <= i < b), default=b)
-            return part.action + head + (b - first) * each
-        if "embed" in layers and stage.embed:
-            return part.action + head + stage.num_layers * each + part.embed[1]
-        if decoder:
-            held = stage.layer_indices()
-            return part.action + head + (len(held) - held.index(min(decoder))) * each
-        return part.action + head
+        a, b = stage.chunks[chunk]
+        if "embed" in layers and stage.embed and chunk == 0:
+            return part.action + head + (b - a) * each + part.embed[1]
+        first = min((i for i in decoder if a <= i < b), default=b)  # what other chunks have is there before it
+        return part.action + head + (b - first) * each
 
     def host_seconds(self, action: SyncAction, item: float, spread: bool) -> tuple[Floats, Floats]:
         """(before, after) the action travels, [ranks] seconds of the host: packing what others get; summing gradients
         or unpacking parameters."""
-        content, dense = action.content, action.bucket.dense
-        key = (id(content), dense, item, spread)
-        if key not in self._own:
-            pack, add, unpack, fixed = (x[content.at] for x in (self._pack, self._add, self._unpack, self._fixed))
-            count = len(content.ranks)
-            if spread:  # owners give what they took
-                packed, unpacked = back_copies(content.given, content.taken, dense, count)
-                self._own[key] = packed * item * pack + fixed, unpacked * item * unpack + fixed
-            else:
-                summed = (content.taken + content.owned) * item * add + fixed * count
-                self._own[key] = (0 if dense else content.given) * item * pack + fixed, summed
-        return self._own[key]
+        return self._host_seconds(action.content, action.bucket.dense, item, spread)
+
+    @cached_method
+    def _host_seconds(self, content: BucketFlows, dense: bool, item: float, spread: bool) -> tuple[Floats, Floats]:
+        pack, add, unpack, fixed = (x[content.at] for x in (self._pack, self._add, self._unpack, self._fixed))
+        count = len(content.ranks)
+        if spread:  # owners give what they took
+            packed, unpacked = back_copies(content.given, content.taken, dense, count)
+            return packed * item * pack + fixed, unpacked * item * unpack + fixed
+        summed = (content.taken + content.owned) * item * add + fixed * count
+        return (0 if dense else content.given) * item * pack + fixed, summed
 
     def run(
         self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, spread: bool
@@ -183,7 +165,7 @@ class GradSync:
         while heap:
             at, number = heapq.heappop(heap)
             action = order.actions[number]
-            cost = self.price(action, item, spread)
+            cost = self.price(action.content, item, spread)
             start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
             free[cost.ports] = start + cost.busy
             end = start + cost.seconds + cost.latency

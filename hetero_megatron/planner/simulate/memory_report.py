@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,7 @@ from hetero_megatron.plan.memory import (
     host_bytes,
     kept_bytes,
     operand_bytes,
+    saved_in_int8,
     state_bytes,
     working_bytes,
 )
@@ -81,27 +82,27 @@ def estimate_memory(
         recent[:, :, at] = last
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
         buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
-    frozen = _frozen(plan, spec) if spec.lora is not None else {}
+    frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
     offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
     for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
-        trained = has
-        has += frozen.get(rank, 0)
-        weights, gradients, optimizer = state_bytes(has, owns, item, moments, trained)
-        host = 0
-        if rank in offloading:
-            optimizer, host = 0, host_bytes(owns, moments)
-        of_graphs = out[rank].graphs
-        out[rank] = MemoryBytes(weights, gradients, optimizer, out[rank].activations, most, 0, host, graphs=of_graphs)
+        more, saved = frozen.get(rank, (0, 0))
+        weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
+        states = {"optimizer": 0, "host": host_bytes(owns, moments)} if rank in offloading else {"optimizer": optimizer}
+        out[rank] = replace(out[rank], weights=weights, gradients=gradients, buffers=most, **states)
     return out
 
 
-def _frozen(plan: Plan, spec: ModelSpec) -> dict[int, int]:
-    """Elements that each rank holds and that are not trained."""
-    found: dict[int, int] = {}
+def _frozen(plan: Plan, spec: ModelSpec, item: int) -> dict[int, tuple[int, int]]:
+    """(elements that each rank holds and that are not trained, bytes that those in 8 bits save)."""
+    found: dict[int, tuple[int, int]] = {}
     for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
         tensors = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
         held = rank_shares(spec, stage)
-        sizes = {share: sum(tensor_box(t, share).size for t in tensors if not t.trained) for share in {*held.values()}}
+        sizes = {
+            share: (
+                sum(tensor_box(t, share).size for t in tensors if not t.trained), saved_in_int8(tensors, share, item)
+            ) for share in {*held.values()}
+        }  # fmt: skip
         found |= {rank: sizes[share] for rank, share in held.items()}
     return found
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from hetero_megatron.plan import Pipeline
+from hetero_megatron.plan import Pipeline, Stage
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import LinkModel
-from hetero_megatron.planner.simulate.stage_cost import StageTransfers
+from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.planner.simulate.sync_structure import SyncStructure
 from hetero_megatron.schedule import Schedule
 
+Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
+
 
 class PreparedPlan:
-    """Rate-independent data of a plan on one cluster. ``transfers``: element counts at stage boundaries and in context
-    groups; filled on first use."""
+    """Rate-independent data of a plan on one cluster.
+
+    Attributes:
+        boundaries: caches of what moves at stage boundaries; context: and in context groups; filled on first use.
+    """
 
     def __init__(self, compiled: CompiledPlan) -> None:
         self.compiled, self.plan = compiled, compiled.plan
-        self.transfers = StageTransfers()
+        self.boundaries: dict[object, tuple[Piece, ...]] = {}
+        self.context: dict[Stage, list[LayerTraffic]] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._structure: SyncStructure | None = None
 
@@ -29,8 +34,8 @@ class PreparedPlan:
             self._schedules[shape] = pipeline_schedule(self.plan, pipeline)
         return self._schedules[shape]
 
-    def structure(self, costs: CostModel, network: LinkModel) -> SyncStructure:
+    def structure(self, costs: CostModel) -> SyncStructure:
         """Participants and element counts of every gradient exchange."""
         if self._structure is None or not self._structure.serves(costs):
-            self._structure = SyncStructure(self.plan, costs, network, self.compiled.buckets)
+            self._structure = SyncStructure(self.plan, costs, self.compiled.buckets)
         return self._structure

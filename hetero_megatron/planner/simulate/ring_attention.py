@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from hetero_megatron.plan import Plan, Stage, Unit
+from hetero_megatron.plan import Stage, Unit
 from hetero_megatron.plan.context_plan import StageContext, stage_contexts
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSeconds
-from hetero_megatron.planner.cost.link_model import ExchangePrice, LinkModel, Port
+from hetero_megatron.planner.cost.link_model import ExchangePrice, Port
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import shares
 from hetero_megatron.spec.expert_load import ExpertLoad
@@ -26,40 +27,19 @@ ByGroup = dict[int, float]
 
 
 class ContextSeconds:
-    """Prices of the context stages of one plan; ``traffic``: cache by stage, added to."""
+    """Prices of context stages; ``traffic``: cache by stage, added to."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: CostModel,
-        network: LinkModel,
-        traffic: dict[Stage, list[LayerTraffic]] | None = None,
-    ) -> None:
-        self.plan, self.model, self.network = plan, model, network
+    def __init__(self, model: CostModel, traffic: dict[Stage, list[LayerTraffic]] | None = None) -> None:
+        self.model, self.network = model, model.links
         self._traffic = {} if traffic is None else traffic
-        self._layers: dict[Stage, Pair] = {}
 
     def traffic(self, stage: Stage) -> list[LayerTraffic]:
         """One per inner replica."""
         if stage not in self._traffic:
             spec = self.model.model
-            contexts = stage_contexts(spec, stage, self.plan.seq_length)
+            contexts = stage_contexts(spec, stage, self.model.seq_length)
             self._traffic[stage] = [LayerTraffic(context, spec.widest_window) for context in contexts]
         return self._traffic[stage]
-
-    def sent(self, stage: Stage) -> dict[tuple[int, int], int]:
-        """Bytes by (source, destination) that the attention of one micro-batch sends in the whole stage."""
-        model = self.model
-        total: dict[tuple[int, int], int] = defaultdict(int)
-        full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
-        for traffic, rows in zip(self.traffic(stage), stage.dp_split, strict=True):
-            each = model.model.head_dim * rows
-            for again, layers in ((True, full), (False, stage.num_layers - full)):
-                if layers:
-                    sent = traffic.sent(model.item, model.wide, stage.recompute.kind, again)
-                    for pair, count in sent.items():
-                        total[pair] += layers * each * count
-        return dict(total)
 
     def unit_seconds(
         self, stage: Stage, unit: Unit, t: int, load: ExpertLoad | None = None, routed: Pair = (0.0, 0.0)
@@ -88,16 +68,15 @@ class ContextSeconds:
             action=operators.rates.action_seconds,
         )
 
+    @cached_method
     def layer(self, stage: Stage) -> Pair:
         """(forward, backward) seconds of one layer; backward includes selective recompute."""
-        if stage not in self._layers:
-            found = []
-            for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
-                units = [u for u in stage.units if u.sequences == rows]
-                fp8 = self.model.computes_in_fp8(stage)
-                found.append(_Layer(self, traffic, units, rows[1] - rows[0], fp8).seconds(stage.recompute.kind))
-            self._layers[stage] = (max(f for f, _ in found), max(b for _, b in found))
-        return self._layers[stage]
+        found = []
+        for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
+            units = [u for u in stage.units if u.sequences == rows]
+            fp8 = self.model.computes_in_fp8(stage)
+            found.append(_Layer(self, traffic, units, rows[1] - rows[0], fp8).seconds(stage.recompute.kind))
+        return max(f for f, _ in found), max(b for _, b in found)
 
     def _chip(self, rank: int) -> str:
         return self.network.ranks[rank].chip
@@ -126,8 +105,6 @@ class _Layer:
         self.linear: dict[int, Pair] = {}  # by rank: without attention, TP collectives included
         self.per_pair: dict[int, Pair] = {}  # by group: of the slowest member's heads
         self.floor: Pair = (0.0, 0.0)
-        self._prices: dict[object, ExchangePrice] = {}
-        self._posting: dict[Passage, float] = {}
         whole = mean_attention_pairs(model.model, self.context.seq_length)
         for unit in units:
             swap, posting = prices._swap(unit, rows)
@@ -172,29 +149,28 @@ class _Layer:
         found: list[tuple[ExchangePrice, float]] = []
         ports: dict[Port, float] = defaultdict(float)
         for volumes in flows:
-            price = self._price(id(volumes), volumes, item, "all_to_all", back)
+            price = self._price(volumes, item, "all_to_all", back)
             for port, seconds in price.ports.items():
                 ports[port] += seconds
-            messages: dict[int, float] = defaultdict(float)
-            for a, b in volumes:
-                messages[a] += self.prices.network.message_seconds(a, b)
-                messages[b] += self.prices.network.message_seconds(b, a)
-            found.append((price, price.latency + max(messages.values(), default=0.0)))
+            found.append((price, price.latency + self._posting(volumes)))
         out = {}
         for group, place in self.traffic.exchange_of.items():
             price, latency = found[place]
             out[group] = max([price.link, *(ports[p] for p in price.ports), 0.0]) + latency
         return out
 
-    def _price(
-        self, key: object, volumes: Volumes, item: int, collective: str | None, back: bool = False
-    ) -> ExchangePrice:
-        if (key, item, back) not in self._prices:
-            size = item * self.unit_bytes
-            flows = [((b, a) if back else (a, b), n * size) for (a, b), n in volumes.items()]
-            rows = [(a, b, float(n)) for (a, b), n in flows]
-            self._prices[key, item, back] = self.prices.network.exchange(rows, collective=collective)
-        return self._prices[key, item, back]
+    def _price(self, volumes: Volumes, item: int, collective: str | None, back: bool = False) -> ExchangePrice:
+        size = item * self.unit_bytes
+        rows = [(b, a, float(n * size)) if back else (a, b, float(n * size)) for (a, b), n in volumes.items()]
+        return self.prices.network.exchange(rows, collective=collective)
+
+    def _posting(self, volumes: Volumes) -> float:
+        """Host seconds of the rank with the most messages at either end."""
+        network, seconds = self.prices.network, dict[int, float]()
+        for a, b in volumes:
+            seconds[a] = seconds.get(a, 0.0) + network.message_seconds(a, b)
+            seconds[b] = seconds.get(b, 0.0) + network.message_seconds(b, a)
+        return max(seconds.values(), default=0.0)
 
     def _attention(self, start: ByGroup, backward: bool) -> ByGroup:
         """Seconds at which each group has its output (or gradients), given when it starts."""
@@ -203,19 +179,14 @@ class _Layer:
             return {g: start[g] + sum(work[g]) for g in start}
         return _Ring(self.traffic, work, start, self._passage, self._post).run(backward)
 
+    @cached_method
     def _passage(self, passage: Passage) -> ExchangePrice:
         item = self.prices.model.wide if passage.gradients else self.prices.model.item
-        return self._price(passage, self.traffic.volumes(passage), item, None)
+        return self._price(self.traffic.volumes(passage), item, None)
 
+    @cached_method
     def _post(self, passage: Passage) -> float:
-        """Host seconds of the rank with the most messages at either end."""
-        if passage not in self._posting:
-            seconds: dict[int, float] = defaultdict(float)
-            for a, b in self.traffic.volumes(passage):
-                seconds[a] += self.prices.network.message_seconds(a, b)
-                seconds[b] += self.prices.network.message_seconds(b, a)
-            self._posting[passage] = max(seconds.values(), default=0.0)
-        return self._posting[passage]
+        return self._posting(self.traffic.volumes(passage))
 
 
 class _Ring:

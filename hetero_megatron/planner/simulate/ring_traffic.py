@@ -23,6 +23,7 @@ from hetero_megatron.plan.context_plan import (
     ring_schedule,
     seen_tokens,
 )
+from hetero_megatron.planner.cached_method import cached_method
 
 Volumes = Mapping[tuple[int, int], int]  # (source rank, destination rank) -> (token, head) units
 
@@ -68,7 +69,6 @@ class LayerTraffic:
             self.blocks = context.blocks
             self.schedule = ring_schedule(context.groups, self.blocks, self._needs)
         self.pairs = self._pairs()
-        self._hops: dict[tuple[int, int], tuple[Transfer, Transfer]] = {}
 
     def _needs(self, group: ContextGroup, block: Block) -> bool:
         return visible(group.tokens, block.tokens, (0,), self.window)
@@ -84,57 +84,26 @@ class LayerTraffic:
 
     def volumes(self, passage: Passage) -> dict[tuple[int, int], int]:
         """Units by pair of ranks: keys and values together (or both gradients)."""
-        key = (passage.source, passage.to)
-        if key not in self._hops:
-            heads = self.context.spec.num_kv_heads
-            self._hops[key] = head_hop(self.groups[passage.source], self.groups[passage.to], heads)
-        return _volumes([(self._hops[key][passage.gradients], 2 * passage.tokens)])
+        return _volumes([(self._hop(passage.source, passage.to)[passage.gradients], 2 * passage.tokens)])
 
-    def block_tokens(self, block: int) -> int:
-        return self.blocks[block].size
+    @cached_method
+    def _hop(self, source: int, to: int) -> tuple[Transfer, Transfer]:
+        return head_hop(self.groups[source], self.groups[to], self.context.spec.num_kv_heads)
 
     def keys_of(self, t: int) -> list[Passage]:
         """Passages that arrive in round ``t``."""
         assert self.schedule is not None
-        return [Passage(h.source, h.to, self.block_tokens(h.block), False) for h in self._round(t)]
+        return [Passage(h.source, h.to, self.blocks[h.block].size, False) for h in self._round(t)]
 
     def gradients_of(self, t: int) -> list[Passage]:
         """Passages sent at the end of round ``t`` of backward: to the block's next group, or to its owner."""
         following = {h.block: h.to for h in self._round(t + 1)}
         ends = [(h, self.blocks[h.block].group if h.last else following[h.block]) for h in self._round(t)]
-        return [Passage(h.to, end, self.block_tokens(h.block), True) for h, end in ends]
+        return [Passage(h.to, end, self.blocks[h.block].size, True) for h, end in ends]
 
     def _round(self, t: int) -> tuple[Hop, ...]:
         assert self.schedule is not None
         return self.schedule.rounds[t] if t < len(self.schedule.rounds) else ()
-
-    def sent(self, item: int, wide: int, recompute: str, full: bool) -> dict[tuple[int, int], int]:
-        """Bytes per element of a head's row, by (source, destination), of one layer's forward and backward. Multiply by
-        head_dim and by the sequences of the micro-batch.
-
-        Args:
-            item: bytes of an activation; wide: bytes of an accumulated gradient.
-            recompute: of the stage.
-            full: this layer is recomputed whole. Recomputation stops before the attention output is sent.
-        """
-        total: dict[tuple[int, int], int] = defaultdict(int)
-        into = 1 + 1 + (full or recompute == "selective")  # forward, backward, and again
-        out = 1 + 1 + full
-        for flows, times in ((self.enter, into), (self.leave, out)):
-            for one in flows:
-                # Backward sends the gradients of what forward sent in the opposite direction.
-                for (a, b), n in one.items():
-                    total[a, b] += (times - 1) * n * item
-                    total[b, a] += n * item
-        if self.schedule is not None:
-            for t in range(len(self.schedule.rounds)):
-                for passage, times, size in (
-                    *((p, into, item) for p in self.keys_of(t)),
-                    *((p, 1, wide) for p in self.gradients_of(t)),
-                ):
-                    for pair, n in self.volumes(passage).items():
-                        total[pair] += times * n * size
-        return {pair: n for pair, n in total.items() if n}
 
 
 def _volumes(moves: list[tuple[Transfer, int]]) -> dict[tuple[int, int], int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
@@ -13,16 +14,14 @@ from hetero_megatron.plan.experts import Islands, expert_groups, split_by_island
 from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
 from hetero_megatron.planner.cost.expert_cost import token_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.planner.cost.link_model import ExchangePrice, Flow, LinkModel
+from hetero_megatron.planner.cost.link_model import ExchangePrice, Flow
+from hetero_megatron.planner.simulate.prepared import Piece, PreparedPlan
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
-from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec import Share, shares
 from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
-
-Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,14 @@ class PipelineCosts:
     parts: tuple[UnitSeconds, ...]
 
 
-@dataclass(frozen=True)
-class StageTransfers:
-    """Element counts of boundary transfers and context groups of one plan; independent of rates, so fits reuse them."""
-
-    pieces: dict[tuple[object, ...], tuple[Piece, ...]] = field(default_factory=dict)
-    context: dict[Stage, list[LayerTraffic]] = field(default_factory=dict)
-
-
 class StageCosts:
-    """Costs of the pipelines of one plan; equal structures are computed once."""
+    """Costs of the pipelines of one plan; equal structures are computed once. ``prepared``: the plan, if compiled."""
 
-    def __init__(self, plan: Plan, model: CostModel, transfers: StageTransfers | None = None) -> None:
+    def __init__(self, plan: Plan, model: CostModel, prepared: PreparedPlan | None = None) -> None:
         self.plan, self.model = plan, model
-        self.network = LinkModel(model.rates)
-        self._transfers = StageTransfers() if transfers is None else transfers
-        self.context = ContextSeconds(plan, model, self.network, self._transfers.context)
+        self.network = model.links
+        self._boundaries: dict[object, tuple[Piece, ...]] = {} if prepared is None else prepared.boundaries
+        self.context = ContextSeconds(model, None if prepared is None else prepared.context)
         self.sharing = self._sharing()
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
@@ -154,10 +145,7 @@ class StageCosts:
         if moe:
             groups = expert_groups(stage, self.model.model.moe.num_experts) if self.model.model.moe is not None else ()
             found = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
-        pairs = zip(*((u.layer, u.embed, u.head, u.layer_split, u.head_split) for u in found))
-        layer, embed, head, *split = [(max(a for a, _ in pair), max(b for _, b in pair)) for pair in pairs]
-        action, weight_action = max(u.action for u in found), max(u.weight_action for u in found)
-        return UnitSeconds(layer, embed, head, action, split[0], split[1], weight_action)
+        return slowest(found)
 
     def computing(self, stage: Stage, unit: Unit, t: int) -> float:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
@@ -215,23 +203,19 @@ class StageCosts:
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
         """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""
-        key = (
-            tuple((u.tp, u.sequences, u.tokens) for u in up.units),
-            tuple((u.tp, u.sequences, u.tokens) for u in down.units),
-        )
-        same = tuple(up.ranks.index(r) if r in up.ranks else -1 for r in down.ranks)
-        pieces = self._transfers.pieces
-        if (key, same, size) not in pieces:
+        ends = (tuple((u.tp, u.sequences, u.tokens) for u in stage.units) for stage in (up, down))
+        key = (*ends, tuple(up.ranks.index(r) if r in up.ranks else -1 for r in down.ranks), size)
+        if key not in self._boundaries:
             seq = self.plan.seq_length
             moves = transfer(_layout(up, size, seq), _layout(down, size, seq))
             index = {r: i for i, r in enumerate(down.ranks)}
             local = {r: i for i, r in enumerate(up.ranks)}
-            pieces[key, same, size] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
+            self._boundaries[key] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
         width = self.model.model.hidden_size * self.model.item
         if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
             rows = {r: u for u in up.units for r in u.ranks}
             return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
-        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in pieces[key, same, size]]
+        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in self._boundaries[key]]
 
 
 def _local_groups(stage: Stage) -> tuple[object, ...]:
@@ -268,19 +252,20 @@ def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
     return found
 
 
+def slowest(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
+    """Of each part the most that one of the ranks takes."""
+    most: dict[str, Any] = {}
+    for name in vars(ranks[0]):
+        each = [getattr(rank, name) for rank in ranks]
+        most[name] = tuple(map(max, zip(*each))) if isinstance(each[0], tuple) else max(each)
+    return UnitSeconds(**most)
+
+
 def _group_layer(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
     """The slowest of each part: of experts, and of what comes before and after their exchanges."""
-
-    def most(*pairs: tuple[float, float]) -> tuple[float, float]:
-        return max(a for a, _ in pairs), max(b for _, b in pairs)
-
-    experts = most(*(u.experts for u in ranks))
-    rest = most(*((u.layer[0] - u.experts[0], u.layer[1] - u.experts[1]) for u in ranks))
-    return UnitSeconds(
-        (rest[0] + experts[0], rest[1] + experts[1]), most(*(u.embed for u in ranks)), most(*(u.head for u in ranks)),
-        max(u.action for u in ranks), most(*(u.layer_split for u in ranks)), most(*(u.head_split for u in ranks)),
-        max(u.weight_action for u in ranks), experts,
-    )  # fmt: skip
+    most, rest = slowest(ranks), [(u.layer[0] - u.experts[0], u.layer[1] - u.experts[1]) for u in ranks]
+    forward, backward = (max(part) + experts for part, experts in zip(zip(*rest), most.experts))
+    return replace(most, layer=(forward, backward))
 
 
 def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:

@@ -8,7 +8,8 @@ rates.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,104 +123,89 @@ def predict(
     if costs is None:
         validate(plan, model, cluster, dtype=dtype)
         costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
-    _check(plan, costs)
     fp8_fits(plan, model, costs.options.fp8, costs.dtype, cluster)
-    return _Step(prepared or _prepare(plan, costs), costs).prediction()
-
-
-def _prepare(plan: Plan, costs: CostModel) -> PreparedPlan:
-    return PreparedPlan(CompiledPlan(plan, costs.model))
-
-
-def _check(plan: Plan, costs: CostModel) -> None:
-    if plan.ranks[-1] >= costs.cluster.world_size:
-        raise UserError(
-            f"the cluster has {plural(costs.cluster.world_size, 'chip')}", field="ranks", value=plan.ranks[-1],
-            accepted=f"ranks 0 to {costs.cluster.world_size - 1}", where=costs.cluster.file,
-        )  # fmt: skip
-    assert costs.seq_length == plan.seq_length, "costs for another sequence length"
-
-
-def step_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
-    """Only ``step_seconds`` of :func:`predict`, for a valid plan."""
-    _check(prepared.plan, costs)
-    return _Step(prepared, costs).times().end
-
-
-def over_memory(plan: Plan, costs: CostModel) -> tuple[tuple[OverLimit, ...], Mapping[int, MemoryBytes]]:
-    """(ranks that do not fit, worst first; memory of every rank), as in :func:`predict`, for a valid plan."""
-    _check(plan, costs)
-    step = _Step(_prepare(plan, costs), costs)
-    memory, limits = step.memory()
-    return over_limit(memory, limits, step.chips), memory
-
-
-def computing_seconds(plan: Plan, costs: CostModel) -> dict[int, float]:
-    """By rank, seconds per step of its own forwards and backwards without TP exchanges: what the runtime measures as
-    busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
-    _check(plan, costs)
-    stages = StageCosts(plan, costs)
-    return {
-        rank: pipeline.num_micro_batches * stages.computing(stage, unit, t)
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for unit in stage.units
-        for t, rank in enumerate(unit.ranks)
-    }
-
-
-def pipeline_seconds(prepared: PreparedPlan, costs: CostModel) -> float:
-    """Seconds until the last backward has ended, for a valid plan."""
-    plan = prepared.plan
-    _check(plan, costs)
-    stages = StageCosts(plan, costs, prepared.transfers)
-    return max(timeline.step_seconds for timeline in _timelines(prepared, [stages.of(p) for p in plan.pipelines]))
-
-
-def _timelines(prepared: PreparedPlan, pipelines: list[PipelineCosts]) -> tuple[Timeline, ...]:
-    known: dict[tuple[object, ...], Timeline] = {}
-    out = []
-    for costs, pipeline in zip(pipelines, prepared.plan.pipelines, strict=True):
-        key = (id(costs), pipeline.num_micro_batches, pipeline.orders, pipeline.in_flight)
-        if key not in known:
-            schedule = prepared.schedule(pipeline)
-            known[key] = simulate(schedule, costs.costs)
-        out.append(known[key])
-    return tuple(out)
+    return StepSimulator(plan, costs, prepared).prediction()
 
 
 @dataclass(frozen=True)
-class _Times:
+class StepTimes:
+    """``end``: seconds of the step; the others as in :class:`Prediction`."""
+
     end: float
-    timelines: tuple[Timeline, ...]
     reduces: tuple[BucketSpan, ...]
     spreads: tuple[BucketSpan, ...]
     parts: Mapping[str, float]
     tails: Mapping[int, float]
 
 
-class _Step:
-    """Simulation of one step: pipelines, then reduction, optimizer and spread."""
+class StepSimulator:
+    """One step of a valid plan: pipelines, then reduction of gradients, optimizer and spread of parameters. Every part
+    is simulated when it is first asked for. ``prepared``: the compiled plan, when the caller has it.
 
-    def __init__(self, prepared: PreparedPlan, costs: CostModel) -> None:
-        self.prepared, self.plan, self.costs = prepared, prepared.plan, costs
-        self.chips = {r: costs.cluster.ranks[r].chip for r in self.plan.ranks}
-        self.stages = StageCosts(self.plan, costs, prepared.transfers)
-        network = self.stages.network
-        self.sync = GradSync(self.plan, costs, network, prepared.structure(costs, network))
+    Raises:
+        UserError: the cluster has fewer chips than the plan.
+    """
 
-    def times(self) -> _Times:
-        costs = self.costs
-        pipelines = [self.stages.of(p) for p in self.plan.pipelines]
-        timelines = _timelines(self.prepared, pipelines)
-        late = late_seconds(self.plan, self.stages, timelines)
-        computed, begin, parts, chunks = self._last_backwards(pipelines, timelines, late)
+    def __init__(self, plan: Plan, costs: CostModel, prepared: PreparedPlan | None = None) -> None:
+        self.plan, self.costs = plan, costs
+        self.prepared = prepared or PreparedPlan(CompiledPlan(plan, costs.model))
+        if plan.ranks[-1] >= costs.cluster.world_size:
+            raise UserError(
+                f"the cluster has {plural(costs.cluster.world_size, 'chip')}", field="ranks", value=plan.ranks[-1],
+                accepted=f"ranks 0 to {costs.cluster.world_size - 1}", where=costs.cluster.file,
+            )  # fmt: skip
+        assert costs.seq_length == plan.seq_length, "costs for another sequence length"
+        self.chips = {r: costs.cluster.ranks[r].chip for r in plan.ranks}
+        self.stages = StageCosts(plan, costs, self.prepared)
 
-        ready = self.sync.last_backwards(begin, parts, chunks) if costs.options.overlap else self._all_at(computed)
-        summed, reduces = self.sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
+    @cached_property
+    def sync(self) -> GradSync:
+        return GradSync(self.plan, self.costs, self.prepared.structure(self.costs))
+
+    @cached_property
+    def pipelines(self) -> list[PipelineCosts]:
+        return [self.stages.of(p) for p in self.plan.pipelines]
+
+    @cached_property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Of each pipeline; equal ones are the same object."""
+        known: dict[tuple[object, ...], Timeline] = {}
+        out = []
+        for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True):
+            key = (id(costs), pipeline.num_micro_batches, pipeline.orders, pipeline.in_flight)
+            if key not in known:
+                known[key] = simulate(self.prepared.schedule(pipeline), costs.costs)
+            out.append(known[key])
+        return tuple(out)
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """Until the last backward has ended, on steady chips."""
+        return max(timeline.step_seconds for timeline in self.timelines)
+
+    @property
+    def computing(self) -> dict[int, float]:
+        """By rank, seconds per step of its own forwards and backwards without TP exchanges: what the runtime measures
+        as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
+        return {
+            rank: pipeline.num_micro_batches * self.stages.computing(stage, unit, t)
+            for pipeline in self.plan.pipelines
+            for stage in pipeline.stages
+            for unit in stage.units
+            for t, rank in enumerate(unit.ranks)
+        }
+
+    @cached_property
+    def times(self) -> StepTimes:
+        costs, sync = self.costs, self.sync
+        late = late_seconds(self.plan, self.stages, self.timelines)
+        computed, begin, parts, chunks = self._last_backwards(late)
+
+        ready = sync.last_backwards(begin, parts, chunks) if costs.options.overlap else self._all_at(computed)
+        summed, reduces = sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
-        written, spreads = self.sync.run(self._all_at(updated), updated, costs.item, True)
+        written, spreads = sync.run(self._all_at(updated), updated, costs.item, True)
         end = max(written.values())
         last = max(computed.values())
         parts_of_step = {
@@ -229,7 +215,7 @@ class _Step:
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
         }
-        return _Times(end, timelines, tuple(reduces), tuple(spreads), parts_of_step, self._tails(computed, summed))
+        return StepTimes(end, tuple(reduces), tuple(spreads), parts_of_step, self._tails(computed, summed))
 
     def _tails(self, computed: Mapping[int, float], summed: Mapping[int, float]) -> dict[int, float]:
         last = dict(computed)
@@ -245,25 +231,25 @@ class _Step:
         return lambda bucket: np.asarray(every[structure.at(bucket)])
 
     def prediction(self) -> Prediction:
-        costs, times = self.costs, self.times()
-        memory, limits = self.memory()
-        tokens = self.plan.global_batch_size * self.plan.seq_length
+        costs, times, timelines = self.costs, self.times, self.timelines
+        chips = sorted(set(self.chips.values()))
+        split = chips if splits_backward(self.plan) else []
         return Prediction(
             plan=self.plan,
             step_seconds=times.end,
-            seconds_range=seconds_range(times.end, self.stages, times.timelines, times.parts),
-            tokens_per_second=tokens / times.end,
+            seconds_range=seconds_range(times.end, self.stages, timelines, times.parts),
+            tokens_per_second=self.plan.global_batch_size * self.plan.seq_length / times.end,
             mfu=self._mfu(times.end),
-            memory=memory,
-            limits=limits,
-            over=over_limit(memory, limits, self.chips),
-            timelines=times.timelines,
+            memory=self.memory,
+            limits=self.limits,
+            over=self.over,
+            timelines=timelines,
             reduces=times.reduces,
             spreads=times.spreads,
             parts=times.parts,
             busy={
                 rank: timeline.busy[s]
-                for timeline, pipeline in zip(times.timelines, self.plan.pipelines, strict=True)
+                for timeline, pipeline in zip(timelines, self.plan.pipelines, strict=True)
                 for s, stage in enumerate(pipeline.stages)
                 for rank in stage.ranks
             },
@@ -271,16 +257,8 @@ class _Step:
             communicators=tuple(format_communicators(self.plan, costs.cluster)),
             tails=times.tails,
             dtypes=self._dtypes(),
-            assumed={
-                c: source_of(costs.cluster.chips[c])
-                for c in sorted(set(self.chips.values()))
-                if not costs.chip_rates(c).calibrated
-            },
-            unsplit=tuple(
-                c
-                for c in sorted(set(self.chips.values()) if splits_backward(self.plan) else ())
-                if costs.chip_rates(c).calibrated and not self._split_measured(c)
-            ),
+            assumed={c: source_of(costs.cluster.chips[c]) for c in chips if not costs.chip_rates(c).calibrated},
+            unsplit=tuple(c for c in split if costs.chip_rates(c).calibrated and not self._split_measured(c)),
         )
 
     def _dtypes(self) -> dict[int, str]:
@@ -297,13 +275,13 @@ class _Step:
         return all(self.costs.operators(chip, self.costs.computes_in_fp8(s)).split_measured for s in stages)
 
     def _last_backwards(
-        self, pipelines: list[PipelineCosts], timelines: tuple[Timeline, ...], late: float
+        self, late: float
     ) -> tuple[dict[int, float], dict[int, float], dict[int, UnitSeconds], dict[int, int]]:
         """(end of the last action, start of the last backward, its parts, its chunk), by rank; ``late``: added to all
         times. The first backward of a step writes gradients instead of adding to them; where the pipeline waits for its
         busiest stage, everything ends earlier by what that stage saves."""
         ended, begin, parts, chunks = {}, {}, {}, {}
-        for pipeline, costs, timeline in zip(self.plan.pipelines, pipelines, timelines, strict=True):
+        for pipeline, costs, timeline in zip(self.plan.pipelines, self.pipelines, self.timelines, strict=True):
             busiest = max(range(len(pipeline.stages)), key=timeline.busy.__getitem__)
             saved = min(self._saved_seconds(r) for r in pipeline.stages[busiest].ranks)
             for s, stage in enumerate(pipeline.stages):
@@ -334,16 +312,25 @@ class _Step:
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
         home = self.costs.node_groups[self.costs.cluster.ranks[rank].group]
-        return self.costs.update_seconds(home, updated.get(rank, 0), self._offloads(rank))
+        return self.costs.update_seconds(home, updated.get(rank, 0), rank in self._offloading)
 
-    def _offloads(self, rank: int) -> bool:
-        if not hasattr(self, "_offloading"):
-            self._offloading = {
-                r for p in self.plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks
-            }
-        return rank in self._offloading
+    @cached_property
+    def _offloading(self) -> set[int]:
+        return {r for p in self.plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
 
-    def memory(self) -> tuple[dict[int, MemoryBytes], dict[int, int]]:
+    @cached_property
+    def limits(self) -> dict[int, int]:
+        """Usable bytes by rank."""
+        return {r: self.costs.memory_limit(self.chips[r]) for r in self.plan.ranks}
+
+    @cached_property
+    def over(self) -> tuple[OverLimit, ...]:
+        """The ranks that do not fit, worst first."""
+        return over_limit(self.memory, self.limits, self.chips)
+
+    @cached_property
+    def memory(self) -> dict[int, MemoryBytes]:
+        """Of every rank, including the framework's overhead and communicators."""
         costs = self.costs
         found = estimate_memory(
             self.plan, costs.model, costs.dtype, costs.options.moments, self.sync.all_buckets,
@@ -356,11 +343,8 @@ class _Step:
                 held = self.sync.held[rank]
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             overhead = costs.context(self.chips[rank])
-            memory[rank] = MemoryBytes(
-                needs.weights, needs.gradients, optimizer, needs.activations, needs.buffers, overhead, needs.host
-            )
-        memory = with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)
-        return memory, {r: costs.memory_limit(self.chips[r]) for r in self.plan.ranks}
+            memory[rank] = replace(needs, optimizer=optimizer, overhead=overhead)
+        return with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)
 
     def _mfu(self, seconds: float) -> float | None:
         peaks = [self.costs.cluster.chips[c].flops.get(self.costs.dtype) for c in self.chips.values()]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_actions, make_buckets
 from hetero_megatron.plan.islands import hop_elements
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.simulate.bucket_flows import BucketFlows, PortIndex, bucket_flows
 
 Ints = NDArray[np.int64]
@@ -26,10 +26,6 @@ class SyncAction:
     bucket: Bucket
     hop: int
     content: BucketFlows
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.content.ranks
 
 
 @dataclass(frozen=True)
@@ -50,17 +46,13 @@ class SyncStructure:
     """All buckets of a plan; arrays are over the plan's ranks in ascending order. ``buckets``: of the plan, if already
     made."""
 
-    def __init__(
-        self, plan: Plan, model: CostModel, network: LinkModel, buckets: tuple[Bucket, ...] | None = None
-    ) -> None:
-        self.model, self.cluster, self.network = model.model, model.cluster, network
+    def __init__(self, plan: Plan, model: CostModel, buckets: tuple[Bucket, ...] | None = None) -> None:
+        self.model, self.cluster = model.model, model.cluster
         self.buckets = make_buckets(plan, model.model) if buckets is None else buckets
-        self.places = PortIndex(plan.ranks, network)
+        self.places = PortIndex(plan.ranks, model.cluster)
         self.owned = np.zeros(len(plan.ranks), np.int64)
         self.held = np.zeros(len(plan.ranks), np.int64)
-        self._ranks: dict[tuple[int, ...], Ints] = {}
         self._at = [self._places_of(b.ranks) for b in self.buckets]
-        self._orders: dict[bool, ActionOrder] = {}
         contents: dict[tuple[int, ...], tuple[Ints, Ints, list[list[BucketFlows]]]] = {}
         self._contents: list[list[list[BucketFlows]]] = []  # by bucket and hop; empty for a single rank
         for bucket, at in zip(self.buckets, self._at, strict=True):
@@ -91,25 +83,25 @@ class SyncStructure:
         return [[SyncAction(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, spread)]
 
     def order(self, spread: bool) -> ActionOrder:
-        spread = spread and self.hops > 1  # with single hops the order is the same in both directions
-        if spread not in self._orders:
-            found = [m for b in self.buckets for row in self.actions(b, spread) for m in row]
-            latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action
-            missing: list[int] = []
-            following: dict[int, list[tuple[int, int]]] = defaultdict(list)
-            for number, action in enumerate(found):
-                counts = Counter(latest[action.content.at].tolist())
-                missing.append(len(action.ranks) - counts.pop(-1, 0))
-                for earlier, count in counts.items():
-                    following[earlier].append((number, count))
-                latest[action.content.at] = number
-            self._orders[spread] = ActionOrder(found, missing, following)
-        return self._orders[spread]
+        return self._order(spread and self.hops > 1)  # with single hops it is the same in both directions
 
+    @cached_method
+    def _order(self, spread: bool) -> ActionOrder:
+        found = [m for b in self.buckets for row in self.actions(b, spread) for m in row]
+        latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action
+        missing: list[int] = []
+        following: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for number, action in enumerate(found):
+            counts = Counter(latest[action.content.at].tolist())
+            missing.append(len(action.content.ranks) - counts.pop(-1, 0))
+            for earlier, count in counts.items():
+                following[earlier].append((number, count))
+            latest[action.content.at] = number
+        return ActionOrder(found, missing, following)
+
+    @cached_method
     def _places_of(self, ranks: tuple[int, ...]) -> Ints:
-        if ranks not in self._ranks:
-            self._ranks[ranks] = np.array([self.places.index[r] for r in ranks], np.int64)
-        return self._ranks[ranks]
+        return np.array([self.places.index[r] for r in ranks], np.int64)
 
     def _hops(self, bucket: Bucket, at: Ints) -> list[list[BucketFlows]]:
         if len(bucket.ranks) == 1:

@@ -19,7 +19,7 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory import state_bytes
+from hetero_megatron.plan.memory import equal_shares, saved_per_layer, state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem
@@ -114,7 +114,8 @@ def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
 
 def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
     count, trained = parameter_count(costs.model), trained_count(costs.model)
-    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained)
+    saved = round(costs.model.num_layers * saved_per_layer(costs.model, equal_shares(costs.model, 1)[0], costs.item))
+    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained, saved)
     away = problem.space.offload != "never" and problem.can_offload
     return weights + gradients + (0 if away else optimizer)
 

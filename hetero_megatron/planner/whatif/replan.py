@@ -21,6 +21,7 @@ from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.layer_partition import bottleneck
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -75,7 +76,6 @@ class WarmPlanner:
         self.model, self.cluster, self.batch = problem.model, problem.cluster, problem.global_batch_size
         self.result = result or search(problem)
         self.outlines = self._outlines()
-        self._speeds: dict[PipelineOutline, float] = {}
         self._ready: dict[tuple[int, ...], WarmPlan] = {}
         self._context = ContextStages() if self.result.context_tried else None
 
@@ -206,8 +206,7 @@ class WarmPlanner:
     def _combinations(self, pool: DevicePool) -> Iterator[list[PipelineOutline]]:
         """As many pipelines of one kind as fit, then others on the remaining chips; combinations with the least
         estimated time first."""
-        speeds = [self._speeds.get(outline) or self._speed(outline) for outline in self.outlines]
-        self._speeds = dict(zip(self.outlines, speeds))
+        speeds = [self._speed(outline) for outline in self.outlines]
         usages = [
             [sum(s.chips for s in outline.stages if s.group == g) for g in range(len(pool.groups))]
             for outline in self.outlines
@@ -233,6 +232,7 @@ class WarmPlanner:
                 seen.add(key)
                 yield chosen
 
+    @cached_method
     def _speed(self, outline: PipelineOutline) -> float:
         """Sequences per second of a pipeline without bubbles, with its layers divided optimally."""
         layers, last = self.model.num_layers, len(outline.stages) - 1

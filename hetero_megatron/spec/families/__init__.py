@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from hetero_megatron.spec.families import (
     deepseek,
     exaone,
@@ -13,6 +16,7 @@ from hetero_megatron.spec.families import (
     granite,
     layer_norm,
     llama,
+    llama4,
     mistral,
     moe,
     near_llama,
@@ -29,10 +33,19 @@ FAMILIES: dict[str, Family] = {
         llama.FAMILY, mistral.MISTRAL, mistral.MINISTRAL, mistral.MINISTRAL3, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA,
         gemma.GEMMA2, gemma.GEMMA3,
         phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, glm.GLM, glm.GLM4, granite.FAMILY, gpt2.FAMILY,
-        moe.MIXTRAL, moe.QWEN2_MOE, moe.QWEN3_MOE, moe.OLMOE, gpt_oss.FAMILY, deepseek.DEEPSEEK_V2,
+        moe.MIXTRAL, moe.QWEN2_MOE, moe.QWEN3_MOE, moe.OLMOE, gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2,
         deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1, near_llama.ARCEE, near_llama.SEED_OSS,
         near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY, layer_norm.STARCODER2, layer_norm.NEMOTRON,
     )  # fmt: skip
 }
 
-__all__ = ["FAMILIES", "Family"]
+_WRAPPED = {family.inside.model_type: family for family in FAMILIES.values() if family.inside is not None}
+
+
+def wrapped_family(config: Mapping[str, Any]) -> Family | None:
+    """Of the language model in a model of more than language; None for any other configuration."""
+    kind = config.get("model_type")
+    return _WRAPPED.get(kind) if isinstance(kind, str) else None
+
+
+__all__ = ["FAMILIES", "Family", "wrapped_family"]

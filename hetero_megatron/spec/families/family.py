@@ -12,7 +12,7 @@ from hetero_megatron.spec.hf_reader import ConfigReader
 from hetero_megatron.spec.hf_rope import ROPE_KEYS, read_rope, write_rope
 from hetero_megatron.spec.model_spec import MAX_LAYERS, LayerKind, ModelSpec
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -27,6 +27,23 @@ DECODER_KEYS = frozenset(ROPE_KEYS) | words(
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """A ``model_type`` of more than language, whose language model is of a family: that is read of it, and no more.
+
+    Args:
+        architecture: transformers' class of the whole.
+        prefix: of the names of the language model's tensors; apart: of those of the others, which are not read.
+        keys: of its config.json beside ``text_config``, which say nothing about the language model.
+    """
+
+    model_type: str
+    architecture: str
+    prefix: str
+    apart: tuple[str, ...]
+    keys: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Family:
     """One Hugging Face ``model_type``.
 
@@ -37,6 +54,7 @@ class Family:
         write: the inverse; what it cannot say is found by reading the result again.
         names: how it calls the logical tensors.
         examples: released models, for the documentation.
+        inside: what its models may be a part of.
         absent_dropout: what transformers takes for dropout rates that are absent; null_dropout: ``null`` is one for it.
     """
 
@@ -47,6 +65,7 @@ class Family:
     write: Callable[[ModelSpec], dict[str, Any]]
     names: NameTable = field(default_factory=NameTable)
     examples: str = ""
+    inside: Wrapper | None = None
     absent_dropout: float = 0.0
     null_dropout: bool = False
 
@@ -159,11 +178,13 @@ def head_sizes(read: ConfigReader, defaults: Defaults, divides: bool = False) ->
     return heads, kv_heads, head_dim
 
 
-def layer_types(read: ConfigReader, default: list[str], window: int | None) -> tuple[str, ...]:
-    """``layer_types``, one of FULL and SLIDING per layer."""
+def layer_types(
+    read: ConfigReader, default: list[str], limit: int | None, limited: str = SLIDING
+) -> tuple[str, ...]:
+    """``layer_types``, one of FULL and ``limited`` per layer; the latter only where there is a ``limit``."""
     found = read.value("layer_types", default, nullable=True)
     layers = num_layers(read)
-    known = {FULL, SLIDING} if window is not None else {FULL}
+    known = {FULL, limited} if limit is not None else {FULL}
     ok = isinstance(found, list) and len(found) == layers and all(isinstance(x, str) and x in known for x in found)
     if not ok:
         raise read.refuse(

@@ -45,11 +45,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "kimi_linear": (_LINEAR, "deepseek_v3"),
     "lfm2": ("convolutions between tokens", "llama"),
     "lfm2_moe": ("convolutions between tokens", "qwen3_moe"),
-    "llama4": (_IMAGES, "qwen3_moe"),
-    "llama4_text": (
-        "attention in chunks, norms of queries and keys after their rotation, and experts that get inputs scaled by"
-        " the router", "qwen3_moe",
-    ),
     "longcat_flash": ("experts that do nothing, and two attentions per layer", "deepseek_v3"),
     "mamba": (_STATE_SPACE, "llama"),
     "mamba2": (_STATE_SPACE, "llama"),

@@ -26,11 +26,12 @@ from hetero_megatron.spec.rope import Rope
 _DEFAULTS = Defaults(positions=32768, kv_heads=4, tied=True, theta=2e6)
 
 
-def _turns(read: ConfigReader) -> list[bool]:
-    """Which layers have rotary positions."""
+def layers_with_rope(read: ConfigReader, empty_is_default: bool = False) -> list[bool]:
+    """Which layers have rotary positions; ``empty_is_default``: an empty list is as none (Llama 4)."""
     layers, interval = num_layers(read), read.integer("no_rope_layer_interval", 4)
     default = [int((i + 1) % interval != 0) for i in range(layers)]
     found = read.value("no_rope_layers", default, nullable=True)
+    found = default if found == [] and empty_is_default else found
     if not isinstance(found, list) or len(found) != layers or any(type(x) is not int or x not in (0, 1) for x in found):
         raise read.refuse(f"does not say 0 or 1 for {layers} layers", "no_rope_layers", "1: with rope, 0: without")
     return [bool(x) for x in found]
@@ -38,7 +39,7 @@ def _turns(read: ConfigReader) -> list[bool]:
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
-    turns, used = _turns(read), read.flag("use_sliding_window")
+    turns, used = layers_with_rope(read), read.flag("use_sliding_window")
     given = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
     window = given if used else None
     default = [FULL if turn or window is None else SLIDING for turn in turns]

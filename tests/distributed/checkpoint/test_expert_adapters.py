@@ -17,6 +17,7 @@ from hetero_megatron.checkpoint.adapter_config import CONFIG, WEIGHTS, read_conf
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, from_hf_config, trained_tensors
@@ -31,7 +32,10 @@ from tests.support.small_plans import pipe, plan, stage
 
 TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj")
 TOKENS = torch.arange(12)[None] % 37
-FAMILIES = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1")
+FAMILIES = (
+    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1",
+    "llama4",
+)  # fmt: skip
 WITH_MODULES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe")  # which peft knows by those names, too
 
 
@@ -54,8 +58,8 @@ def run_rank(
         name: layout.of(comm.rank) for bucket in CompiledPlan(made, spec.base).buckets
         for name, layout in bucket.owners.items() if comm.rank in layout.ranks
     }  # fmt: skip
-    params = dict(runtime.model.named_parameters())
-    return [(name, box, part.numpy()) for name, box, part in merged(spec, params, runtime.boxes, owners)]
+    held = BaseWeights(dict(runtime.model.named_parameters()), runtime.scales, torch.float64)
+    return [(name, box, part.numpy()) for name, box, part in merged(spec, held, runtime.boxes, owners)]
 
 
 def logits(model: Any) -> np.ndarray:

@@ -20,11 +20,9 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, crossing, format_islands, hop_elements
 from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.simulate.grad_sync import GradSync
-from hetero_megatron.planner.simulate.rate_fitting import read_runs
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.schedule import (
     Action,
@@ -37,6 +35,7 @@ from hetero_megatron.schedule import (
     validate_collectives,
 )
 from hetero_megatron.spec import from_hf_config
+from hetero_megatron.training.rate_fitting import read_runs
 from tests.support.parity import check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
 
@@ -181,12 +180,11 @@ def test_two_hops_are_priced() -> None:
     """Half the bytes over the slow link: the predicted exchange of gradients takes less."""
     cluster = nodes("5 MB/s")
     costs = CostModel(SPEC, cluster, 8, "fp32", CostOptions())
-    network = LinkModel(costs.rates)
     seconds = []
     for plan in (plan_from_dict(replicas(4), SPEC), plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)):
-        sync = GradSync(plan, costs, network)
+        sync = GradSync(plan, costs)
         hops = [row for b in sync.buckets for row in sync.actions(b, False)]
-        seconds.append(sum(max(sync.price(m, 4.0, spread=False).seconds for m in row) for row in hops))
+        seconds.append(sum(max(sync.price(m.content, 4.0, False).seconds for m in row) for row in hops))
     assert seconds[1] < 0.6 * seconds[0]
 
 

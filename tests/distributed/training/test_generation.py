@@ -33,6 +33,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"model_type": "deepseek_v2", **LATENT, "topk_method": "greedy"},
     "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
                     "q_lora_rank": 20},
+    "llama4": {"model_type": "llama4_text", **SMALL, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2,
+               "intermediate_size_mlp": 60, "attention_chunk_size": 9, "no_rope_layers": [1, 0, 1], "floor_scale": 7,
+               "interleave_moe_layer_step": 2},
     "ministral3": {"model_type": "ministral3", **SMALL, "head_dim": 8, "sliding_window": 11, "rope_parameters": {
         "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
         "llama_4_scaling_beta": 0.2}},

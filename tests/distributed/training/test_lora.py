@@ -18,6 +18,7 @@ from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
+from tests.support.int8_reference import round_projections
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, RandomSamples
 from tests.support.peft_reference import PeftDropout, adapter_values, keep_apart, peft_model, peft_values
@@ -50,15 +51,14 @@ def run_rank(
 
     runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer), seed=case.seed)
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
-    stats = []
+    frozen = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}
+    before, stats = {n: p.clone() for n, p in frozen.items()}, []
+    assert {n for n, p in frozen.items() if p.dtype == torch.int8} == runtime.scales.keys()
     for step in range(STEPS):
         found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0, step=step + 1)
         stats.append([found.loss, found.grad_norm])
-    frozen = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}
     assert all(p.grad is None for p in frozen.values())
-    changed = sum(
-        not np.array_equal(p.numpy(), initial[n][runtime.boxes[n].slices()]) for n, p in frozen.items()
-    )
+    changed = sum(not torch.equal(p, before[n]) for n, p in frozen.items())
     weights = [(n, runtime.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
     return stats, weights, changed
 
@@ -68,6 +68,8 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
     spec = adapted(base, lora)
     initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, base).items()}
     initial |= adapter_values(spec, case.seed)
+    if lora.base_dtype == "int8":
+        round_projections(model, base.hf_model_type == "gpt_oss")
     assert initial.keys() == {t.name for t in logical_tensors(spec)}
     wrapped = peft_model(model, spec, initial)
     keep_apart(wrapped, spec)
@@ -101,6 +103,16 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
 
 @pytest.mark.parametrize("seed", quick(range(24), range(6)))
 def test_random_plans(seed: int) -> None:
+    check_random(seed, None)
+
+
+@pytest.mark.parametrize("seed", quick(range(100, 112), range(100, 103)))
+def test_random_plans_of_a_base_in_8_bits(seed: int) -> None:
+    """The base is rounded as NumPy rounds it, wherever a plan cuts its channels."""
+    check_random(seed, "int8")
+
+
+def check_random(seed: int, base_dtype: str | None) -> None:
     rng = random.Random(seed + 7000)
     config = random_model(rng)
     while config["model_type"] == "gpt2":
@@ -109,7 +121,7 @@ def test_random_plans(seed: int) -> None:
     made = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=rng.choice([1, 2, 3, 4]))
     targets = TARGETS if rng.random() < 0.5 else tuple(rng.sample(TARGETS, rng.randint(1, 4)))
     dropout = rng.choice([0.0, 0.05, 0.5])
-    lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3, dropout)
+    lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3, dropout, base_dtype)
     case = Case(seed, 4, config, made, optimizer=rng.choice(["adamw", "sgd"]), packed=rng.random() < 0.5)
     check(config, made, lora, case)
 
@@ -122,8 +134,17 @@ def test_latent_attention() -> None:
     check(config, made, Lora(3, 6.0, targets, dropout=0.3), Case(2, 4, config, made, packed=True))
 
 
+@pytest.mark.parametrize("case", quick([0, 1, 3], [1]))
+def test_experts_in_8_bits(case: int) -> None:
+    check_experts(case, "int8")
+
+
 @pytest.mark.parametrize("case", quick(range(5), [0, 1, 2]))
 def test_experts(case: int) -> None:
+    check_experts(case, None)
+
+
+def check_experts(case: int, base_dtype: str | None) -> None:
     """Unequal expert parallelism, replicated experts, experts cut by columns, pipelines; attention alone; gate and up
     alone; a layer of experts whose input has no gradient."""
     dense = {"ranks": [0, 1], "experts": [[0, 1], [1, 5]]}
@@ -139,7 +160,7 @@ def test_experts(case: int) -> None:
     config = MOE_FAMILIES[family]
     assert config["num_hidden_layers"] == layers
     made = plan([pipe(3, 2, *stages)])
-    lora = Lora(2, 5.0, targets, rslora=case == 1)
+    lora = Lora(2, 5.0, targets, rslora=case == 1, base_dtype=base_dtype)
     check(config, made, lora, Case(case, 4, config, made, optimizer="sgd" if case == 2 else "adamw", packed=case == 1))
 
 

@@ -41,20 +41,22 @@ PLANS: dict[str, Any] = {
 }  # fmt: skip
 
 
-CASES = [(name, two, dtype) for name in PLANS for two in (False, True) for dtype in ("bf16", "fp32")]
+CASES = [(name, two, dtype, None) for name in PLANS for two in (False, True) for dtype in ("bf16", "fp32")]
+IN_8_BITS = [("first", False, "bf16", "int8"), ("tp", True, "bf16", "int8")]
 
 
-@pytest.mark.parametrize("case", quick(CASES, []))
-def test_memory_is_predicted(case: tuple[str, bool, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", quick(CASES + IN_8_BITS, []))
+def test_memory_is_predicted(case: tuple[str, bool, str, str | None], tmp_path: Path) -> None:
     """Within 5 % of what a dry run has at its peak, on every rank."""
-    name, two, dtype = case
+    name, two, dtype, base_dtype = case
     base = load_model("llama2-7b")
     targets = ("q_proj", "v_proj") if two else TARGETS
-    lora = Lora(16, 32.0, targets)
+    lora = Lora(16, 32.0, targets, base_dtype=base_dtype)
     made = plan_from_dict(PLANS[name], adapted(base, lora))
     (tmp_path / "plan.yaml").write_text(dump_yaml(made))
     words = ["--plan", str(tmp_path / "plan.yaml"), "--model", "llama2-7b", "--dry-run", "--lora-rank", "16"]
     words += ["--dtype", dtype, "--lora-targets", *targets]
+    words += ["--lora-base-dtype", base_dtype] if base_dtype is not None else []
     run = configure(words, {})
     predicted = estimate_memory(run.plan, run.spec, dtype)
     for rank in run.plan.ranks:
@@ -76,16 +78,17 @@ DIVIDED = plan([pipe(
 )], seq_length=1024)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick(["experts", "dropout"], ["experts"]))
+@pytest.mark.parametrize("case", quick(["experts", "dropout", "int8"], ["experts", "int8"]))
 def test_memory_of_a_mixture_of_experts_is_predicted(case: str, tmp_path: Path) -> None:
-    """Of adapters of unequally divided experts, and of attention with dropout, beside a frozen base."""
-    experts = case == "experts"
-    lora = Lora(16, 16.0, TARGETS if experts else TARGETS[:4], dropout=0.0 if experts else 0.1)
+    """Of adapters of unequally divided experts, and of attention with dropout, beside a frozen base, also in 8 bits."""
+    experts, base_dtype = case != "dropout", "int8" if case == "int8" else None
+    lora = Lora(16, 16.0, TARGETS if experts else TARGETS[:4], dropout=0.0 if experts else 0.1, base_dtype=base_dtype)
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     base = load_model(str(tmp_path / "config.json"))
     (tmp_path / "plan.yaml").write_text(dump_yaml(plan_from_dict(DIVIDED, adapted(base, lora))))
     words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run", "--bf16"]
     words += ["--lora-rank", "16", "--lora-targets", *lora.targets, "--lora-dropout", str(lora.dropout)]
+    words += ["--lora-base-dtype", base_dtype] if base_dtype is not None else []
     run = configure(words, {})
     predicted = estimate_memory(run.plan, run.spec, "bf16")
     for rank in run.plan.ranks:
@@ -100,8 +103,10 @@ def test_what_is_frozen_costs_less() -> None:
     assert 0.66 < sequence_flops(spec, 2048) / sequence_flops(base, 2048) < 0.72
     # A plan is for adapters of some ranks and places, whatever they count.
     assert model_hash(spec) == model_hash(adapted(base, Lora(16, 4.0, rslora=True)))
-    others = Lora(8, 16.0), Lora(16, 16.0, ("q_proj",)), Lora(16, 16.0, dropout=0.1)
-    assert len({model_hash(adapted(base, lora)) for lora in others} | {model_hash(spec), model_hash(base)}) == 5
+    others = (
+        Lora(8, 16.0), Lora(16, 16.0, ("q_proj",)), Lora(16, 16.0, dropout=0.1), Lora(16, 16.0, base_dtype="int8"),
+    )  # fmt: skip
+    assert len({model_hash(adapted(base, lora)) for lora in others} | {model_hash(spec), model_hash(base)}) == 6
 
 
 def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -24,6 +24,11 @@ MODELS = {
     "gpt_oss": MOE_FAMILIES["gpt_oss"] | {"num_hidden_layers": 3},
     # Latents are the same on all ranks, and heads of unlike sizes are cut.
     "deepseek_v2": MOE_FAMILIES["deepseek_v2"] | {"n_routed_experts": 5},
+    # Attention in chunks across context groups; the weights of tokens reach the experts before anything else does.
+    "llama4": MOE_FAMILIES["llama4"] | {
+        "num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2, "attention_chunk_size": 3,
+        "no_rope_layers": [1, 0, 1], "moe_layers": [0, 2], "floor_scale": 2,
+    },
     "deepseek_v3": MOE_FAMILIES["deepseek_v3"] | {"n_routed_experts": 5, "n_group": 1, "topk_group": 1},
 }
 
@@ -98,6 +103,7 @@ CASES = [(model, name) for model in MODELS for name in HAND_WRITTEN]
 IN_MAKE_TEST = [
     *(case for case in CASES if case[0] == "qwen2_moe"), ("gpt_oss", "router_under_tensor_parallelism"),
     ("gpt_oss", "context_groups_and_experts"), ("deepseek_v3", "context_groups_and_experts"),
+    ("llama4", "context_groups_and_experts"), ("llama4", "two_groups_in_pipelines_with_deferred_weights"),
     ("deepseek_v2", "router_under_tensor_parallelism"), ("gpt_oss", "a_rank_without_experts_and_one_that_shares"),
 ]  # fmt: skip
 

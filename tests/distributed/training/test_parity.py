@@ -129,6 +129,12 @@ HAND_WRITTEN = {
                    stage([2], [1, 2], recompute="selective"), stage([3, 4], [2, 3], tp=1, dp_split=[1, 1])),
               pipe(1, 2, stage([5], [0, 3], recompute={"first": 1}))], schedule="zero-bubble"),
     ),
+    "zero_bubble_over_uneven_chunks": fixed_case(
+        LLAMA | {"num_hidden_layers": 7, "tie_word_embeddings": True},
+        plan([pipe(2, 5, stage([0, 1], [[0, 2], [3, 3]], tp=2, tp_split=[2, 1], recompute="full"),
+                   stage([2], [[2, 3], [3, 7]], recompute={"first": 2})) | {"in_flight": [3, 1]},
+              pipe(1, 2, stage([3], [0, 7]))], schedule="zero-bubble"),
+    ),
     "zero_bubble_with_context_groups": fixed_case(
         LLAMA,
         plan([pipe(1, 3, stage([0, 1, 2], [0, 2], recompute="full", context=[

@@ -72,20 +72,21 @@ def made(pipeline: Pipeline, caps: tuple[int, ...]) -> Pipeline:
 
 
 def under(name: str, caps: tuple[int, ...]) -> Plan:
-    chunks = name in ("interleaved", "chunked")
+    chunks = name in ("interleaved", "chunked", "chunked-zero-bubble")
     layers = [[[0, 1], [3, 4]], [[1, 2], [4, 5]], [[2, 3], [5, 6]]] if chunks else [[0, 1], [1, 3], [3, 6]]
     spelled = plan([pipe(2, COUNT, *(stage([r], part) for r, part in enumerate(layers)))], 32, "1f1b")
     if name not in ("adaptive", "chunked"):
-        spelled["schedule"] = name
+        spelled["schedule"] = name.removeprefix("chunked-")
         return plan_from_dict(spelled | {"pipelines": [
-            p | ({"in_flight": list(caps)} if name == "zero-bubble" else {}) for p in spelled["pipelines"]
+            p | ({"in_flight": list(caps)} if "zero-bubble" in name else {}) for p in spelled["pipelines"]
         ]}, SPEC)  # fmt: skip
     plain = plan_from_dict(spelled | {"schedule": "interleaved" if chunks else "1f1b"}, SPEC)
     return replace(plain, schedule="adaptive", pipelines=(made(plain.pipelines[0], caps),))
 
 
 # Micro-batches per stage, where there is a cap; "chunked": adaptive over chunks.
-CASES = ["adaptive 4 3 2", "interleaved", "chunked 4 3 3", "1f1b", "zero-bubble 4 3 2", "adaptive 6 5 3"]
+CASES = ["adaptive 4 3 2", "interleaved", "chunked 4 3 3", "1f1b", "zero-bubble 4 3 2", "adaptive 6 5 3",
+         "chunked-zero-bubble 3 3 2"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", quick(CASES, CASES[:3]))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
 from hetero_megatron.checkpoint.convert import from_native, to_native
+from hetero_megatron.errors import UserError
 from hetero_megatron.spec import from_hf_config, to_hf_config
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
@@ -18,7 +19,7 @@ from tests.support.moe_models import MOE_FAMILIES
 FAMILIES = DENSE | MOE_FAMILIES
 BACK = [
     "gemma2", "gemma3", "phi4_mini", "olmo3_yarn", "smollm3", "glm4", "granite", "mixtral", "gpt_oss", "deepseek_v2",
-    "deepseek_v3",
+    "deepseek_v3", "llama4",
 ]  # fmt: skip
 
 
@@ -47,3 +48,24 @@ def test_weights_come_back(family: str, tmp_path: Path) -> None:
     assert from_hf_config(AutoModelForCausalLM.from_pretrained(target).config.to_dict()) == from_hf_config(
         hf.config.to_dict()
     )
+
+
+def test_of_text_and_images_the_language_model_is_read(tmp_path: Path) -> None:
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
+        "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    whole = Llama4ForConditionalGeneration(Llama4Config(text_config=FAMILIES["llama4"], vision_config=vision))
+    source, native, target = (str(tmp_path / name) for name in ("source", "native", "target"))
+    whole.save_pretrained(source)
+    assert any("not read" in notice for notice in to_native(source, native)["notices"])
+    from_native(native, target)
+    back, want = AutoModelForCausalLM.from_pretrained(target), whole.language_model.state_dict()
+    assert back.config.model_type == "llama4_text" and back.state_dict().keys() == want.keys()
+    assert all(torch.equal(value, want[name]) for name, value in back.state_dict().items())
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    for key, value in (("text_config", None), ("text_config", {"model_type": "llama"}), ("quantization_config", {})):
+        with pytest.raises(UserError) as caught:
+            from_hf_config(config | {key: value})
+        assert caught.value.field == key

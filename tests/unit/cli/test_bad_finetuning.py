@@ -56,12 +56,16 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         LlamaForCausalLM(config).save_pretrained(root / folder)
     chat_tokenizer(root / "base", TEMPLATES["chatml"])
     chat_tokenizer(root / "plain", None)
+    broken = LlamaForCausalLM(config)
+    torch.nn.init.constant_(broken.model.layers[0].mlp.down_proj.weight[3:4, 5:6], torch.nan)
+    broken.save_pretrained(root / "nan")
     for source, target in (("base", "native"), ("bare", "bare_native")):
         assert main(["convert", str(root / source), str(root / target)]) == 0
     run = f"--load-hf {root}/base --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
     return {
         "TMP": str(root), "BASE": f"{root}/base", "CHATS": f"{root}/chats.jsonl", "NATIVE": f"{root}/native",
         "BARE": f"{root}/bare_native", "PLAIN": f"{root}/plain", "PLAINS": f"{root}/plain.jsonl", "RUN": run,
+        "NAN": f"{root}/nan",
     }  # fmt: skip
 
 

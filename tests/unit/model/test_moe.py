@@ -39,6 +39,13 @@ def test_equals_transformers(family: str) -> None:
             assert param.grad is not None and error(param.grad, grads[name]) < 1e-11, name
 
 
+@pytest.mark.parametrize("family", ["llama4", "llama4_other_layers"])
+def test_chunks_are_those_of_transformers_masks(family: str) -> None:
+    hf, spec = make_hf(MOE_FAMILIES[family], seed=5)
+    stage, batch = build(spec, hf_to_logical(hf, spec), torch.float64), micro_batch(spec.vocab_size, None)
+    assert error(stage(batch.tokens, batch), hf(input_ids=batch.tokens, use_cache=False).logits) < 1e-12
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_reads_what_transformers_writes(family: str, tmp_path: Path) -> None:
     """Any box of experts and columns; the configuration says the same again."""

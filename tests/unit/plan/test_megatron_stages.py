@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,3 +34,4 @@ def test_megatron_virtual_stages(
     assert plan.schedule == "interleaved" and plan.pipelines[0].chunks == 2
     assert plan.pipelines[0].stages[0].embed and plan.pipelines[0].stages[-1].head
     assert plan_from_dict(to_dict(plan), spec).fingerprint() == plan.fingerprint()
+    assert from_megatron(replace(flags, schedule="zero-bubble"), spec) == replace(plan, schedule="zero-bubble")

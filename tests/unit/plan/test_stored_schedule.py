@@ -12,8 +12,8 @@ import yaml
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict, to_dict
-from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
-from hetero_megatron.schedule import simulate
+from hetero_megatron.plan.pipeline_schedule import pipeline_schedule, splits_backward
+from hetero_megatron.schedule import in_flight, simulate
 from hetero_megatron.schedule.simulate import Costs
 from hetero_megatron.spec import ModelSpec, from_hf_config
 from tests.support.random_plans import adapt
@@ -138,8 +138,19 @@ def test_a_schedule_over_chunks_that_cannot_run_is_refused(row: str, says: str, 
     assert "schedule" in (caught.value.field or "")
 
 
-def test_zero_bubble_over_chunks_is_refused_by_name(spec: ModelSpec) -> None:
+def test_zero_bubble_over_chunks_keeps_the_caps_of_the_plan(spec: ModelSpec, tmp_path: Path) -> None:
     data = chunked_data() | {"schedule": "zero-bubble"}
     del data["pipelines"][0]["schedule"]
-    with pytest.raises(UserError, match="zero-bubble schedule runs one range.*interleaved or adaptive"):
+    caps = [3, 1, 2][: len(data["pipelines"][0]["stages"])]
+    data["pipelines"][0]["in_flight"] = caps
+    plan = plan_from_dict(data, spec)
+    (pipeline,) = plan.pipelines
+    schedule = pipeline_schedule(plan, pipeline)
+    assert schedule.chunks == pipeline.chunks > 1 and splits_backward(plan)
+    assert all(held <= schedule.chunks * cap for held, cap in zip(in_flight(schedule), caps, strict=True))
+    (tmp_path / "plan.yaml").write_text(dump_yaml(plan))
+    assert load_plan(tmp_path / "plan.yaml", spec) == plan
+    data["schedule"] = "gpipe"
+    del data["pipelines"][0]["in_flight"]
+    with pytest.raises(UserError, match="gpipe schedule runs one range.*interleaved, zero-bubble or adaptive"):
         plan_from_dict(data, spec)

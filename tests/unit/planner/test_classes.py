@@ -111,7 +111,7 @@ def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
     _, placed = random_candidate(rng, scorer)
     plan = to_plan(placed, cluster, SEQ, MODEL.num_heads)
     network = LinkModel(scorer.costs.rates)
-    structure = SyncStructure(plan, scorer.costs, network)
+    structure = SyncStructure(plan, scorer.costs)
     held: dict[int, int] = defaultdict(int)
     owned: dict[int, int] = defaultdict(int)
     for bucket in structure.buckets:

@@ -18,7 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, plan_from_dict
 from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.cost.rates import Rates, load_rates
-from hetero_megatron.planner.simulate.rate_fitting import (
+from hetero_megatron.training.rate_fitting import (
     MeasuredRun,
     _apply,
     _FitProblem,

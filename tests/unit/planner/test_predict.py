@@ -11,7 +11,7 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.simulate.step import Prediction, computing_seconds, predict
+from hetero_megatron.planner.simulate.step import Prediction, StepSimulator, predict
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
@@ -121,7 +121,7 @@ def test_what_a_rank_computes_is_without_its_exchanges() -> None:
     spelled = plan((3, [*stages(9), tail]))
     where = cluster(speeds=(1.0, 2.0, 5.0), beta=1.0 / ACTIVATION)
     canonical = plan_from_dict(spelled, MODEL)
-    computed = computing_seconds(canonical, CostModel(MODEL, where, SEQ, "fp32"))
+    computed = StepSimulator(canonical, CostModel(MODEL, where, SEQ, "fp32")).computing
     assert computed == pytest.approx({0: 3 * 9 * 3, 1: 3 * 2 * (3 + 1) * 2 / 2, 2: 3 * 2 * (3 + 1) * 5 / 2})
     busy = run(spelled, where).busy
     assert busy[0] == pytest.approx(computed[0]) and busy[1] == busy[2] > computed[2] + 3 * 2 * 3 * 4 * 0.5
@@ -148,7 +148,6 @@ def test_a_nodes_cards_are_shared() -> None:
 def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
     """Boundaries, gradients and parameters: the same bytes between the same ranks as in a dry run of each rank."""
     from hetero_megatron.planner.simulate.prepared import PreparedPlan
-    from hetero_megatron.planner.simulate.step import _Step
     from hetero_megatron.training.dry_run import run_rank
     from tests.distributed.training.test_dry_run import config
 
@@ -159,7 +158,8 @@ def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
             "links": {"inter_node": {"bandwidth": "1 GB/s"}},
         }
     )
-    step = _Step(PreparedPlan(ready.compiled), CostModel(ready.spec, where, ready.plan.seq_length, "bf16"))
+    costs = CostModel(ready.spec, where, ready.plan.seq_length, "bf16")
+    step = StepSimulator(ready.plan, costs, PreparedPlan(ready.compiled))
     for rank in (0, 2, 3):  # of an uneven TP pair, of a second stage, of inner replicas
         sent = run_rank(ready, rank).sent
         want = {"pipeline": sent["pipeline"], "gradients": sent["gradients"], "weights": sent["weights"]}

@@ -17,7 +17,6 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.graph_partition import layer_seconds
 from hetero_megatron.planner.simulate.grad_sync import GradSync
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, to_plan
@@ -155,7 +154,7 @@ def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
     there = cluster(per_node=1, beta=1e-30, **HOST)
     found = plan_from_dict(plan((1, stages(11)), (1, stages(11, first_rank=1))), MODEL)
     costs = CostModel(MODEL, there, SEQ, "fp32")
-    sync = GradSync(found, costs, StageCosts(found, costs).network)
+    sync = GradSync(found, costs)
     (bucket,) = sync.buckets
     (((action,),),) = [sync.actions(bucket, False)]
     assert bucket.dense

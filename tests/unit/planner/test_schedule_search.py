@@ -35,7 +35,9 @@ def placed(ranks: list[int], cut: int) -> list[dict[str, object]]:
 def every_schedule(plain: Plan, costs: CostModel) -> Iterator[Plan | None]:
     yield plain
     yield replace(plain, schedule="zero-bubble")
-    yield from (interleaved(plain, chunks) for chunks in (2, 3))
+    for cut in (interleaved(plain, chunks) for chunks in (2, 3)):
+        yield cut
+        yield None if cut is None else replace(cut, schedule="zero-bubble")
     yield adapted(plain, predict(plain, SMALL, costs.cluster, costs=costs), costs)
 
 

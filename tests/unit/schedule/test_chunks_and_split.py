@@ -241,8 +241,9 @@ def test_receives_are_posted_in_the_order_of_their_sends() -> None:
 
 @pytest.mark.parametrize(
     "name, chunks, caps, field",
-    [("1f1b", 2, (), "num_chunks"), ("zero-bubble", 2, (), "num_chunks"), ("interleaved", 0, (), "num_chunks"),
-     ("1f1b", 1, (2, 2), "caps"), ("zero-bubble", 1, (2,), "caps"), ("zero-bubble", 1, (2, 0), "caps")],
+    [("1f1b", 2, (), "num_chunks"), ("zero-bubble", -1, (), "num_chunks"), ("interleaved", 0, (), "num_chunks"),
+     ("1f1b", 1, (2, 2), "caps"), ("interleaved", 2, (2, 2), "caps"), ("zero-bubble", 2, (2,), "caps"),
+     ("zero-bubble", 1, (2,), "caps"), ("zero-bubble", 1, (2, 0), "caps")],
 )  # fmt: skip
 def test_what_a_schedule_cannot_have_is_refused(name: str, chunks: int, caps: tuple[int, ...], field: str) -> None:
     with pytest.raises(UserError, match=field):

@@ -305,6 +305,11 @@ def test_flops_against_counting() -> None:
     for n, window in [(1, None), (7, None), (7, 3), (7, 7), (7, 20), (5, 1)]:
         counted = sum(1 for i in range(n) for j in range(i + 1) if i - j < (window or n))
         assert visible_pairs(n, window) == counted
+        for chunk in (1, 3, 7, 9):
+            counted = sum(
+                1 for i in range(n) for j in range(i + 1) if i - j < (window or n) and i // chunk == j // chunk
+            )
+            assert visible_pairs(n, window, chunk) == counted
     spec = load_model("llama2-7b")
     per_token = sequence_flops(spec, 4096) / 4096
     matrices = parameter_count(spec) - spec.vocab_size * spec.hidden_size - (2 * 32 + 1) * 4096

@@ -14,7 +14,7 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main
-from hetero_megatron.planner.report.pictures import nice_ticks
+from hetero_megatron.pages.pictures import nice_ticks
 from hetero_megatron.training import metrics, record
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.run_page import measured_chart, read_run, run_page, summary

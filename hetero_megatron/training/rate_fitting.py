@@ -29,7 +29,7 @@ from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.planner.cost.rates import ChipRates, LinkRates, Rates, scaled_rows
 from hetero_megatron.planner.cost.rates_document import as_document, link_document
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
-from hetero_megatron.planner.simulate.step import pipeline_seconds, step_seconds
+from hetero_megatron.planner.simulate.step import StepSimulator
 from hetero_megatron.spec import ModelSpec, load_model
 
 CHIP = (
@@ -102,14 +102,14 @@ def predict_runs(
     runs: Sequence[MeasuredRun], rates: Rates, options: CostOptions, pipelines_only: bool = False
 ) -> list[float]:
     """Predicted seconds of each run, or only of its pipelines (without synchronisation and optimizer)."""
-    predicted = pipeline_seconds if pipelines_only else step_seconds
     costs: dict[tuple[ModelSpec, int], CostModel] = {}
     out = []
     for run in runs:
         key = (run.model, run.plan.seq_length)
         if key not in costs:
             costs[key] = CostModel(run.model, rates.cluster, run.plan.seq_length, rates.dtype, options, rates)
-        out.append(predicted(run.prepared, costs[key]))
+        step = StepSimulator(run.plan, costs[key], run.prepared)
+        out.append(step.pipeline_seconds if pipelines_only else step.times.end)
     return out
 
 
@@ -176,13 +176,12 @@ class _FitProblem:
     def seconds(self, theta: np.ndarray) -> np.ndarray:
         key = theta.tobytes()
         if key not in self._exact:
-            self._exact[key] = np.array(predict_runs(self.runs, _apply(self.start, self.knobs, theta), self.options))
+            self._exact[key] = self.predicted(theta, self.runs)
         return self._exact[key]
 
-    def pipelines(self, theta: np.ndarray, runs: Sequence[MeasuredRun]) -> np.ndarray:
-        """Seconds of the pipelines alone."""
-        rates = _apply(self.start, self.knobs, theta)
-        return np.array(predict_runs(runs, rates, self.options, pipelines_only=True))
+    def predicted(self, theta: np.ndarray, runs: Sequence[MeasuredRun], pipelines_only: bool = False) -> np.ndarray:
+        """Seconds of some runs, or of their pipelines alone."""
+        return np.array(predict_runs(runs, _apply(self.start, self.knobs, theta), self.options, pipelines_only))
 
     def errors(self, theta: np.ndarray) -> np.ndarray:
         """log(predicted / measured) per run."""
@@ -196,12 +195,12 @@ class _FitProblem:
         fresh = fresh or self._calls % LAG == 0
         self._calls += 1
         here = self.seconds(at)
-        base = self.pipelines(at, self.runs) if any(k.computes for k in self.knobs) else here
+        base = self.predicted(at, self.runs, True) if any(k.computes for k in self.knobs) else here
         for i, knob in enumerate(self.knobs):
             move = at.copy()
             move[i] += step
             if knob.computes:
-                there = here + self.pipelines(move, self.runs) - base
+                there = here + self.predicted(move, self.runs, True) - base
             elif fresh or i not in self._columns:
                 there = self.seconds(move)
                 del self._exact[move.tobytes()]
@@ -215,17 +214,13 @@ class _FitProblem:
         """The objective of the least squares on a sample of the runs; ``base``: their seconds after the pipelines, if
         known."""
         measured = np.log([run.seconds for run in self.some])
-        if base is None:
-            seconds = np.array(predict_runs(self.some, _apply(self.start, self.knobs, theta), self.options))
-        else:
-            seconds = base + self.pipelines(theta, self.some)
+        seconds = self.predicted(theta, self.some, base is not None) + (0.0 if base is None else base)
         residuals = np.concatenate([(np.log(seconds) - measured) / NOISE, theta / PRIOR])
         return float(np.sum(np.sqrt(1 + np.square(residuals)) - 1))
 
     def after(self, theta: np.ndarray) -> np.ndarray:
         """Seconds after the end of the pipelines, for a sample of the runs."""
-        rates = _apply(self.start, self.knobs, theta)
-        return np.array(predict_runs(self.some, rates, self.options)) - self.pipelines(theta, self.some)
+        return self.predicted(theta, self.some) - self.predicted(theta, self.some, True)
 
 
 def _highest(knob: _Knob, start: Rates) -> float:
