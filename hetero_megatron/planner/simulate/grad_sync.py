@@ -25,6 +25,7 @@ from hetero_megatron.planner.simulate.bucket_flows import BucketFlows, PortPrice
 from hetero_megatron.planner.simulate.sync_structure import SyncAction, SyncStructure
 from hetero_megatron.spec import logical_tensors
 
+FROM_ZEROS = 3  # how much longer it takes to fill a sum with zeros and add all parts than to add them to the first
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -127,7 +128,8 @@ class GradSync:
         if spread:  # owners give what they took
             packed, unpacked = back_copies(content.given, content.taken, dense, count)
             return packed * item * pack + fixed, unpacked * item * unpack + fixed
-        summed = (content.taken + content.owned) * item * add + fixed * count
+        times = np.where(content.from_zeros, FROM_ZEROS, 1)
+        summed = times * (content.taken + content.owned) * item * add + fixed * count
         return (0 if dense else content.given) * item * pack + fixed, summed
 
     def run(
