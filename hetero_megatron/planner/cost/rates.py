@@ -39,8 +39,8 @@ CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process befor
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
 ROWS = {
-    "gemm": 4, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6, "split_head": 6, "optimizer": 2,
-    "visits": 5, "waiting": 6, "experts": 12,
+    "gemm": 4, "gemm_backward": 5, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6,
+    "split_head": 6, "optimizer": 2, "visits": 5, "waiting": 6, "experts": 12,
 }  # fmt: skip
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
@@ -80,6 +80,7 @@ class ChipRates:
     step_seconds: float = 0.0
     overhead_bytes: float = 0.0
     gemm: tuple[Row, ...] = ()
+    gemm_backward: tuple[Row, ...] = ()
     attention: tuple[Row, ...] = ()
     layers: tuple[LayerRow, ...] = ()
     embed: tuple[LayerRow, ...] = ()
@@ -282,7 +283,8 @@ def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRate
 
 def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str, Any]:
     """The fields of :class:`ChipRates` that an entry of ``rates.chips`` holds, checked; all tables, empty or not."""
-    keys = from_data(given, f"rates.chips.{chip}.{dtype}", cluster.file).mapping((*NUMBERS, *ROWS, "spread"))
+    tables = [table for table in ROWS if table != "gemm_backward" or dtype.startswith("fp8_")]
+    keys = from_data(given, f"rates.chips.{chip}.{dtype}", cluster.file).mapping((*NUMBERS, *tables, "spread"))
     values: dict[str, Any] = {k: keys[k].number(LEAST * (k in POSITIVE), MOST) for k in NUMBERS if k in keys}
     if "spread" in keys:  # files once had one number, that of an action
         spread = keys["spread"]
