@@ -164,6 +164,7 @@ def register(api: PluginApi) -> None:
     capability = Capability(platforms=("cpu",), dtypes=(torch.float32,), compile_ok=False)
     parts: dict[str, Product] = {"input": input_gradient, "weight": weight_gradient}
     grouped: dict[str, Product] = {"input": grouped_input_gradient, "weight": grouped_weight_gradient}
-    of_groups = grouped_forward, grouped_backward
-    for op, ways, named in (("gemm", (forward, backward), parts), ("grouped_gemm", of_groups, grouped)):
-        api.kernel(Kernel(op, "onednn", VENDOR, *ways, capability, _supports, parts=named))
+    api.kernel(Kernel("gemm", "onednn", VENDOR, forward, backward, capability, _supports, parts=parts))
+    api.kernel(
+        Kernel("grouped_gemm", "onednn", VENDOR, grouped_forward, grouped_backward, capability, _supports, parts=grouped)
+    )
