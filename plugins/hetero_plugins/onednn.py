@@ -165,6 +165,5 @@ def register(api: PluginApi) -> None:
     parts: dict[str, Product] = {"input": input_gradient, "weight": weight_gradient}
     grouped: dict[str, Product] = {"input": grouped_input_gradient, "weight": grouped_weight_gradient}
     api.kernel(Kernel("gemm", "onednn", VENDOR, forward, backward, capability, _supports, parts=parts))
-    api.kernel(
-        Kernel("grouped_gemm", "onednn", VENDOR, grouped_forward, grouped_backward, capability, _supports, parts=grouped)
-    )
+    of_groups = grouped_forward, grouped_backward
+    api.kernel(Kernel("grouped_gemm", "onednn", VENDOR, *of_groups, capability, _supports, parts=grouped))
