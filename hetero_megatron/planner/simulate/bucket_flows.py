@@ -101,6 +101,14 @@ class BucketFlows:
         """Elements received from other holders."""
         return np.asarray(np.bincount(self.kind, minlength=len(self.volume)) @ self.volume - self.owned)
 
+    @cached_property
+    def from_zeros(self) -> NDArray[np.bool_]:
+        """Whether the rank's sums begin with zeros: no other rank holds all that it owns (experts that only it has)."""
+        others = np.bincount(self.kind, minlength=len(self.volume))[:, None] > (
+            np.arange(len(self.volume))[:, None] == self.kind
+        )
+        return np.asarray(np.where(others, self.volume, 0).max(axis=0) < self.owned)
+
     def elements(self) -> Mapping[tuple[int, int], int]:
         """Elements by (source, destination), towards the owners."""
         source, target = np.nonzero(self.volume[self.kind])
