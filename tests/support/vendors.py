@@ -35,11 +35,12 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
     return dist.ProcessGroupGloo(dist.PrefixStore("walled", store), rank, size, timeout)
 
 
-def with_attention(plan: Plan, device: torch.device) -> Plan:
-    """On an emulated device, the plan with attention by its definition, which no device runs unasked."""
+def with_attention(plan: Plan, device: torch.device, *more: str) -> Plan:
+    """On an emulated device, the plan with attention, and what else is named, by its definition, which no device runs
+    unasked."""
     if device.type == "cpu":
         return plan
-    asked = (("attention", "reference"),)
+    asked = tuple((name, "reference") for name in ("attention", *more))
     pipelines = tuple(
         replace(p, stages=tuple(replace(s, kernels=asked) for s in p.stages)) for p in plan.pipelines
     )  # fmt: skip

@@ -25,11 +25,17 @@ CPU = torch.device("cpu")
 
 
 def failures(provider: str, op: str, dtypes: tuple[torch.dtype, ...] = DTYPES, quick: bool = True) -> list[Finding]:
-    registry = load_plugins().registry if provider == "triton" else torch_registry()
+    registry = load_plugins().registry if provider in ("triton", "onednn") else torch_registry()
     kernel = registry.kernel(op, provider)
     found = list(check_kernel(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu"), dtypes, quick))
     assert len(found) >= 10 * len(dtypes)
     return [f for f in found if f.status == FAIL]
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN serves CPUs with AVX-512")
+@pytest.mark.parametrize("op", ["gemm", "grouped_gemm"])
+def test_onednn_conforms(op: str) -> None:
+    assert failures("onednn", op, (torch.float32,), quick=False) == []
 
 
 @pytest.mark.parametrize("op", sorted(SPECS))
