@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def _source(spec: ModelSpec, tensor: LogicalTensor, field: str) -> HFSource:
             f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=field,
             accepted="--merge-lora and --save-hf, which need no adapter file",
         )  # fmt: skip
+    adapter = "magnitude_vector" if adapter == "magnitude_vector.weight" else adapter  # peft's name ends there
     return HFSource(f"{_PREFIX}{source.name.removesuffix('weight')}lora_{adapter}")
 
 
@@ -180,13 +182,15 @@ def _publish(final: Path, plan: Mapping[str, StoredTensor]) -> str:
 
 
 def merged(
-    spec: ModelSpec, params: BaseWeights, boxes: Mapping[str, Box], owners: Mapping[str, Iterable[Box]]
-) -> Iterator[Owned]:
+    spec: ModelSpec, params: BaseWeights, boxes: Mapping[str, Box], owners: Mapping[str, Iterable[Box]],
+    gains: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Iterator[Owned]:  # fmt: skip
     """What this rank owns of the base with its adapters merged, W + scale B A, in at least fp32, as peft computes it.
 
     Args:
         params, boxes: what this rank holds, by logical name, of the base as products have it. An adapter is cut where
             its matrix is, so a rank merges its part alone.
+        gains: with DoRA, what rows [outputs] of adapted matrices are multiplied with, by logical name.
         owners: of each tensor of the base, the boxes that this rank writes, inside what it holds.
     """
     assert spec.lora is not None
@@ -196,6 +200,7 @@ def merged(
             wide = torch.promote_types(found.dtype, torch.float32)
             b = params[f"{module}.lora_B.weight"]
             found = found.to(wide).add(b.to(wide) @ a.to(wide), alpha=spec.lora.scale)
+            found = found if name not in gains else found * gains[name][:, None]
         held = boxes[name]
         for box in parts:
             inside = tuple(slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, held.lo))

@@ -17,9 +17,9 @@ from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ACCEPTED = f"a directory with {CONFIG} and {WEIGHTS}, as peft writes it for LoRA"
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # its experts' modules, as released
-# Keys of PEFT that would change numbers, and the values with which they do not.
+# Keys of PEFT that change numbers, and the values that are served.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "fan_in_fan_out": (False, None),
+    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, True, None), "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []), "layers_to_transform": (None, []), "exclude_modules": (None, []),
     "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None, []),
     "trainable_token_indices": (None, {}), "alora_invocation_tokens": (None, []),
@@ -33,7 +33,7 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rslora,
-        "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": False,
+        "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": lora.dora,
         "init_lora_weights": True, "modules_to_save": None,
     }  # fmt: skip
     if spec.moe is not None:
@@ -61,7 +61,8 @@ def read_config(directory: str, field: str) -> Lora:
         raise UserError("has no r, lora_alpha or use_rslora", field=field, value=where, accepted=ACCEPTED)
     targets = (*_target_modules(found, where), *_target_parameters(found, where))
     try:
-        lora = Lora(rank, float(alpha), targets, scaled, found.get("lora_dropout") or 0.0)
+        dropout, dora = found.get("lora_dropout") or 0.0, bool(found.get("use_dora"))
+        lora = Lora(rank, float(alpha), targets, scaled, dropout, dora=dora)
     except UserError as error:
         name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}[error.field]
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where=where) from None

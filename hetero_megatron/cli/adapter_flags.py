@@ -10,7 +10,9 @@ from hetero_megatron.spec import Lora, ModelSpec, adapted
 from hetero_megatron.spec.lora import all_linear
 from hetero_megatron.training.config import AdapterConfig
 
-_FLAGS = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora"}
+_FLAGS = {
+    "rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora", "dora": "use_dora",
+}  # fmt: skip
 _DROPOUT, _BASE = "lora_dropout", "lora_base_dtype"
 
 
@@ -43,7 +45,8 @@ def _new(args: Arguments, spec: ModelSpec) -> ModelSpec:
     alpha = args["lora_alpha"] if args["lora_alpha"] is not None else float(args["lora_rank"])
     try:
         targets = tuple(args["lora_targets"] or all_linear(spec.gated))
-        return adapted(spec, Lora(args["lora_rank"], alpha, targets, args["use_rslora"], args[_DROPOUT] or 0.0))
+        dropout, dora = args[_DROPOUT] or 0.0, args["use_dora"]
+        return adapted(spec, Lora(args["lora_rank"], alpha, targets, args["use_rslora"], dropout, dora=dora))
     except UserError as error:
         key = (_FLAGS | {"dropout": _DROPOUT})[error.field]
         raise flag_error(key, error.value, error.problem, error.accepted) from None

@@ -15,6 +15,7 @@ def add_lora(parser: ArgumentParser) -> None:
     help = "projections with one (all linear layers)"
     add("--lora-targets", nargs="+", choices=EVERY_TARGET, metavar="NAME", help=help)
     add("--lora-dropout", type=float, metavar="RATE", help="with which they drop elements of their inputs (0)")
+    add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
     help = "in which the frozen projections are stored (the run's dtype)"
     add("--lora-base-dtype", choices=BASE_DTYPES, help=help)
 
@@ -24,7 +25,7 @@ def with_lora(args: Namespace, model: ModelSpec) -> ModelSpec:
     if args.lora_rank is None:
         for flag, given in (
             ("--lora-targets", args.lora_targets), ("--lora-dropout", args.lora_dropout),
-            ("--lora-base-dtype", args.lora_base_dtype),
+            ("--lora-base-dtype", args.lora_base_dtype), ("--use-dora", args.use_dora or None),
         ):  # fmt: skip
             if given is not None:
                 raise UserError("has no effect without --lora-rank", field=flag, value=given)
@@ -36,8 +37,9 @@ def with_lora(args: Namespace, model: ModelSpec) -> ModelSpec:
         )  # fmt: skip
     try:
         targets, dropout = tuple(args.lora_targets or all_linear(model.gated)), args.lora_dropout or 0.0
-        made = Lora(args.lora_rank, float(args.lora_rank), targets, dropout=dropout, base_dtype=args.lora_base_dtype)
-        return adapted(model, made)
+        kind = {"dropout": dropout, "base_dtype": args.lora_base_dtype, "dora": args.use_dora}
+        return adapted(model, Lora(args.lora_rank, float(args.lora_rank), targets, **kind))
     except UserError as error:
         name = f"--lora-{error.field}" if error.field in ("targets", "dropout") else "--lora-rank"
+        name = "--use-dora" if error.field == "dora" else name
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None

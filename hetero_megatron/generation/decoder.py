@@ -21,6 +21,7 @@ from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import default_kernels
 from hetero_megatron.parallel.collectives import gather_tokens
+from hetero_megatron.parallel.dora import RowNorms
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.int8_base import store_in_int8
 from hetero_megatron.parallel.lora import apply_lora
@@ -90,6 +91,8 @@ class Decoder:
         with torch.no_grad():
             weights.fill({n: (t, boxes[n], params[n]) for n, t in held.items()}, scales, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
+        if spec.lora is not None and spec.lora.dora:
+            RowNorms(model, held, spec.lora.scale, self.group).refresh()
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
             apply_expert_parallel(model, replace(stage, experts=()), self.comm)  # all ranks have columns of all experts

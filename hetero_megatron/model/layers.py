@@ -11,7 +11,7 @@ from torch import nn
 
 from hetero_megatron.layout.mask import chunk_starts
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout
+from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout, TabledDraws
 from hetero_megatron.ops.gemm_fp8 import Maxima
 from hetero_megatron.ops.int8_weight import int8_product
 from hetero_megatron.spec import ModelSpec, Rope
@@ -35,7 +35,7 @@ class Context:
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
     counted: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    draws: Draws | None = None
+    draws: Draws | TabledDraws | None = None
     tokens: torch.Tensor | None = None
     inside: torch.Tensor | None = None
 
@@ -56,6 +56,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.scales: torch.Tensor | None = None  # of a frozen weight in 8 bits, one per output (ops/int8_weight.py)
+        self.alone = kernels.fp8 is not None  # its product is not one with those of other weights
         self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ def lay_together(*linears: Linear) -> tuple[Linear, ...]:
 
 def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What each of them makes of ``x``."""
-    if linears[0].kernels.fp8 is not None or linears[0].scales is not None:  # each has scales of its own
+    if any(linear.alone for linear in linears):
         return tuple(linear(x) for linear in linears)
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
     found = linears[0].kernels.joint_gemm(x, weights, biases)
@@ -174,7 +175,7 @@ class CoreAttention(nn.Module):
         self.window, self.chunk, self.softcap, self.kernels = kind.window, kind.chunk, spec.attn_softcap, kernels
         self.layer, self.first_head, self.dropout = layer, first_head, dropout
 
-    def score_dropout(self, draws: Draws | None, first_head: int) -> ScoreDropout | None:
+    def score_dropout(self, draws: Draws | TabledDraws | None, first_head: int) -> ScoreDropout | None:
         """Of query heads from ``first_head`` on."""
         if draws is None or not self.dropout:
             return None

@@ -27,6 +27,7 @@ def store_in_int8(held: Mapping[str, LogicalTensor], scales: dict[str, torch.Ten
         if isinstance(module, Linear | GroupedLinear) and held[whole].int8:
             weight = module.weight.detach()
             module.weight = nn.Parameter(torch.empty_like(weight, dtype=torch.int8), requires_grad=False)
+            module.alone = True
             module.scales = scales[whole] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
 
 

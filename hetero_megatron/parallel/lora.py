@@ -21,6 +21,7 @@ from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops.dropout import ADAPTER
 from hetero_megatron.spec import Lora
 from hetero_megatron.spec.lora import EVERY_TARGET
+from hetero_megatron.spec.tensors import MAGNITUDE
 
 
 def apply_lora(
@@ -75,6 +76,10 @@ def _adapt(
             adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
         linear.add_module(name, adapter)
     linear.adapted = partial(_adapted, linear, lora.scale, drop)  # type: ignore[method-assign]
+    if lora.dora:
+        assert isinstance(linear, Linear)
+        linear.add_module(MAGNITUDE, Magnitude(outputs, dtype, device))
+        linear.alone, linear.product = True, partial(_scaled, linear, linear.product)  # type: ignore[method-assign]
 
 
 def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -89,3 +94,29 @@ def _adapted(
     """``base`` + scale (B A drop(x)): two products of low rank beside the frozen one."""
     assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
     return base.add(linear.lora_B(linear.lora_A(drop(x), *ends), *ends), alpha=scale)
+
+
+class Magnitude(nn.Module):
+    """Lengths [outputs] of the rows of an adapted matrix, and ``norms``, those that W + scale B A has: constants, which
+    ``parallel/dora.py`` brings up to date."""
+
+    def __init__(self, outputs: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
+        self.norms = torch.empty(outputs, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+    def gain(self) -> torch.Tensor:
+        """What rows are multiplied with, [outputs], in at least fp32."""
+        return self.weight.to(self.norms.dtype) / self.norms
+
+
+def _scaled(
+    linear: Linear, product: Callable[..., torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """DoRA: the product with the rows of the adapted matrix at their trained lengths; of a part of the columns, a
+    partial sum."""
+    magnitude = linear.get_submodule(MAGNITUDE)
+    assert isinstance(magnitude, Magnitude)
+    y = product(x, None)
+    y = y * magnitude.gain().to(y.dtype)
+    return y if bias is None else y + bias

@@ -171,7 +171,8 @@ class Pipeline:
     """One replica of the model: micro-batches of ``micro_batch_size`` sequences, ``num_micro_batches``
     of them a step. ``orders``: per stage its actions in order, as ``schedule.stored`` spells them, with ``schedule:
     adaptive``; empty: 1F1B, or with several chunks interleaved 1F1B. ``in_flight``: per stage, the most micro-batches
-    that it holds at once under zero-bubble; empty: as many as there are stages."""
+    that it holds at once under zero-bubble (one in one of v chunks counts 1 / v); empty: as many as there are stages.
+    """
 
     micro_batch_size: int
     num_micro_batches: int

@@ -185,7 +185,7 @@ def schedule_runs_the_chunks(plan: Plan, source: Source) -> None:
                 f"the {plan.schedule} schedule runs one range of layers per stage",
                 f"{path}.layers",
                 [list(r) for r in stage.layers],
-                f"one range or [], or schedule: {' or '.join(CHUNKED_SCHEDULES)}",
+                f"one range or [], or schedule: {', '.join(CHUNKED)} or adaptive",
             )
 
 

@@ -122,7 +122,7 @@ def _plain_adapters(spec: ModelSpec) -> list[LogicalTensor]:
     """A's and B's of one layer (all layers have the same), without those of experts."""
     if spec.lora is None:
         return []
-    return [t for t in logical_tensors(spec) if t.layer == 0 and t.trained and not t.per_expert]
+    return [t for t in logical_tensors(spec) if t.layer == 0 and t.trained and len(t.shape) == 2]
 
 
 def adapter_flops(spec: ModelSpec) -> float:
@@ -142,6 +142,16 @@ def dropped_inputs(spec: ModelSpec) -> tuple[int, int]:
     inputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_A.weight")]
     cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
     return sum(t.shape[1] for t in inputs) - cut, cut
+
+
+def scaled_outputs(spec: ModelSpec) -> tuple[int, int]:
+    """Elements per token of one layer that DoRA keeps, the outputs of adapted matrices before they are scaled: (of
+    those that every rank of a TP group has whole, of those that are cut)."""
+    if spec.lora is None or not spec.lora.dora:
+        return 0, 0
+    outputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_B.weight")]
+    cut = sum(t.shape[0] for t in outputs if t.axes[0].role in ("q_heads", "kv_heads", "ffn"))
+    return sum(t.shape[0] for t in outputs) - cut, cut
 
 
 def adapter_widths(spec: ModelSpec) -> int:
@@ -210,7 +220,8 @@ def layer_activation_bytes(
       and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
       log-sum-exp is one fp32 number per head;
     - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
-    - of adapters, whole: what is between A and B, their rank each; and, under dropout, their inputs.
+    - of adapters, whole: what is between A and B, their rank each; and, under dropout, their inputs; with DoRA,
+      the outputs before they are scaled.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
     scores, so only the log-sum-exp is saved that way.
@@ -232,8 +243,8 @@ def layer_activation_bytes(
     cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
     if spec.qk_norm:
         cut += q + kv
-    dropped = dropped_inputs(spec)
-    gathered, cut = gathered + dropped[0], cut + dropped[1]
+    for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
+        gathered, cut = gathered + whole, cut + part
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
     experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA): the base is frozen, and some matrices W become W + scale B A with small A and B."""
+"""Low-rank adapters (LoRA): the base is frozen, and some matrices W become W + scale B A with small A and B; with DoRA
+each of their rows is scaled to a length of its own, which is trained."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ class Lora:
         targets: projections that have one, in the order of ``EVERY_TARGET``.
         rslora: the scale is alpha / sqrt(rank) instead of alpha / rank.
         dropout: in training, of what A multiplies: each adapter drops other elements.
+        dora: output channel i of an adapted matrix is m_i / |row i of W + scale B A| times that row; m is trained, and
+            the norm counts as a constant in gradients, as in peft.
         base_dtype: in which the frozen projections are stored, with one scale per output channel; None: in the run's.
     """
 
@@ -40,6 +43,7 @@ class Lora:
     rslora: bool = False
     dropout: float = 0.0
     base_dtype: str | None = None
+    dora: bool = False
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
@@ -59,7 +63,7 @@ class Lora:
     def shape(self) -> dict[str, Any]:
         """What counts for memory and time, as JSON."""
         found: dict[str, Any] = {"rank": self.rank, "targets": self.targets}
-        found |= {"dropout": True} if self.dropout else {}
+        found |= {name: True for name in ("dropout", "dora") if getattr(self, name)}
         return found | ({"base_dtype": self.base_dtype} if self.base_dtype else {})
 
     @property

@@ -57,6 +57,7 @@ class LogicalTensor:
         return self.name.endswith("bias")
 
 
+MAGNITUDE = "lora_magnitude_vector"  # as peft calls it
 _HIDDEN, _RANK = Axis("hidden"), Axis("rank")
 
 
@@ -78,7 +79,7 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
 
 def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora) -> Iterator[LogicalTensor]:
     """The frozen base, of which projections may be in 8 bits, and after each adapted matrix its A and B, which are cut
-    where it is; of the experts of a layer, one of each per expert."""
+    where it is; of the experts of a layer, one of each per expert. With DoRA also the lengths of its rows."""
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
@@ -89,6 +90,8 @@ def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora
                 ("lora_A", (lora.rank, inputs), (_RANK, columns)), ("lora_B", (outputs, lora.rank), (rows, _RANK)),
             ):  # fmt: skip
                 yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*over, *axes), tensor.layer)
+            if lora.dora:
+                yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (outputs,), (rows,), tensor.layer)
 
 
 def _may_be_adapted(tensor: LogicalTensor, spec: ModelSpec) -> bool:
@@ -105,6 +108,13 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
             f"adapters of experts ({experts[0]}) know no dropout, as in peft", field="dropout", value=lora.dropout,
             accepted=f"0, or targets other than {', '.join(MLP_TARGETS)}",
         )  # fmt: skip
+    if lora.dora and experts:
+        raise UserError(
+            f"adapters of experts ({experts[0]}) know no DoRA", field="dora", value=lora.dora,
+            accepted=f"targets other than {', '.join(MLP_TARGETS)}",
+        )  # fmt: skip
+    if lora.dora and lora.dropout:
+        raise UserError("adapters with DoRA know no dropout", field="dropout", value=lora.dropout, accepted="0")
     found = replace(spec, lora=lora)
     has = {t.name.split(".")[-3] for t in logical_tensors(found) if t.trained}
     if lacking := [name for name in lora.targets if name not in has]:

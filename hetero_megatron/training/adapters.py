@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,9 +14,11 @@ from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
+from hetero_megatron.parallel.dora import first_magnitude
 from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import LogicalTensor
+from hetero_megatron.spec import LogicalTensor, logical_tensors
+from hetero_megatron.spec.tensors import MAGNITUDE
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 
@@ -31,10 +33,17 @@ class Adapters:
         if options.save is not None:
             check_target(options.save, self.spec)
 
-    def initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        """First values of a box of an adapter."""
+    def initialize(
+        self, tensor: LogicalTensor, box: Box, base: Callable[[LogicalTensor, Box], torch.Tensor]
+    ) -> torch.Tensor:
+        """First values of a box of an adapter; ``base``: those of the model that it belongs to."""
         if self._source is not None:
             return self._source.read(tensor, box)
+        module, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
+        if kind == MAGNITUDE:
+            (weight,) = (t for t in logical_tensors(self.spec) if t.name == f"{module}.weight")
+            whole_rows = Box((*box.lo, 0), (*box.hi, weight.shape[1]))
+            return first_magnitude(base(weight, whole_rows), weight.int8)
         return initial_values(tensor, box, self.spec, self.config.seed)
 
     def complete(self, runtime: Runtime) -> None:
@@ -61,7 +70,8 @@ class Adapters:
         owners = {
             name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
         }
-        owned = merged(self.spec, held, runtime.boxes, owners)
+        gains = runtime.row_norms.gains() if runtime.row_norms is not None else {}
+        owned = merged(self.spec, held, runtime.boxes, owners, gains)
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 
 

@@ -356,7 +356,7 @@ class Training:
 
     def _initialize(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
         if self.adapters is not None and tensor.trained:
-            return self.adapters.initialize(tensor, box)
+            return self.adapters.initialize(tensor, box, self._initialize)
         if self.weights is not None:
             found = self.weights.read(tensor, box)
             return finite(tensor, found) if tensor.int8 else found

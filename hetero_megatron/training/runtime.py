@@ -31,6 +31,7 @@ from hetero_megatron.parallel.balance import LoadBalance, StepRouting
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.device_graphs import LayerGraphs
+from hetero_megatron.parallel.dora import RowNorms
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.int8_base import fill_int8, store_in_int8
@@ -146,6 +147,7 @@ class Runtime:
         )  # fmt: skip
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         self.scales: dict[str, torch.Tensor] = {}  # of frozen weights in 8 bits, by logical name
+        self.row_norms: RowNorms | None = None
         self.model, self.boxes = self._build_model(initialize)
         self.balance = LoadBalance(self.model, plan, spec, balancing, comm) if spec.moe is not None else None
         if compile_backend is not None:
@@ -188,6 +190,8 @@ class Runtime:
         boxes = {name: tensor_box(tensor, self.share) for name, tensor in held.items()}
         if spec.lora is not None:
             apply_lora(model, spec.lora, boxes, self.dtype, self.comm.device)
+            if spec.lora.dora:
+                self.row_norms = RowNorms(model, held, spec.lora.scale, self.tp_group)
         params = dict(model.named_parameters())
         assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
         with torch.no_grad():
@@ -319,12 +323,15 @@ class Runtime:
             forward_only: for evaluation: there is no dropout.
             step: number of the optimizer step, which dropout depends on.
         """
+        if self.row_norms is not None:
+            self.row_norms.refresh()
         sizes, rows = self.samples(first_sample, batch_size)
         tokens = self.unit.tokens
         adapters = self.spec.lora is not None and self.spec.lora.dropout > 0
         dropped = not forward_only and (self.dropout != NO_DROPOUT or adapters)
+        draws = partial(Draws, self.seed) if self.graphs is None else partial(self.graphs.draws, self.seed)
         make = [
-            partial(_selected, fetch, indices, tokens, Draws(self.seed, step, indices[0]) if dropped else None)
+            partial(_selected, fetch, indices, tokens, draws(step, indices[0]) if dropped else None)
             if indices else None
             for indices in rows
         ]  # fmt: skip
@@ -380,12 +387,12 @@ class Runtime:
         """
         rates = (lr, weight_decay, clip_grad, loss_scale)
         with self.comm.clock.counting():
-            # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
-            work = self.work(fetch, first_sample, batch_size, step=step)
-            work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
             if self.graphs is not None:
                 self.graphs.warmed_up = self.eager_steps == 0
                 self.eager_steps = max(self.eager_steps - 1, 0)
+            # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
+            work = self.work(fetch, first_sample, batch_size, step=step)
+            work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
             return self._train_step(work, first_sample, batch_size, rates, stop, veto)
 
     def _train_step(

@@ -19,7 +19,9 @@ from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS
 
 
 def peft_name(logical: str) -> str:
-    return "base_model.model." + logical.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
+    for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
+        logical = logical.replace(f"{name}.", f"{name}.default.")
+    return "base_model.model." + logical
 
 
 def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.ndarray]) -> Any:
@@ -27,6 +29,7 @@ def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.nda
     lora = spec.lora
     assert lora is not None
     common = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0}
+    common |= {"use_dora": lora.dora}
     dense = [t for t in lora.targets if spec.moe is None or t not in MLP_TARGETS]
     config = peft.LoraConfig(target_modules=dense, task_type="CAUSAL_LM", **common, **expert_config(spec))
     wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
@@ -123,9 +126,13 @@ def keep_apart(wrapped: torch.nn.Module, spec: ModelSpec) -> None:
 
 
 def adapter_values(spec: ModelSpec, seed: int) -> dict[str, np.ndarray]:
-    """A as we draw it; B not zero, so that every gradient is there."""
+    """A as we draw it; B not zero, so that every gradient is there; DoRA's lengths, which begin as the base's, of any
+    size."""
     rng, out = np.random.default_rng(seed), {}
     for tensor in trained_tensors(spec):
+        if len(tensor.shape) == 1:
+            out[tensor.name] = rng.uniform(0.5, 2.0, tensor.shape)
+            continue
         drawn = initial_values(tensor, Box.whole(tensor.shape), spec, seed).double().numpy()
         assert (drawn == 0).all() == tensor.name.endswith("lora_B.weight")
         out[tensor.name] = drawn if tensor.name.endswith("lora_A.weight") else rng.normal(0, 0.1, tensor.shape)

@@ -44,6 +44,7 @@ FLAGS = (
         choices=BASE_DTYPES, needs=_ADAPTERS,
     ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
+    switch("--use-dora", "the rows of adapted matrices are scaled to trained lengths (DoRA)", needs=_LORA),
     value("--load-adapter", str, None, "directory of peft's whose adapters training begins with; it says their rank"),
     value("--save-adapter", str, None, "new directory: the adapters as peft reads them, at the end", needs=_ADAPTERS),
     switch("--merge-lora", "--save-hf writes the base with the adapters merged into it", needs=(

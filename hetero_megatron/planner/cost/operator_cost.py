@@ -372,7 +372,7 @@ class Operators:
             cut_rows = inputs == self.model.hidden_size  # else the columns
             n, k = (share * outputs, inputs) if cut_rows else (outputs, share * inputs)
             seconds += self.gemm(tokens, lora.rank, k) + self.gemm(tokens, n, lora.rank)
-            moved = 3 * n + (2 * k if lora.dropout else 0)
+            moved = 3 * n + (2 * k if lora.dropout else 0) + (2 * n if lora.dora else 0)
             seconds += self.item * tokens * moved / self.rates.bytes_per_second
         return seconds
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.plan import supports
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
-from hetero_megatron.planner.cost.link_model import LinkModel
+from hetero_megatron.planner.estimate.communicator_memory import CommunicatorMemory
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
@@ -32,6 +32,7 @@ class StageKind:
         replicas: ranks that share the optimizer states of this stage (with ``dp`` of them in one pipeline).
         recompute: one level for all entries; None: the fastest that fits.
         buckets: whether gradient buckets under way take memory.
+        beside: further bytes, such as those of communicators beyond what is set aside for them.
     """
 
     group: int
@@ -44,6 +45,7 @@ class StageKind:
     recompute: str | None = None
     offload: bool = False
     buckets: bool = True
+    beside: int = 0
 
     @property
     def rows(self) -> int:
@@ -116,7 +118,8 @@ class StageTables:
     ) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
         self.offload = offload
-        self.links = LinkModel(costs.rates)
+        self.links = costs.links
+        self.communicators = CommunicatorMemory(costs, pool)
         self._layers = np.arange(layers + 1)
         self._tables: dict[StageKind, StageTable] = {}
         self._shallow: dict[tuple[StageKind, int], StageTable] = {}
@@ -157,13 +160,16 @@ class StageTables:
         return self._shallow[kind, depth]
 
     def fastest(
-        self, stage: StageTemplate, size: int, embed: bool, head: bool, in_flight: int, replicas: float
-    ) -> StageTemplate | None:
+        self, stage: StageTemplate, size: int, embed: bool, head: bool, in_flight: int, replicas: float,
+        beside: int = 0,
+    ) -> StageTemplate | None:  # fmt: skip
         """The stage with the fastest recompute that fits; None when it does not fit."""
-        key = (stage, size, embed, head, in_flight, replicas)
+        key = (stage, size, embed, head, in_flight, replicas, beside)
         if key not in self._fastest:
             table = self.table(
-                StageKind(stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload)
+                StageKind(
+                    stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload, beside=beside
+                )
             )
             made = None
             if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
@@ -227,10 +233,12 @@ class StageTables:
     def _room(self, kind: StageKind) -> Floats:
         """[layers] bytes that states and buckets leave for activations; -1 where these do not fit. Independent of
         micro-batch size and recompute."""
-        key = (kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets)
+        key = (
+            kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets, kind.beside
+        )  # fmt: skip
         if key not in self._rooms:
             limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
-            free = limit - self._states(kind)
+            free = limit - kind.beside - self._states(kind)
             buffers = self._buffers(kind) if kind.buckets else 0
             self._rooms[key] = np.where(buffers <= free, free, -1.0).astype(np.float64)
         return self._rooms[key]

@@ -174,7 +174,8 @@ def host_seconds(
     if spread:
         packed, unpacked = back_copies(given, taken, dense, segment.ranks)
         return packed * rates.pack + fixed, unpacked * rates.unpack + fixed
-    return (0.0 if dense else given) * rates.pack + fixed, (taken + own) * rates.add + fixed * segment.ranks
+    add = rates.add if segment.copies > 1 else rates.add_to_zeros
+    return (0.0 if dense else given) * rates.pack + fixed, (taken + own) * add + fixed * segment.ranks
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def sync_ends(
                 first, last = times[at].gradient_times(segment, at, share)
             sent = hosts[at].send(last, pack)
             late, ready = max(late, sent), max(ready, sent - (last - first) - pack * (1 - share))
-        begin = max([ready, *(free.get(port, 0.0) for port in segment.ports)])
+        begin = max([ready, *(free.get(at, 0.0) for at in (*segment.ports, *segment.held))])
         end = max(begin + segment.link * item, late + segment.link * item * share)
         for port, seconds_ in segment.ports.items():
             free[port] = max(begin + seconds_ * item, late + seconds_ * item * share)
@@ -244,6 +245,8 @@ def sync_ends(
         # At most IN_FLIGHT buckets travel at once, so the latency is paid once per IN_FLIGHT buckets.
         each, rows = max(segment.link, *segment.ports.values(), 0.0) * item * share, -(-segment.buckets // IN_FLIGHT)
         end = max(end + segment.latency, begin + rows * (each + segment.latency))
+        # A rank sends its next segment's first bucket when all but IN_FLIGHT - 1 of this one's are done.
+        free |= dict.fromkeys(segment.held, end - (end - begin) * min(1.0, (IN_FLIGHT - 1) * share))
         for at, seconds_ in after.items():
             hosts[at].under_way.append((end, seconds_ * share))
             hosts[at].delay += seconds_ * (1 - share)

@@ -114,7 +114,7 @@ class TemplateScorer(PipelineScorer):
         done = {at: when.done for at, when in times.items()}
         summed = sync_ends(loads, self.costs, chips, done, wide, times)
         barrier = max(summed.values()) + self._barrier_seconds(template)
-        update, over = self._update_and_memory(template, loads)
+        update, over = self._update_and_memory(template, loads, classes)
         updated = {at: barrier + seconds_ for at, seconds_ in update.items()}
         written = sync_ends(loads, self.costs, chips, updated, self.costs.item)
         return max(written.values()), over
@@ -131,9 +131,14 @@ class TemplateScorer(PipelineScorer):
             self._barriers[used] = max((way.single + way.message for way in known), default=0.0)
         return (ranks - 1) * self._barriers[used]
 
-    def _update_and_memory(self, template: PlanTemplate, loads: SyncLoads) -> tuple[dict[StageId, float], int]:
+    def _update_and_memory(
+        self, template: PlanTemplate, loads: SyncLoads, classes: NodeClasses
+    ) -> tuple[dict[StageId, float], int]:
         update: dict[StageId, float] = {}
-        over = 0
+        stages = {(p, s): x for p, part in enumerate(template.parts) for s, x in enumerate(part.shape.stages)}
+        ranks = {at: n * stages[at].tp for at, n in classes.units.items()}
+        known, over = self.tables.communicators, 0
+        reducing = known.reducing((segment.held for segment in loads.segments), stages, ranks)
         for p, part in enumerate(template.parts):
             count, size = len(part.shape.stages), part.shape.micro_batch_size
             alive = in_flight(template.schedule, count, part.num_micro_batches)
@@ -148,7 +153,7 @@ class TemplateScorer(PipelineScorer):
                         needs.total - self.costs.memory_limit(choice.chip),
                     )
                 update[p, s], beyond = self._needs[key]
-                over = max(over, beyond)
+                over = max(over, beyond + known.counted(part.shape.stages, s, reducing[p, s]))
         return update, over
 
     def _backward_ends(self, template: PlanTemplate, by_part: Sequence[float]) -> dict[StageId, LastBackward]:
@@ -185,7 +190,8 @@ def best_recompute(
     size, last = shape.micro_batch_size, len(shape.stages) - 1
     stages = []
     for s, stage in enumerate(shape.stages):
-        made = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas)
+        beside = tables.communicators.of_equal_pipelines(shape.stages, s, replicas)
+        made = tables.fastest(stage, size, s == 0, s == last, alive[s], replicas, beside)
         if made is None:
             return None
         stages.append(made)

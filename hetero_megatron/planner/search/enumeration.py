@@ -276,8 +276,14 @@ class _Enumerator:
                 continue
             score = self.scorer.score(found)
             assert score is not None, "it was placed a moment ago"
-            self.best = min(self.best, score.step_seconds)
-            self.incumbent.take(found.joined(), score.step_seconds)
+            seconds, made = score.step_seconds, found.joined()
+            if seconds < self.best:
+                # Islands have communicators of their own, so less may fit. That other levels then do is not tried.
+                if not judge([(seconds, 0, made)], self.problem, self.scorer):
+                    least = min(least, self.scorer.bounds.lower_bound(found))
+                    continue
+                self.best = seconds
+            self.incumbent.take(made, seconds)
             if self.should_stop():
                 return least, False
         self.incumbent.rejected["memory"] += not fits

@@ -20,9 +20,9 @@ from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.plan.experts import replicated_experts
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.plan.routing import Popularity
-from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.batch_partition import divide_units
 from hetero_megatron.planner.search.context_structures import CUTS, Ranks, divide, stagings, tp_sizes
 from hetero_megatron.planner.search.expert_partition import divide_experts, divide_rows, least_seconds
 from hetero_megatron.planner.search.expert_price import DivisionPrice, divided
@@ -102,7 +102,7 @@ class _ExpertSearch:
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
         self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
-        self.batch, self.network = problem.global_batch_size, LinkModel(scorer.costs.rates)
+        self.batch, self.network = problem.global_batch_size, scorer.costs.links
         self._divided: dict[object, _Divided | None] = {}
         assert self.model.moe is not None
         self.moe = self.model.moe
@@ -143,17 +143,12 @@ class _ExpertSearch:
         if any(stage is None for stage in stages):
             return math.inf
         known = [stage for stage in stages if stage is not None]
-        seconds = [n * x.least + x.head for n, x in zip(self.layers(known), known, strict=True)]
+        seconds = [n * x.least + x.head for n, x in zip(self._layers(known), known, strict=True)]
         rounds = self.batch // len(structure.ranks) // structure.size
         return (rounds - 1) * max(seconds) + sum(seconds)
 
-    def layers(self, stages: Sequence[_Divided]) -> list[int]:
-        """Layers per stage, at least one each, such that the slowest stage is fastest."""
-        counts = [1] * len(stages)
-        for _ in range(self.model.num_layers - len(stages)):
-            s = min(range(len(stages)), key=lambda s: ((counts[s] + 1) * stages[s].layer + stages[s].head, s))
-            counts[s] += 1
-        return counts
+    def _layers(self, stages: Sequence[_Divided]) -> list[int]:
+        return divide_units(self.model.num_layers, [x.layer for x in stages], [x.head for x in stages])
 
     def divided(self, structure: _Structure, s: int) -> _Divided | None:
         ranks, tp = structure.ranks[0][s], structure.tp
@@ -293,7 +288,7 @@ class _ExpertSearch:
         divided = [self.divided(structure, s) for s in range(structure.stages)]
         known = [stage for stage in divided if stage is not None]
         assert len(known) == structure.stages, "a structure with a bound"
-        counts = self.layers(known)
+        counts = self._layers(known)
         starts = [0, *itertools.accumulate(counts)]
         shapes = []
         for s, one in enumerate(known):

@@ -16,6 +16,7 @@ from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit, validat
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.batch_partition import divide_units
 from hetero_megatron.planner.search.graph_partition import layer_seconds
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
@@ -75,12 +76,10 @@ class _Structures:
 
     def weights(self, counts: Weights, size: int) -> list[Weights]:
         """TP splits: fine-grained by speed (for the MLP), whole heads by speed, and equal."""
-        speeds = [1 / layer_seconds(self.scorer, g, size) for g, n in enumerate(counts) for _ in range(n)]
-        fine = tuple(max(1, round(FINEST * s / max(speeds))) for s in speeds)
-        heads = [1] * len(speeds)
-        for _ in range(self.model.num_heads - len(speeds)):
-            heads[min(range(len(heads)), key=lambda t: ((heads[t] + 1) / speeds[t], t))] += 1
-        return list(dict.fromkeys((fine, tuple(heads), (1,) * len(speeds))))
+        each = [layer_seconds(self.scorer, g, size) for g, n in enumerate(counts) for _ in range(n)]
+        fine = tuple(max(1, round(FINEST * min(each) / seconds)) for seconds in each)
+        heads = divide_units(self.model.num_heads, each, [0.0] * len(each))
+        return list(dict.fromkeys((fine, tuple(heads), (1,) * len(each))))
 
     def fitted(
         self, counts: Weights, copies: int, size: int, recompute: str, weights: Weights, best: float

@@ -75,9 +75,11 @@ class TemplateBuilder:
             return None
         rows = []
         for s, stage in enumerate(stages):
+            beside = self.tables.communicators.of_equal_pipelines(stages, s, replicas)
             kind = StageKind(
-                stage.group, stage.tp, stage.dp, outline.size, s == 0, s == last, replicas, self.space.recompute
-            )
+                stage.group, stage.tp, stage.dp, outline.size, s == 0, s == last, replicas, self.space.recompute,
+                beside=beside,
+            )  # fmt: skip
             table = self.tables.table(kind)
             rows.append(table.seconds[table.row(alive[s])])
         links = [

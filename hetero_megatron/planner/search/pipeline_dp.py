@@ -67,8 +67,8 @@ class EachTypeDP:
         for chip in sorted({g.chip for g in groups}) if len({g.chip for g in groups}) > 1 else ():
             counts = tuple(g.chips if g.chip == chip else 0 for g in groups)
             if incumbent.rows:
-                least = Programs(ProgramInputs(problem, incumbent.scorer, counts)).least_seconds()
-                if least >= incumbent.seconds:
+                programs = Programs(ProgramInputs(problem, incumbent.scorer, counts))
+                if any(least() >= incumbent.seconds for least in (programs.least_work_seconds, programs.least_seconds)):
                     continue
             own = Incumbent(problem, incumbent.scorer, incumbent.budget, keep=incumbent.keep, part_of=incumbent)
             polished = own.on((self.polished or incumbent).scorer)
@@ -117,8 +117,14 @@ class Programs:
                 seen.add(key)
                 yield outlines
 
+    def least_work_seconds(self) -> float:
+        """Lower bound (s) on a step with equal pipelines on these chips, all of them always busy."""
+        inputs = self.inputs
+        programs = (LayersProgram(inputs, inputs.counts, size, 1) for size in self._sizes(1))
+        return min((inputs.batch / x.size * x.least_tau() for x in programs), default=math.inf)
+
     def least_seconds(self) -> float:
-        """Lower bound (s) on a step with equal pipelines on these chips."""
+        """The same, with the bubbles of pipelines."""
         return min((program.least_seconds(nominal)[0][0] for nominal, program in self.all()), default=math.inf)
 
     def _pipeline_counts(self) -> list[int]:

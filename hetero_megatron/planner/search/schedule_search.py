@@ -20,7 +20,7 @@ from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
-from hetero_megatron.planner.search.local_search import shapes_near
+from hetero_megatron.planner.search.local_search import inner_replicas_as_pipelines, shapes_near
 from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
@@ -223,13 +223,9 @@ def _is_near(found: JudgedPlan, incumbent: Incumbent) -> bool:
 def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     """With one move in one part: inner replicas as pipelines, moves of local search, recompute of a stage on or off,
     exchanges with a layer."""
+    yield from inner_replicas_as_pipelines(template, space)
     for p, part in enumerate(template.parts):
         count, size = part.num_micro_batches, part.shape.micro_batch_size
-        halved = space.micro_batch_sizes is None and size % 2 == 0 and all(s.dp % 2 == 0 for s in part.shape.stages)
-        if halved and template.pipelines + part.copies <= (space.max_pipelines or template.sequences):
-            stages = tuple(replace(s, dp=s.dp // 2) for s in part.shape.stages)
-            halves = replace(part, shape=PipelineTemplate(size // 2, stages), copies=2 * part.copies)
-            yield replace(template, parts=(*template.parts[:p], halves, *template.parts[p + 1 :]))
         shapes = [(shape, count) for shape in shapes_near(part.shape, space)]
         if space.micro_batch_sizes is None and count % 2 == 0:
             shapes.append((replace(part.shape, micro_batch_size=2 * size), count // 2))
@@ -262,12 +258,12 @@ def _swapped_and_moved(shape: PipelineTemplate) -> Iterator[PipelineTemplate]:
 
 
 def interleaved(plan: Plan, chunks: int) -> Plan | None:
-    """The plan with the layers of every stage cut into so many runs; None where a stage has fewer layers, where only
-    some are recomputed, or where the ends are not at the ends."""
+    """The plan with the layers of every stage cut into so many runs, some of which may be empty; None where half of
+    those of a stage would be, where only some layers are recomputed, or where the ends are not at the ends."""
     pipelines = []
     for pipeline in plan.pipelines:
         first, last = pipeline.stages[0], pipeline.stages[-1]
-        if any(s.num_layers < chunks or s.recompute.kind == "first" for s in pipeline.stages):
+        if any(2 * s.num_layers < chunks or s.recompute.kind == "first" for s in pipeline.stages):
             return None
         if not (first.embed and last.head):
             return None

@@ -141,7 +141,7 @@ class StageSequences:
         self.skipped = math.inf
         self.simulated = 0
         self._sync = SyncBounds(scorer.bounds, problem.model.num_layers)
-        self._tables: dict[tuple[object, ...], tuple[StageTable, list[AffineBound]]] = {}
+        self._tables: dict[StageKind, tuple[StageTable, list[AffineBound]]] = {}
         self._saved: dict[tuple[int, int, bool, bool], float] = {}
 
     def columns(self, several: bool, unequal: bool, best: float) -> dict[Usage, ColumnPool]:
@@ -178,7 +178,7 @@ class StageSequences:
     def _add_columns(self, pool: ColumnPool, row: StageOptions, size: int, most: int, schedule: str) -> None:
         """Add the best layers of one sequence of stages for every number of micro-batches."""
         stages = [StageTemplate(o.group, o.tp, o.dp) for o in row]
-        tables = [self._table(o, s == 0, s == len(row) - 1, size, row) for s, o in enumerate(row)]
+        tables = [self._table(stages, s, size) for s in range(len(row))]
         pairs = zip(stages, stages[1:])
         links = [self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b)) for a, b in pairs]
         sequence = StageSequence(stages, [t for t, _ in tables], links, size, schedule)
@@ -211,23 +211,21 @@ class StageSequences:
             found.append(self._saved[key])
         return (self.scorer.bounds.update_seconds if self.several else 0.0) - max(found)
 
-    def _table(
-        self, o: StageOption, embed: bool, head: bool, size: int, row: StageOptions
-    ) -> tuple[StageTable, list[AffineBound]]:
-        """(table of a stage, affine lower bounds of its rows). For lower bounds, buckets take no memory and the other
-        pipelines own as many of the stage's states as they could."""
-        replicas = 1.0
+    def _table(self, stages: list[StageTemplate], s: int, size: int) -> tuple[StageTable, list[AffineBound]]:
+        """(table of stage ``s``, affine lower bounds of its rows). For lower bounds, buckets take no memory, no
+        gradients are reduced, and the other pipelines own as many of the stage's states as they could."""
+        stage, replicas = stages[s], 1.0
         if self.several:
-            others = self.pool.chips - sum(x.chips for x in row)
-            replicas = MANY_REPLICAS if self.unequal else 1 + others / o.chips
-        key = (o, embed, head, size, replicas)
-        if key not in self._tables:
-            kind = StageKind(
-                o.group, o.tp, o.dp, size, embed, head, replicas, self.space.recompute, buckets=False,
-            )  # fmt: skip
+            others = self.pool.chips - sum(x.chips for x in stages)
+            replicas = MANY_REPLICAS if self.unequal else 1 + others / stage.chips
+        kind = StageKind(
+            stage.group, stage.tp, stage.dp, size, s == 0, s == len(stages) - 1, replicas, self.space.recompute,
+            buckets=False, beside=self.tables.communicators.counted(stages, s, ()),
+        )  # fmt: skip
+        if kind not in self._tables:
             table = self.tables.table(kind)
-            self._tables[key] = table, [affine_lower_bound(seconds) for seconds in table.seconds]
-        return self._tables[key]
+            self._tables[kind] = table, [affine_lower_bound(seconds) for seconds in table.seconds]
+        return self._tables[kind]
 
     def _promising(self, sequence: StageSequence, m: int, alive: Usage) -> Iterator[tuple[Usage, float]]:
         """(layers, exact seconds with the least sync tail) of the splits that are below the best plan, fastest first.

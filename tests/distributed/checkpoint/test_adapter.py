@@ -10,8 +10,10 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from hetero_megatron.checkpoint.adapter_config import WEIGHTS
 from tests.support.programs import Program, start_ranks
 
 SIZES = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --mock-data --log-interval 1 --seed 5"
@@ -72,6 +74,35 @@ def test_exports_load_in_peft_and_merge_as_there(base: Path, tmp_path: Path) -> 
     assert not close(with_adapter, before)
     assert close(logits(model.merge_and_unload()), with_adapter)
     assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), with_adapter)
+
+
+def test_dora_loads_in_peft_and_merges_as_there(base: Path, tmp_path: Path) -> None:
+    """From a plan of unequal ranks; and peft's own is where training begins. Lengths of rows begin as the base's."""
+    (tmp_path / "plan.yaml").write_text(TWO)
+    words = f"--load-hf {base} --plan {tmp_path}/plan.yaml --lr 1e-1 --min-lr 1e-1 --mock-data --train-iters 2"
+    ends = f"--save-adapter {tmp_path}/ours --save-hf {tmp_path}/merged --merge-lora"
+    ranks = start_ranks(4, [*words.split(), "--lora-rank", "4", "--use-dora", *ends.split()])
+    assert [p.communicate(240)[1] for p in ranks if p.wait(240)] == []
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours")
+    assert model.peft_config["default"].use_dora
+    found = logits(model)
+    assert not close(found, logits(plain))
+    assert close(logits(model.merge_and_unload()), found)
+    assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), found)
+
+    fresh = AutoModelForCausalLM.from_pretrained(base)
+    fresh = peft.get_peft_model(fresh, peft.LoraConfig(r=2, target_modules=["o_proj", "up_proj"], use_dora=True))
+    fresh.save_pretrained(tmp_path / "theirs")
+    words = f"--load-hf {base} {SIZES} --train-iters 1 --lr 0 --min-lr 0"
+    run(words, f"--load-adapter {tmp_path}/theirs --save-adapter {tmp_path}/read")
+    run(words, f"--lora-rank 2 --lora-targets o_proj up_proj --use-dora --save-adapter {tmp_path}/made")
+    theirs, read, made = (load_file(tmp_path / name / WEIGHTS) for name in ("theirs", "read", "made"))
+    assert theirs.keys() == read.keys() == made.keys()
+    for name, values in theirs.items():
+        assert torch.equal(read[name], values), name
+        if name.endswith("lora_magnitude_vector"):
+            torch.testing.assert_close(made[name], values)
 
 
 def test_a_plan_of_unequal_ranks_writes_the_same_and_runs_go_on_under_it(base: Path, tmp_path: Path) -> None:

@@ -42,21 +42,22 @@ PLANS: dict[str, Any] = {
 
 
 CASES = [(name, two, dtype, None) for name in PLANS for two in (False, True) for dtype in ("bf16", "fp32")]
-IN_8_BITS = [("first", False, "bf16", "int8"), ("tp", True, "bf16", "int8")]
+KINDS = [("first", False, "bf16", "int8"), ("tp", True, "bf16", "int8"), ("tp", False, "bf16", "dora"),
+         ("pipeline", False, "fp32", "dora")]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", quick(CASES + IN_8_BITS, []))
+@pytest.mark.parametrize("case", quick(CASES + KINDS, []))
 def test_memory_is_predicted(case: tuple[str, bool, str, str | None], tmp_path: Path) -> None:
     """Within 5 % of what a dry run has at its peak, on every rank."""
-    name, two, dtype, base_dtype = case
+    name, two, dtype, kind = case
     base = load_model("llama2-7b")
     targets = ("q_proj", "v_proj") if two else TARGETS
-    lora = Lora(16, 32.0, targets, base_dtype=base_dtype)
+    lora = Lora(16, 32.0, targets, base_dtype="int8" if kind == "int8" else None, dora=kind == "dora")
     made = plan_from_dict(PLANS[name], adapted(base, lora))
     (tmp_path / "plan.yaml").write_text(dump_yaml(made))
     words = ["--plan", str(tmp_path / "plan.yaml"), "--model", "llama2-7b", "--dry-run", "--lora-rank", "16"]
     words += ["--dtype", dtype, "--lora-targets", *targets]
-    words += ["--lora-base-dtype", base_dtype] if base_dtype is not None else []
+    words += {"int8": ["--lora-base-dtype", "int8"], "dora": ["--use-dora"], None: []}[kind]
     run = configure(words, {})
     predicted = estimate_memory(run.plan, run.spec, dtype)
     for rank in run.plan.ranks:
@@ -105,8 +106,9 @@ def test_what_is_frozen_costs_less() -> None:
     assert model_hash(spec) == model_hash(adapted(base, Lora(16, 4.0, rslora=True)))
     others = (
         Lora(8, 16.0), Lora(16, 16.0, ("q_proj",)), Lora(16, 16.0, dropout=0.1), Lora(16, 16.0, base_dtype="int8"),
+        Lora(16, 16.0, dora=True),
     )  # fmt: skip
-    assert len({model_hash(adapted(base, lora)) for lora in others} | {model_hash(spec), model_hash(base)}) == 6
+    assert len({model_hash(adapted(base, lora)) for lora in others} | {model_hash(spec), model_hash(base)}) == 7
 
 
 def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -31,7 +31,10 @@ FILES = {
     "router/adapter_config.json":
         '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [], "target_parameters": ["gate.weight"]}',
     "dora/adapter_config.json":
-        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "use_dora": true}',
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "use_dora": true,'
+        ' "lora_dropout": 0.5}',
+    "odd/adapter_config.json":
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "use_dora": "yes"}',
     "torn/adapter_model.safetensors": "torn", "hollow/notes": "", "deepspeed/latest": "global_step1",
     "megatron/latest_checkpointed_iteration.txt": "9", "megatron/iter_0000001/mp_rank_00/model_optim_rng.pt": "torn",
     "experts/mp_rank_00_000_001/model_optim_rng.pt": "x", "experts/mp_rank_00_000_000/model_optim_rng.pt": "x",

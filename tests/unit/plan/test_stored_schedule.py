@@ -152,5 +152,5 @@ def test_zero_bubble_over_chunks_keeps_the_caps_of_the_plan(spec: ModelSpec, tmp
     assert load_plan(tmp_path / "plan.yaml", spec) == plan
     data["schedule"] = "gpipe"
     del data["pipelines"][0]["in_flight"]
-    with pytest.raises(UserError, match="gpipe schedule runs one range.*interleaved or zero-bubble or adaptive"):
+    with pytest.raises(UserError, match="gpipe schedule runs one range.*interleaved, zero-bubble or adaptive"):
         plan_from_dict(data, spec)

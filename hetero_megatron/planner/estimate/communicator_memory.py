@@ -1,0 +1,68 @@
+"""Memory of communicators of a template's stages, beyond what is set aside before they are known.
+
+They are counted as :mod:`hetero_megatron.planner.simulate.communicators` does for plans, but for islands, which
+templates do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from hetero_megatron.planner.cost.layer_cost import CostModel
+from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.node_classes import StageId
+from hetero_megatron.planner.template.plan_template import StageTemplate
+
+
+class CommunicatorMemory:
+    """Of the stages on one pool."""
+
+    def __init__(self, costs: CostModel, pool: DevicePool) -> None:
+        chips = [costs.cluster.chips[group.chip] for group in pool.groups]
+        # Emulated chips transfer by gloo, in host memory.
+        self.vendors = ["" if chip.speed is not None else chip.vendor or "unknown" for chip in chips]
+        self.each = [(chip.communicator.bytes(1, 0), chip.communicator.bytes(0, 1)) for chip in chips]
+        self.aside = [chip.communicator.least for chip in chips]
+
+    def counted(self, stages: Sequence[StageTemplate], s: int, reducing: Iterable[int]) -> int:
+        """Bytes on a rank of stage ``s`` of a pipeline beyond what is set aside.
+
+        Args:
+            reducing: ranks of each group in which gradients of the stage are reduced (:meth:`reducing`).
+        """
+        stage, ends = stages[s], 0
+        vendor, (each, peer) = self.vendors[stage.group], self.each[stage.group]
+        if not vendor:
+            return 0
+        for i in (s - 1, s + 1):
+            if 0 <= i < len(stages) and self.vendors[stages[i].group] == vendor:
+                ends += 2 * stages[i].tp * stages[i].dp
+        taken = ends * (each + peer)
+        for size in (stage.tp, *reducing):
+            if size > 1:
+                taken += each + (size - 1) * peer
+        return max(0, taken - self.aside[stage.group])
+
+    def of_equal_pipelines(self, stages: Sequence[StageTemplate], s: int, replicas: float) -> int:
+        """:meth:`counted` of ``replicas`` equal pipelines."""
+        return self.counted(stages, s, [int(replicas * stages[s].chips)] if len(stages) > 1 else [])
+
+    def reducing(
+        self, holders: Iterable[Collection[StageId]], stages: Mapping[StageId, StageTemplate],
+        ranks: Mapping[StageId, int],
+    ) -> dict[StageId, list[int]]:  # fmt: skip
+        """By stage, ranks of the groups of one vendor in which its gradients are reduced.
+
+        Args:
+            holders: of every range of layers, the stages that hold it.
+            ranks: of each stage.
+        """
+        found: dict[StageId, list[int]] = {at: [] for at in stages}
+        everything = sum(ranks.values())
+        for together in {frozenset(row) for row in holders}:
+            count = sum(ranks[at] for at in together)
+            # The group of all ranks is the world's, which is gloo's.
+            if count < everything and len({self.vendors[stages[at].group] for at in together}) == 1:
+                for at in together:
+                    found[at].append(count)
+        return found
