@@ -48,6 +48,9 @@ def elementwise() -> Iterator[Call]:
         yield f"gelu_bwd {name}", partial(hk.gelu_bwd, gate, gate, approximate=approximate)
     positions = empty(8192, dtype=torch.int64)
     yield "dropout 4096", partial(hk.dropout, empty(1, 8192, 4096), positions, dropped=6554, key=1)
+    numbers = empty(2, dtype=torch.int64).unbind()
+    dropout = partial(hk.dropout, empty(1, 8192, 4096), positions, dropped=6554)
+    yield "dropout 4096, numbers on the device", partial(dropout, key=numbers[0], sample=numbers[1])
     q, k, table = empty(1, 8192, 32, 128), empty(1, 8192, 8, 128), empty(8192, 64, dtype=FP32)
     yield "rope_fwd 32+8x128", partial(hk.rope_fwd, q, k, table, table)
     yield "rope_fwd 32+8x128, interleaved", partial(hk.rope_fwd, q, k, table, table, interleaved=True)
@@ -91,10 +94,12 @@ def attentions() -> Iterator[Call]:
             yield f"attention_fwd {name}, {mask}", partial(hk.attention_fwd, q, k, k, **options)
             backward = partial(hk.attention_bwd, q, q, k, k, None, lse, delta=lse, **options)
             yield f"attention_bwd {name}, {mask}", backward
-        if dtype == BF16 and dim in (64, 128):
-            yield f"attention_fwd {name}, dropout", partial(hk.attention_fwd, q, k, k, dropout=DROPOUT)
-            backward = partial(hk.attention_bwd, q, q, k, k, None, lse, delta=lse, dropout=DROPOUT)
-            yield f"attention_bwd {name}, dropout", backward
+        on_device = hk.AttentionDropout(6554, *empty(2, dtype=torch.int64).unbind())
+        for drop, dropped in (("dropout", DROPOUT), ("dropout, numbers on the device", on_device)):
+            if dtype == BF16 and dim in (64, 128):
+                yield f"attention_fwd {name}, {drop}", partial(hk.attention_fwd, q, k, k, dropout=dropped)
+                backward = partial(hk.attention_bwd, q, q, k, k, None, lse, delta=lse, dropout=dropped)
+                yield f"attention_bwd {name}, {drop}", backward
         yield f"attention_delta {name}", partial(hk.attention_delta, q, q)
         yield f"attention_merge {name}", partial(hk.attention_merge, q, lse, q, lse)
 
@@ -137,6 +142,9 @@ def products_in_fp8() -> Iterator[Call]:
     yield "gemm_fp8 weight, e5m2", partial(hk.gemm_fp8_blocks, dy, by_token, turned, by_token, FP32)
     for blocks in ("1x128", "128x128", "128x1"):
         yield f"quantise_fp8 {blocks}", partial(hk.quantise_fp8_blocks, empty(8192, n), fp8, blocks)
+    whole = partial(hk.quantise_fp8, empty(2, 4096, n), fp8, empty(2, dtype=FP32))
+    yield "quantise_fp8 whole", whole
+    yield "quantise_fp8 whole, turned", partial(whole, turned=True)
 
 
 CASES = (norms, elementwise, softmaxes, losses, attentions, grouped, products_in_fp8, optimizers)

@@ -224,7 +224,7 @@ def _measure(
     from hetero_megatron.training.calibration import Job, calibrate
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.islands import transport_of
-    from hetero_megatron.training.kernels import rank_kernels
+    from hetero_megatron.training.kernels import fp8_kernels, rank_kernels
     from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
     from hetero_megatron.training.loop import optimizer_factory, platform_at, position
 
@@ -260,7 +260,10 @@ def _measure(
             log(f"{one.dtype}, {plural(one.seq_length, 'token')}")
             kind = TORCH_DTYPES[one.dtype]
             kernels = partial(rank_kernels, rank=comm.rank, registry=plugins.registry, platform=platform, dtype=kind)
-            job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels)
+            # Its rates are not told apart by the dtype of the weights: that of the first counts.
+            has = "fp8" in cluster.chips[cluster.ranks[comm.rank].chip].dtypes and one.dtype == wanted[0].dtype
+            fp8 = fp8_kernels(plugins.registry, platform, kind) if has else {}
+            job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels, fp8)
             fixed = _known_fixed(cluster, rates, one.dtype, one.seq_length)
             found = calibrate(job, cluster, spec, one, log, links, fixed)
             rates, links = merge_rates(rates, found.rates), found.links

@@ -92,7 +92,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         alignment=training.build_alignment(args),
         platform=args["platform"],
         compile=_compile(args, plan),
-        graphs_after=build_graphs(args, plan, spec, data, dropout, fp8),
+        graphs_after=build_graphs(args, plan, spec, data),
         skip_train=args["skip_train"],
         load_hf=args["load_hf"],
         model_directory=model_folder(args["model"]),

@@ -8,14 +8,12 @@ from itertools import chain
 from hetero_megatron.cli.parse import Arguments, flag_error
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.plan.pipeline_schedule import splits_backward
-from hetero_megatron.spec import Dropout, ModelSpec
+from hetero_megatron.spec import ModelSpec
 
 
 def build_graphs(
-    args: Arguments, plan: Plan, spec: ModelSpec, data: DataConfig | None, dropout: Dropout, fp8: Fp8 | None
+    args: Arguments, plan: Plan, spec: ModelSpec, data: DataConfig | None
 ) -> int | None:
     """Steps after which layers run as graphs; None: they never do."""
     if args["cuda_graph_impl"] == "transformer_engine":
@@ -27,18 +25,16 @@ def build_graphs(
     scope = args["cuda_graph_scope"] or ["full"]
     if list(scope) != ["full"]:
         raise flag_error("cuda_graph_scope", " ".join(scope), "whole layers are captured, no parts of them", "full")
-    problem = next(chain(_in_run(args, data, dropout), _in_plan(plan, spec, fp8)), None)
+    problem = next(chain(_in_run(args, data), _in_plan(plan, spec)), None)
     if problem is not None:
         raise flag_error("cuda_graph_impl", "local", problem, "none")
     return int(args["cuda_graph_warmup_steps"])
 
 
-def _in_run(args: Arguments, data: DataConfig | None, dropout: Dropout) -> Iterator[str]:
+def _in_run(args: Arguments, data: DataConfig | None) -> Iterator[str]:
     """What is not the same for every micro-batch, or is not computed by the launches alone."""
     if args["compile"]:
         yield "layers that torch.compile has changed (--compile) cannot be captured"
-    if dropout != Dropout():
-        yield "dropout is another in every step and sample, and a graph draws the same numbers again"
     if data is not None and (data.sft or data.reset_position_ids or data.reset_attention_mask):
         yield "documents and positions are others in every sample (--sft, --reset-position-ids, --reset-attention-mask)"
     if args["rampup_batch_size"] is not None:
@@ -47,11 +43,9 @@ def _in_run(args: Arguments, data: DataConfig | None, dropout: Dropout) -> Itera
         yield "what a graph computes cannot be watched (precision alignment)"
 
 
-def _in_plan(plan: Plan, spec: ModelSpec, fp8: Fp8 | None) -> Iterator[str]:
+def _in_plan(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     if spec.moe is not None:
         yield "how many rows an expert has is known when it runs"
-    if spec.lora is not None:
-        yield "adapters are not served"
     if splits_backward(plan):
         yield f"the {plan.schedule} schedule puts off weight gradients"
     for p, pipeline in enumerate(plan.pipelines):
@@ -63,5 +57,3 @@ def _in_plan(plan: Plan, spec: ModelSpec, fp8: Fp8 | None) -> Iterator[str]:
                 yield f"layers of {where} communicate: it has context groups"
             if stage.optimizer.offload:
                 yield f"the optimizer of {where} is in host memory"
-            if stage_fp8(stage, fp8) is not None:
-                yield f"{where} computes in fp8"

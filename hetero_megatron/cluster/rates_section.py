@@ -19,8 +19,8 @@ from hetero_megatron.files import parse_json, read_text
 
 LEAST, MOST = 1e-30, 1e30
 SECONDS = {  # by table: how many columns at the end of a row are seconds
-    "gemm": 1, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2, "waiting": 2,
-    "split_layers": 2, "split_head": 2, "experts": 8,
+    "gemm": 1, "gemm_backward": 2, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2,
+    "waiting": 2, "split_layers": 2, "split_head": 2, "experts": 10,
 }  # fmt: skip
 
 
@@ -144,11 +144,12 @@ def format_rates(
     spreads = ["spread (standard deviation, relative)"]
     for chip, rows in ((chip, rows) for chip, by_dtype in rates["chips"].items() for rows in by_dtype.values()):
         parts = {(table, *row[1:3]): row[-2:] for table in tables for row in rows.get(table, [])}
-        for _, tp, n, *_ in rows["layers"]:
+        for _, tp, n, *_ in rows.get("layers", []):
             layer, embed, head, waited = (parts.get((table, tp, n), []) for table in tables)
             seconds = "".join(f"{1e3 * s:>9.3f} ms" for s in (*layer, sum(embed), sum(head)))
             lines.append(f"{chip:<14}{tp:>4}{n:>5}{seconds}" + (f"{5e5 * sum(waited):>13.0f} us" if waited else ""))
-        spreads.append(f"  {chip}: " + ", ".join(f"{family} {s:.1%}" for family, s in rows["spread"].items()))
+        if "spread" in rows:
+            spreads.append(f"  {chip}: " + ", ".join(f"{family} {s:.1%}" for family, s in rows["spread"].items()))
     lines += [*spreads, "link                          latency     bandwidth   host/message   spread"]
     for row in rates["links"]:
         name = f"{row['within']} (same node)" if "within" in row else f"{row['from']} -> {row['to']}"

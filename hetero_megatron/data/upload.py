@@ -33,7 +33,8 @@ class Uploader:
 
     def start(self, batch: Batch) -> _UnderWay:
         whole = torch.stack([batch.tokens, batch.labels, batch.positions])  # [3, b, s]
-        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask) if x is not None)
+        table = None if batch.draws is None else batch.draws.table
+        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask, table) if x is not None)
         with self._accelerator.on_stream(self._stream):
             tensors = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in pinned)
             for to, source in zip(tensors, pinned, strict=True):
@@ -41,9 +42,13 @@ class Uploader:
             event = self._accelerator.event()
             event.record(self._stream)
         tokens, labels, positions = tensors[0].unbind()
-        mask = tensors[1] if len(tensors) > 1 else None
-        counted = batch.num_loss_tokens()
-        made = replace(batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted)
+        mask = tensors[1] if batch.loss_mask is not None else None
+        counted, draws = batch.num_loss_tokens(), batch.draws
+        if draws is not None and table is not None:
+            draws = replace(draws, table=tensors[-1])
+        made = replace(
+            batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws
+        )
         return _UnderWay(made, event, tensors, pinned)
 
     def _pinned(self, values: torch.Tensor) -> torch.Tensor:

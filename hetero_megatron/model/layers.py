@@ -11,7 +11,7 @@ from torch import nn
 
 from hetero_megatron.layout.mask import chunk_starts
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout
+from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout, TabledDraws
 from hetero_megatron.ops.gemm_fp8 import Maxima
 from hetero_megatron.ops.int8_weight import int8_product
 from hetero_megatron.spec import ModelSpec, Rope
@@ -35,7 +35,7 @@ class Context:
     ropes: Mapping[Rope, tuple[torch.Tensor, torch.Tensor]]
     counted: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    draws: Draws | None = None
+    draws: Draws | TabledDraws | None = None
     tokens: torch.Tensor | None = None
     inside: torch.Tensor | None = None
 
@@ -175,7 +175,7 @@ class CoreAttention(nn.Module):
         self.window, self.chunk, self.softcap, self.kernels = kind.window, kind.chunk, spec.attn_softcap, kernels
         self.layer, self.first_head, self.dropout = layer, first_head, dropout
 
-    def score_dropout(self, draws: Draws | None, first_head: int) -> ScoreDropout | None:
+    def score_dropout(self, draws: Draws | TabledDraws | None, first_head: int) -> ScoreDropout | None:
         """Of query heads from ``first_head`` on."""
         if draws is None or not self.dropout:
             return None

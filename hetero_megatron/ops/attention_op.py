@@ -203,6 +203,8 @@ def _dropout_cases() -> Iterable[Case]:
         part = ScoreDropout(0.1, key, 2**32 - 1, 0, q_start, k_start)
         across = (*_qkv(2, 17, 20, 2, 2, 16), None, None, None, q_start, k_start, None, part)
         yield Case(f"dropout, keys across, {name}", across, **use)
+    on_device = ScoreDropout(0.3, torch.tensor(key - 2**64), torch.tensor(3), 2)
+    yield Case("dropout, numbers on the device", (*grouped, None, None, None, 0, 0, None, on_device), **use)
     every = {"features": ("sinks", "softcap", "dropout")}
     yield Case("dropout, sinks and soft-capped", (*grouped, sinks, None, None, 0, 0, 1.5, for_whole), **every)
     yield Case("dropout, rows that see nothing", (*nothing, ScoreDropout(0.5, 7, 0, 0, 0, 5)), **use)

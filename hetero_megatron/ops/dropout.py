@@ -6,23 +6,25 @@ No mask is ever stored: backward, and forward where it runs again, make it anew.
     of hidden states:  (feature // 8, token, 0, sample)
     of attention:      (key token // 8, query token, query head, sample)
 
-all of them numbers in the whole model and the whole run, modulo 2**32.
+all of them numbers in the whole model and the whole run, modulo 2**32. Keys and samples are integers, or int64 [] on
+the device of what is dropped: a graph that is captured once reads them there whenever it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.philox import WORD, derived_key, kept
+from hetero_megatron.ops.philox import WORD, derived_key, kept, philox, words
 from hetero_megatron.ops.spec import Case, OpSpec, normal, reference_forward, wide
 from hetero_megatron.spec.dropout import UNITS, dropped_units
 
 Tensor = torch.Tensor
+Number = int | Tensor  # int64 []
 # Where elements are dropped; part of the key. An adapter's number is ADAPTER + that of its projection.
 EMBEDDING, AFTER_ATTENTION, AFTER_MLP, SCORES, ADAPTER = range(5)
 
@@ -31,16 +33,41 @@ EMBEDDING, AFTER_ATTENTION, AFTER_MLP, SCORES, ADAPTER = range(5)
 class Draws:
     """What a micro-batch's random numbers depend on, besides the place in the model.
 
-    ``sample``: global index of its first row; those of the others follow it.
+    Attributes:
+        sample: global index of its first row; those of the others follow it.
+        table: int64 [layers, 1 + sites], for layers that run as device graphs: the sample,
+            and the layer's keys (:func:`draw_keys`).
     """
 
     seed: int
     step: int
     sample: int
+    table: Tensor | None = None
 
     def key(self, layer: int, site: int) -> int:
         """Of the stream of random numbers of one place in one step."""
         return derived_key(self.seed, self.step & WORD, self.step >> 32, layer, site)
+
+
+def draw_keys(seed: int, step: int, layers: Sequence[int], sites: int) -> Tensor:
+    """The keys of sites 0 .. sites - 1 of some layers in one step, int64 [layers, sites]."""
+    places = torch.tensor(layers, dtype=torch.int64)[:, None], torch.arange(sites)
+    low, high, _, _ = philox((step & WORD, step >> 32, *places), words(seed))
+    return low | high << 32  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class TabledDraws:
+    """:class:`Draws` of one layer, read on the device: ``row`` of the table."""
+
+    row: Tensor
+
+    @property
+    def sample(self) -> Tensor:
+        return self.row[0]
+
+    def key(self, layer: int, site: int) -> Tensor:
+        return self.row[1 + site]
 
 
 class ScoreDropout(NamedTuple):
@@ -54,8 +81,8 @@ class ScoreDropout(NamedTuple):
     """
 
     rate: float
-    key: int
-    sample: int
+    key: Number
+    sample: Number
     head: int
     q_start: int = 0
     k_start: int = 0
@@ -76,7 +103,7 @@ def kept_scores(dropout: ScoreDropout, shape: tuple[int, int, int, int], device:
     """[rows, heads, queries, keys] bool: the probabilities that stay."""
     rows, heads, queries, keys = shape
 
-    def numbers(first: int, count: int, axis: int) -> Tensor:
+    def numbers(first: Number, count: int, axis: int) -> Tensor:
         return ((torch.arange(count, device=device) + first) & WORD).view([-1 if i == axis else 1 for i in range(3)])
 
     counters = (
@@ -93,7 +120,7 @@ def score_factors(dropout: ScoreDropout, like: Tensor) -> Tensor:
 
 
 def definition(
-    x: Tensor, tokens: Tensor, rate: float, key: int, sample: int, feature: int
+    x: Tensor, tokens: Tensor, rate: float, key: Number, sample: Number, feature: int
 ) -> tuple[Tensor]:
     """Elements of x [b, s, features] that are dropped become 0, the others are divided by 1 - rate.
 
@@ -126,6 +153,8 @@ def _cases() -> Iterable[Case]:
         ("many rows", (1, 65_537, 3), (0.1, 9, 2, 0)),
     ):  # fmt: skip
         yield Case(name, (normal(*shape, seed=1), torch.arange(shape[1]) * 3 + 1, *options))
+    on_device = torch.tensor([big - 2**64, 2**32 - 1])
+    yield Case("numbers on the device", (normal(2, 5, 32, seed=1), torch.arange(5), 0.25, *on_device.unbind(), 3))
     yield Case("offset view", (normal(2, 6, 40, seed=1)[:, 1:5, 3:27], torch.tensor([9, 4, 2**31, 2**32 - 1]),
                                0.4, big, 1, 0))  # fmt: skip
 

@@ -17,7 +17,8 @@ The operators ``gemm_fp8_<recipe>`` are called as ``gemm`` is, and then with whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,6 +52,7 @@ class Quantised(NamedTuple):
 
 Product = Callable[[Quantised, Quantised, torch.dtype], torch.Tensor]  # a [m, n], b [k, n], dtype -> a b^T [m, k]
 Quantise = Callable[[torch.Tensor, torch.dtype, str], Quantised]  # see quantise_blocks
+QuantiseWhole = Callable[[torch.Tensor, torch.dtype, torch.Tensor, bool], Sequence[Quantised]]  # see quantise_whole
 
 
 def scales(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,13 +74,19 @@ def largest_of(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of a weight [n, k] -> [], or of each sequence [b, s, k] -> [b]; 0 where there is nothing."""
     if not x.numel():
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
-    return x.detach().abs().amax((-2, -1)).float()
+    return torch.linalg.vector_norm(x.detach(), math.inf, (-2, -1)).float()  # reads x once, and writes nothing else
 
 
 def quantise_tensor(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor) -> Quantised:
     """[rows, n] with one scale: that of ``largest`` []."""
     scale, inverse = scales(largest, kind)
     return Quantised((x.to(wide(x.dtype)) * scale).to(kind), inverse)
+
+
+def quantise_whole(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor, turned: bool) -> list[Quantised]:
+    """[b, rows, n], each of the matrices with one scale, that of ``largest`` [b]; ``turned``: as [n, rows]."""
+    found = [quantise_tensor(each, kind, top) for each, top in zip(x.unbind(0), largest.unbind(0), strict=True)]
+    return [_turned(each) for each in found] if turned else found
 
 
 def quantise_blocks(x: torch.Tensor, kind: torch.dtype, blocks: str) -> Quantised:
@@ -110,49 +118,48 @@ class Tensorwise:
     (:func:`largest_of`) over more than what is here.
     """
 
-    def __init__(self, product: Product = exact_product) -> None:
-        self.product = product
+    def __init__(self, product: Product = exact_product, quantise: QuantiseWhole = quantise_whole) -> None:
+        self.product, self._quantise = product, quantise
 
-    def _rows(
-        self, x: torch.Tensor, other: Quantised, kind: torch.dtype, largest: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x [b, s, n] with ``other`` [k, n]^T -> [b, s, k]."""
-        parts = [self.product(a, other, x.dtype) for a in _sequences(x, kind, largest)]
+    def _quantised(
+        self, x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None, turned: bool = False
+    ) -> Sequence[Quantised]:
+        """Of each sequence of x [b, s, n]."""
+        return self._quantise(x, kind, largest_of(x) if largest is None else largest, turned)
+
+    def _weight(self, weight: torch.Tensor, largest: torch.Tensor | None, turned: bool = False) -> Quantised:
+        return self._quantised(weight[None], E4M3, None if largest is None else largest.view(1), turned)[0]
+
+    def _rows(self, rows: Sequence[Quantised], other: Quantised, dtype: torch.dtype) -> torch.Tensor:
+        """Matrices [s, n] with ``other`` [k, n]^T -> [b, s, k]."""
+        parts = [self.product(a, other, dtype) for a in rows]
         return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, x_max: torch.Tensor | None, weight_max: torch.Tensor | None
     ) -> torch.Tensor:
-        return self._rows(x, _whole(weight, weight_max), E4M3, x_max)
+        whole = self._weight(weight, weight_max)
+        return self._rows(self._quantised(x, E4M3, x_max), whole, x.dtype)
 
     def input(
         self, dy: torch.Tensor, weight: torch.Tensor, kind: torch.dtype, dy_max: torch.Tensor | None,
         weight_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        found = _whole(weight, weight_max)
-        return self._rows(dy, Quantised(found.data.t(), found.scale), kind, dy_max)
+        whole = self._weight(weight, weight_max, turned=True)
+        return self._rows(self._quantised(dy, kind, dy_max), whole, dy.dtype)
 
     def weight(
         self, dy: torch.Tensor, x: torch.Tensor, kind: torch.dtype, dtype: torch.dtype, dy_max: torch.Tensor | None,
         x_max: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        pairs = zip(_sequences(dy, kind, dy_max), _sequences(x, E4M3, x_max), strict=True)
+        a, b = self._quantised(dy, kind, dy_max, turned=True), self._quantised(x, E4M3, x_max, turned=True)
         total: torch.Tensor | None = None
-        for a, b in pairs:
-            part = self.product(_turned(a), _turned(b), wide(dtype))
+        for pair in zip(a, b, strict=True):
+            part = self.product(*pair, wide(dtype))
             total = part if total is None else total.add_(part)
             del part
         assert total is not None, "no sequences"
         return total.to(dtype)
-
-
-def _sequences(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None) -> list[Quantised]:
-    found = largest_of(x) if largest is None else largest
-    return [quantise_tensor(each, kind, top) for each, top in zip(x.unbind(0), found.unbind(0), strict=True)]
-
-
-def _whole(weight: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-    return quantise_tensor(weight, E4M3, largest_of(weight) if largest is None else largest)
 
 
 def _turned(x: Quantised) -> Quantised:

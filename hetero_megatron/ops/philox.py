@@ -20,7 +20,7 @@ LANES = 8  # numbers of 16 bits that a block has
 _CHUNK = 1 << 14  # counters that are worked on at once: they stay in the cache
 
 
-def philox(counter: Sequence[Any], key: tuple[int, int], rounds: int = ROUNDS) -> tuple[Any, ...]:
+def philox(counter: Sequence[Any], key: tuple[Any, Any], rounds: int = ROUNDS) -> tuple[Any, ...]:
     """Four words of 32 bits from four; integers, or int64 tensors that broadcast (their products may wrap around)."""
     (a, b, c, d), (x, y) = counter, key
     for _ in range(rounds):
@@ -31,8 +31,8 @@ def philox(counter: Sequence[Any], key: tuple[int, int], rounds: int = ROUNDS) -
     return a, b & WORD, c, d & WORD
 
 
-def words(key: int) -> tuple[int, int]:
-    """A key of 64 bits as two words, the low one first."""
+def words(key: Any) -> tuple[Any, Any]:
+    """A key of 64 bits, an integer or int64 tensors, as two words, the low one first."""
     return key & WORD, key >> 32 & WORD
 
 
@@ -43,8 +43,8 @@ def derived_key(key: int, *counter: int) -> int:
 
 
 def kept(
-    key: int, dropped: int, columns: tuple[int, int], rows: Sequence[torch.Tensor | int], shape: Sequence[int],
-    device: torch.device | str = "cpu",
+    key: int | torch.Tensor, dropped: int, columns: tuple[int, int], rows: Sequence[torch.Tensor | int],
+    shape: Sequence[int], device: torch.device | str = "cpu",
 ) -> torch.Tensor:  # fmt: skip
     """bool [*shape, columns]: which elements stay of those that are dropped with probability ``dropped`` / 2**16.
 
@@ -53,6 +53,7 @@ def kept(
     ``dropped``.
 
     Args:
+        key: an integer, or int64 [].
         columns: their numbers, half-open.
         rows: three counters of 32 bits, integers or int64 tensors that broadcast to ``shape``.
     """

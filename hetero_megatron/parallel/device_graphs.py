@@ -8,6 +8,7 @@ there are as many as the schedule has in flight. Parameters and gradients stay w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,20 +16,24 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context
+from hetero_megatron.ops.dropout import ADAPTER, Draws, TabledDraws, draw_keys
 from hetero_megatron.parallel.gradients import GradientSync
 from hetero_megatron.parallel.recompute import keep_inputs
 from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.graphs import Graph, GraphPool
+from hetero_megatron.spec.lora import EVERY_TARGET
 
 Tensor = torch.Tensor
 Forward = Callable[..., ResidualStream]  # (x, context, added)
+SITES = ADAPTER + len(EVERY_TARGET)  # where a layer may drop elements
 
 
 class LayerGraphs:
     """Those of a stage's layers, which run as they are until ``warmed_up`` and where there is no backward.
 
     Every micro-batch must have the same shape, positions and kernels, and nothing in a layer may depend on values that
-    the host knows, communicate or hold up the host: ``cli/graph_flags.py`` refuses what would.
+    the host knows, communicate or hold up the host: ``cli/graph_flags.py`` refuses what would. What dropout draws by
+    depends on step and sample, and so is copied to where a layer's graphs read it (``Draws.table``).
 
     Args:
         chunks: numbers of the layers that a micro-batch passes at once, half-open.
@@ -41,13 +46,14 @@ class LayerGraphs:
         self.accelerator, self.stream, self.sync, self.warmed_up = accelerator, accelerator.stream(), sync, False
         # Backward leaves nothing but the gradients of its layer's input, which the next graph that runs uses up.
         self.backward = GraphPool(accelerator, self.stream)
+        self._keys: tuple[tuple[int, int], Tensor] | None = None  # of (seed, step)
         self._forward: dict[tuple[int, int], GraphPool] = {}
         self.anchor: Tensor | None = None  # needs a gradient, so that backward comes whatever is trained
         keep_inputs(stage)  # of modules that are recomputed: what backward's graph reads is not to be released
         self.layers: list[GraphedLayer] = []
         for layer in stage.layers():
             chunk = next(i for i, (a, b) in enumerate(chunks) if a <= layer.number < b)
-            self.layers.append(GraphedLayer(self, layer, chunk))
+            self.layers.append(GraphedLayer(self, layer, chunk, len(self.layers)))
 
     def forward(self, chunk: int, place: int) -> GraphPool:
         """Of a chunk's layers for one of the micro-batches in flight. Their graphs run in the order in which they were
@@ -57,14 +63,24 @@ class LayerGraphs:
             self._forward[chunk, place] = GraphPool(self.accelerator, self.stream)
         return self._forward[chunk, place]
 
+    def draws(self, seed: int, step: int, sample: int) -> Draws:
+        """Those of a micro-batch of this stage."""
+        if not self.warmed_up:
+            return Draws(seed, step, sample)
+        if self._keys is None or self._keys[0] != (seed, step):
+            self._keys = (seed, step), draw_keys(seed, step, [layer.number for layer in self.layers], SITES)
+        keys = self._keys[1]
+        return Draws(seed, step, sample, torch.cat([keys.new_full((len(keys), 1), sample), keys], 1))
+
     def __len__(self) -> int:
         """How many graphs there are."""
         return sum(slot.graphs for layer in self.layers for slot in layer.slots)
 
 
 class GraphedLayer:
-    def __init__(self, graphs: LayerGraphs, layer: Layer, chunk: int) -> None:
+    def __init__(self, graphs: LayerGraphs, layer: Layer, chunk: int, place: int) -> None:
         self.graphs, self.number, self.chunk, self.run = graphs, layer.number, chunk, layer.forward
+        self.place = place  # in the table of random numbers
         self.params = [param for param in layer.parameters() if param.requires_grad]
         self.slots: list[Slot] = []
         self.free: list[Slot] = []
@@ -73,14 +89,23 @@ class GraphedLayer:
     def __call__(self, x: Tensor, context: Context, added: Tensor | None = None) -> ResidualStream:
         if not self.graphs.warmed_up or not torch.is_grad_enabled():
             return self.run(x, context, added)
-        assert context.documents is None and context.draws is None, "what the host knows is not the same every time"
+        assert context.documents is None, "what the host knows is not the same every time"
+        draws = self._row(context)
         if not self.free:
-            self.slots.append(Slot(self, x, added, context))
+            self.slots.append(Slot(self, x, added, context, draws))
             self.free.append(self.slots[-1])
         slot = self.free.pop()
         if self.graphs.anchor is None:
             self.graphs.anchor = x.new_empty(0).requires_grad_()
+        slot.load_draws(draws)
         return ResidualStream(*_Replay.apply(slot, self.graphs.anchor, x, added))
+
+    def _row(self, context: Context) -> Tensor | None:
+        """This layer's random numbers of the micro-batch, on the device; None: it has no dropout."""
+        if context.draws is None:
+            return None
+        assert isinstance(context.draws, Draws) and context.draws.table is not None, "dropout is drawn by the host"
+        return context.draws.table[self.place]
 
     def capture(self, pool: GraphPool, run: Callable[[], Any]) -> tuple[Graph, Any]:
         try:
@@ -96,8 +121,13 @@ class GraphedLayer:
 class Slot:
     """The graphs of one layer for one micro-batch in flight, and what they read and write."""
 
-    def __init__(self, layer: GraphedLayer, x: Tensor, added: Tensor | None, context: Context) -> None:
-        self.layer = layer
+    def __init__(
+        self, layer: GraphedLayer, x: Tensor, added: Tensor | None, context: Context, draws: Tensor | None
+    ) -> None:
+        self.layer, self.draws = layer, None if draws is None else draws.clone()
+        if self.draws is not None:
+            context = replace(context, draws=TabledDraws(self.draws))
+        self.context = context  # whose tensors the graphs read
         given = [tensor for tensor in (x, added) if tensor is not None]
         # What another layer's graph puts out is read where it lies.
         static = {tensor.data_ptr() for other in layer.graphs.layers for slot in other.slots for tensor in slot.outputs}
@@ -111,7 +141,7 @@ class Slot:
 
         def run() -> ResidualStream:
             with torch.enable_grad():
-                return layer.run(self.inputs[0], context, *self.inputs[1:])
+                return layer.run(self.inputs[0], self.context, *self.inputs[1:])
 
         self.forward, self._made = layer.capture(layer.graphs.forward(layer.chunk, len(layer.slots)), run)
         self.outputs = [tensor.detach() for tensor in self._made]
@@ -131,6 +161,12 @@ class Slot:
                 static.data.copy_(tensor)  # not a change that autograd would see: the graph reads it anew
             else:
                 assert static.data_ptr() == tensor.data_ptr(), "layers follow one another as when they were captured"
+
+    def load_draws(self, draws: Tensor | None) -> None:
+        """The random numbers of the micro-batch that comes, until its backward."""
+        if self.draws is not None:
+            assert draws is not None, "all micro-batches have dropout, or none"
+            self.draws.copy_(draws)
 
     def run_forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         self._load(given)

@@ -21,20 +21,7 @@ def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, it
         element = 1 + 4 / BLOCK  # with its share of a scale
         most = m * n * element + 2 * weight + dx  # w in fp8, and turned
         return max(most, dx + m * (n + k) * element + 4 * weight) if trained else most
-    cast = 8 if item < 4 else 5  # while it is scaled: two copies in fp32, or one and the result
     several = rows > 1
-    most = max(
-        item * m * n,  # magnitudes, of which the largest is sought
-        cast * weight,
-        weight + (m - length) * n + cast * length * n,
-        weight + m * n + weight + dx,
-        weight + 2 * dx * several,  # results of the sequences, and all in one piece
-    )
-    if not trained:
-        return most
-    of_weight = max(
-        (m - length) * n + cast * length * n,
-        m * n + (m - length) * k + cast * length * k,
-        m * (n + k) + length * (n + k) + (8 if several else 4) * weight,
-    )
-    return max(most, dx + of_weight)
+    most = weight + m * n + (2 if several else 1) * dx  # results of several sequences, and all in one piece
+    of_weight = m * (n + k) + (8 if several else 4) * weight
+    return max(most, dx + of_weight) if trained else most

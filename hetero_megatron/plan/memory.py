@@ -229,7 +229,8 @@ def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[He
         hidden = 3 * chunk.layers + 2 * chunk.full + 4
         total += flying * (hidden * boundary_bytes(spec, chunk) + whole)
         again = whole if chunk.full or chunk.recompute == "selective" else 0
-        backward = max(backward, layer_backward_bytes(spec, chunk.tokens, *sizes) + again)
+        worked = layer_backward_bytes(spec, chunk.tokens, *sizes, linear_bytes(spec, chunk))
+        backward = max(backward, worked + again)
     return total + backward
 
 

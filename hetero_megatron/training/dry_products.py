@@ -26,7 +26,8 @@ def with_chip_products(kernels: KernelPlan) -> KernelPlan:
     """The same kernels, but the product in fp8, if there is one, multiplies quantised operands as they are."""
     if kernels.fp8 is None:
         return kernels
-    recipe = Tensorwise(_product) if kernels.fp8 == TENSORWISE else Blockwise(_product, _quantise)
+    whole = kernels.fp8 == TENSORWISE
+    recipe = Tensorwise(_product, _quantise_whole) if whole else Blockwise(_product, _quantise)
     gemm = Fp8Gemm(recipe)
     kernel = Kernel(kernels.fp8, "shapes", ATEN, gemm.forward, gemm.backward, parts=gemm.parts)
     hybrid = HYBRID in kernels.choices[kernels.fp8].signature.features
@@ -49,6 +50,11 @@ def _product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     made = a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=dtype)
     _ = a.data.contiguous(), b.data.contiguous()
     return made
+
+
+def _quantise_whole(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor, turned: bool) -> list[Quantised]:
+    data = x.new_empty(x.transpose(1, 2).shape if turned else x.shape, dtype=kind)
+    return list(map(Quantised, data.unbind(0), largest.new_empty(largest.shape).unbind(0)))
 
 
 def _quantise(x: torch.Tensor, kind: torch.dtype, blocks: str) -> Quantised:

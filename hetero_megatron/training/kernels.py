@@ -10,13 +10,14 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
+from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8 import RECIPES, Fp8
 from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import Dropout, ModelSpec
@@ -53,12 +54,7 @@ def rank_kernels(
     """
     place = locate(plan, rank)
     stage, unit = stage_at(plan, place), unit_at(plan, place)
-    accelerator = platform.accelerator
-    arch = accelerator.arch(platform.device.index or 0) if accelerator is not None else ()
-    base = Signature(
-        "", platform.device.type, dtype, platform.name, arch,
-        compiled=compiled, deterministic=deterministic,
-    )  # fmt: skip
+    base = replace(_signature(platform, dtype), compiled=compiled, deterministic=deterministic)
     share = rank_shares(spec, stage)[rank]
     requests = dict(stage.kernels)
     chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
@@ -76,7 +72,7 @@ def _require_fp8(
 ) -> None:
     """UserError where nothing multiplies in fp8 on this chip: the plan has to say that the stage computes otherwise."""
     kernels = registry.kernels(fp8.operator)
-    if fp8.operator in requests or any(not k.reasons(signature) and k.chosen_unasked(signature) for k in kernels):
+    if fp8.operator in requests or _has_fp8(registry, signature):
         return
     chip = ".".join(map(str, signature.arch))
     why = "; ".join(f"{k.provider}: {', '.join(k.reasons(signature)) or 'only by request'}" for k in kernels)
@@ -86,6 +82,27 @@ def _require_fp8(
         field=f"{path}.dtype", value="fp8",
         accepted="dtype: (that of the weights) for this stage, or --kernels with a provider that can serve it",
     )  # fmt: skip
+
+
+def fp8_kernels(registry: Registry, platform: Platform, dtype: torch.dtype) -> dict[str, Kernel]:
+    """By recipe, the product in fp8 that a run on this platform would have unasked; recipes that it lacks are left
+    out."""
+    found = {}
+    for recipe in RECIPES:
+        signature = replace(_signature(platform, dtype), op=Fp8("e4m3", recipe).operator)
+        if _has_fp8(registry, signature):
+            found[recipe] = resolve(registry, [signature]).choices[signature.op].kernel
+    return found
+
+
+def _has_fp8(registry: Registry, signature: Signature) -> bool:
+    return any(not k.reasons(signature) and k.chosen_unasked(signature) for k in registry.kernels(signature.op))
+
+
+def _signature(platform: Platform, dtype: torch.dtype) -> Signature:
+    accelerator = platform.accelerator
+    arch = accelerator.arch(platform.device.index or 0) if accelerator is not None else ()
+    return Signature("", platform.device.type, dtype, platform.name, arch)
 
 
 def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPlan:

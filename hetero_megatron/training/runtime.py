@@ -329,8 +329,9 @@ class Runtime:
         tokens = self.unit.tokens
         adapters = self.spec.lora is not None and self.spec.lora.dropout > 0
         dropped = not forward_only and (self.dropout != NO_DROPOUT or adapters)
+        draws = partial(Draws, self.seed) if self.graphs is None else partial(self.graphs.draws, self.seed)
         make = [
-            partial(_selected, fetch, indices, tokens, Draws(self.seed, step, indices[0]) if dropped else None)
+            partial(_selected, fetch, indices, tokens, draws(step, indices[0]) if dropped else None)
             if indices else None
             for indices in rows
         ]  # fmt: skip
@@ -386,12 +387,12 @@ class Runtime:
         """
         rates = (lr, weight_decay, clip_grad, loss_scale)
         with self.comm.clock.counting():
-            # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
-            work = self.work(fetch, first_sample, batch_size, step=step)
-            work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
             if self.graphs is not None:
                 self.graphs.warmed_up = self.eager_steps == 0
                 self.eager_steps = max(self.eager_steps - 1, 0)
+            # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
+            work = self.work(fetch, first_sample, batch_size, step=step)
+            work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
             return self._train_step(work, first_sample, batch_size, rates, stop, veto)
 
     def _train_step(

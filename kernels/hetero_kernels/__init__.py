@@ -45,6 +45,7 @@ Inputs may be views; outputs are contiguous. On the CPU set TRITON_INTERPRET=1 b
     KeyIntervals(bounds, sk, offset=0, causal=True, window=None): prepared once, for bounds= of many calls
     attention_delta(dout, out) -> delta[b, hq, sq]
     attention_merge(out_a, lse_a, out_b, lse_b) -> out, lse
+    quantise_fp8(x[b, rows, n], kind, largest[b], turned) -> (fp8, scales)   (one pass; turned: [b, n, rows])
     quantise_fp8_blocks(x[rows, n], kind, blocks) -> (fp8, scales)   (blocks: 1x128, 128x128, 128x1)
     gemm_fp8_blocks(a[m, k], a_scale[m, k/128], b[n, k], b_scale, dtype) -> a b^T in dtype   (a, b in fp8; b_scale
         [n, k/128] or [n/128, k/128])
@@ -72,8 +73,10 @@ from hetero_kernels.gelu import gelu_bwd, gelu_fwd, gelu_reference
 from hetero_kernels.gemm_fp8 import (
     gemm_fp8_blocks,
     gemm_fp8_blocks_reference,
+    quantise_fp8,
     quantise_fp8_blocks,
     quantise_fp8_blocks_reference,
+    quantise_fp8_reference,
 )
 from hetero_kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_fwd, grouped_gemm_reference
 from hetero_kernels.l2norm import l2norm, l2norm_reference
@@ -145,8 +148,10 @@ __all__ = [
     "linear_cross_entropy_reference",
     "linear_vocab_stats",
     "merge_stats",
+    "quantise_fp8",
     "quantise_fp8_blocks",
     "quantise_fp8_blocks_reference",
+    "quantise_fp8_reference",
     "rms_norm_bwd",
     "rms_norm_fwd",
     "rms_norm_reference",

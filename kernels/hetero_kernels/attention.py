@@ -31,13 +31,14 @@ class AttentionDropout(NamedTuple):
     """Which probabilities are dropped: see ``dropout.py``; column: key token, row: query token.
 
     Args:
-        dropped: probability times 2**16; key: 64 bits.
-        sample, head, q_start, k_start: numbers of the first row, query head, query token and key token.
+        dropped: probability times 2**16.
+        key: 64 bits; sample: number of the first row. Integers, or int64 [] on q's device, read when the kernel runs.
+        head, q_start, k_start: numbers of the first query head, query token and key token.
     """
 
     dropped: int
-    key: int
-    sample: int = 0
+    key: int | torch.Tensor
+    sample: int | torch.Tensor = 0
     head: int = 0
     q_start: int = 0
     k_start: int = 0
@@ -101,7 +102,7 @@ class _Call:
     item_bytes: int
     dropout: AttentionDropout | None
 
-    def drop(self, block_k: int) -> tuple[int | bool, ...]:
+    def drop(self, block_k: int) -> tuple[int | bool | torch.Tensor, ...]:
         """What the kernels take about dropout."""
         found = self.dropout or AttentionDropout(0, 0)
         numbers = (signed(x, 32) for x in (found.sample, found.head, found.q_start, found.k_start))

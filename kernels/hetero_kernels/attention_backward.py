@@ -9,7 +9,7 @@ import triton.language as tl
 
 from hetero_kernels.attention_mask import intervals, key_stretches, query_stretches
 from hetero_kernels.device_math import LOG2E, narrow, tanh, widen
-from hetero_kernels.dropout import DROP_ARGUMENTS, keep_tile
+from hetero_kernels.dropout import DROP_ARGUMENTS, keep_tile, number
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def attention_backward_kv(
         queries, offset, CAUSAL, WINDOW, BOUNDS, BLOCK_Q,
     )  # fmt: skip
     bounds_ptr += batch * 2 * queries
-    drop_sample += batch.to(tl.int32)
+    drop_key, drop_sample = number(drop_key), number(drop_sample).to(tl.int32) + batch.to(tl.int32)
     dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_K, BLOCK_V], ACC)
     for member in range(group):
@@ -228,7 +228,8 @@ def attention_backward_q(
     k_ptr += batch * k_b + kv_head * k_h
     v_ptr += batch * v_b + kv_head * v_h
     low, high = intervals(bounds_ptr + batch * 2 * queries, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
-    drop_row, drop_head, drop_sample = drop_q + row, drop_head + head, drop_sample + batch.to(tl.int32)
+    drop_key, drop_row, drop_head = number(drop_key), drop_q + row, drop_head + head
+    drop_sample = number(drop_sample).to(tl.int32) + batch.to(tl.int32)
     begin, full_begin, full_end, end = key_stretches(low, high, BLOCK_K)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], ACC)
     if BOUNDS or WINDOW > 0:

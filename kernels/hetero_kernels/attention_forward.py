@@ -6,7 +6,7 @@ import triton.language as tl
 
 from hetero_kernels.attention_mask import intervals, key_stretches
 from hetero_kernels.device_math import LN2, LOG2E, finite_or_zero, narrow, tanh, widen
-from hetero_kernels.dropout import DROP_ARGUMENTS, keep_tile
+from hetero_kernels.dropout import DROP_ARGUMENTS, keep_tile, number
 
 
 @triton.jit
@@ -93,7 +93,8 @@ def attention_forward(
     k_ptr += batch * k_b + kv_head * k_h
     v_ptr += batch * v_b + kv_head * v_h
     low, high = intervals(bounds_ptr + batch * 2 * queries, row, queries, keys, offset, CAUSAL, WINDOW, BOUNDS)
-    drop_row, drop_head, drop_sample = drop_q + row, drop_head + head, drop_sample + batch.to(tl.int32)
+    drop_key, drop_row, drop_head = number(drop_key), drop_q + row, drop_head + head
+    drop_sample = number(drop_sample).to(tl.int32) + batch.to(tl.int32)
     begin, full_begin, full_end, end = key_stretches(low, high, BLOCK_K)
     out = tl.zeros([BLOCK_Q, BLOCK_V], ACC)
     total = tl.zeros([BLOCK_Q], ACC)

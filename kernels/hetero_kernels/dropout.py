@@ -18,7 +18,7 @@ DROP_ARGUMENTS = ("drop_key", "drop_sample", "drop_head", "drop_q", "drop_k")
 
 
 def dropout_keep_reference(
-    key: int, dropped: int, columns: torch.Tensor, rows: torch.Tensor, head: int | torch.Tensor,
+    key: int | torch.Tensor, dropped: int, columns: torch.Tensor, rows: torch.Tensor, head: int | torch.Tensor,
     sample: int | torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Which elements stay; int64 tensors that broadcast, one element at a time as the definition says."""
@@ -43,6 +43,14 @@ def dropout_reference(
     samples = torch.arange(b, device=x.device)[:, None, None] + sample
     keep = dropout_keep_reference(key, dropped, columns, tokens[None, :, None], 0, samples)
     return (x.to(wide(x.dtype)) * keep * (65536 / (65536 - dropped))).to(x.dtype)
+
+
+@triton.jit
+def number(value):
+    """A number that is given, or that lies where ``value`` points."""
+    if value.dtype.is_ptr():
+        value = tl.load(value)
+    return value
 
 
 @triton.jit
@@ -80,6 +88,7 @@ def _dropout(
     x_ptr, y_ptr, tokens_ptr, key, sample, feature, tasks, across, lines, length, width, x_stride,
     DROPPED: tl.constexpr, ACC: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    key, sample = number(key), number(sample).to(tl.int32)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         line = (task // across) * LINES + tl.arange(0, LINES)
         live = line < lines
@@ -94,14 +103,15 @@ def _dropout(
 
 
 def dropout(
-    x: torch.Tensor, tokens: torch.Tensor, *, dropped: int, key: int, sample: int = 0, feature: int = 0,
-    limits: Limits | None = None,
+    x: torch.Tensor, tokens: torch.Tensor, *, dropped: int, key: int | torch.Tensor, sample: int | torch.Tensor = 0,
+    feature: int = 0, limits: Limits | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x [b, s, features] with elements at 0 of probability ``dropped`` / 2**16 and the others scaled; its own adjoint.
 
     Args:
-        tokens: [s] int64, the number of each token; key: 64 bits.
-        sample: number of the first row, feature: of the first feature.
+        tokens: [s] int64, the number of each token.
+        key: 64 bits; sample: number of the first row. Integers, or int64 [] on x's device, read when the kernel runs.
+        feature: number of the first one.
     """
     b, length, width = x.shape
     assert tokens.shape == (length,) and 0 <= dropped < 65536
@@ -120,7 +130,10 @@ def dropout(
     return y
 
 
-def signed(value: int, bits: int) -> int:
-    """``value`` modulo 2**bits as a signed integer, which a kernel takes whatever the value."""
+def signed(value: int | torch.Tensor, bits: int) -> int | torch.Tensor:
+    """``value`` modulo 2**bits as a signed integer, which a kernel takes whatever the value; int64 [] on the device
+    stay there, and the kernel cuts them (:func:`number`)."""
+    if isinstance(value, torch.Tensor):
+        return value
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value

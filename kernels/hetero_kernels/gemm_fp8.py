@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Quantisation to fp8 by blocks, and products of operands whose blocks of 128 elements have scales of their own
-(DeepSeek-V3, 2024).
+"""Quantisation to fp8, with one scale per matrix or by blocks, and products of operands whose blocks of 128 elements
+have scales of their own (DeepSeek-V3, 2024).
 
 Scales are powers of two. Each block's product is scaled as it is added to the sum, in fp32.
 """
@@ -15,6 +15,7 @@ from hetero_kernels.limits import INTERPRETED, Limits, cdiv, config, limits_of, 
 BLOCK = 128  # elements that share a scale
 MANY = 4096  # rows in a tile under the interpreter, if there are more
 SHAPES = ("1x128", "128x128", "128x1")
+WHOLE, WHOLE_TURNED = 3, 4  # one scale for each matrix, whose largest magnitude is given
 # Of the largest number of a format, 1.75 x 2^n: n.
 TOPS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
@@ -35,22 +36,32 @@ def quantise_fp8_blocks_reference(x: torch.Tensor, kind: torch.dtype, blocks: st
 
 @triton.jit
 def _quantise(
-    x_ptr, out_ptr, scale_ptr, rows, cols, row_stride, col_stride, scale_stride,
+    x_ptr, out_ptr, scale_ptr, largest_ptr, matrices, rows, cols, matrix_stride, row_stride, col_stride, scale_stride,
     TOP: tl.constexpr, SHAPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """SHAPE: 0 for 1 x 128, 1 for 128 x 128, 2 for 128 x 1, whose out is [cols, rows]. ROWS and COLS are 128, or less
-    where x has no more; rows that have scales of their own may be more."""
+    """SHAPE: 0 for 1 x 128, 1 for 128 x 128, 2 for 128 x 1, whose out is [cols, rows]; of these there is one matrix. 3
+    for whole matrices, 4 for such whose out is [cols, rows]. ROWS and COLS are 128, or less where x has no more; rows
+    that have scales of their own may be more."""
     across = tl.cdiv(cols, COLS)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
+    tiles = tl.cdiv(rows, ROWS) * across
+    for every in range(tl.program_id(0), matrices * tiles, tl.num_programs(0)):
+        if SHAPE >= 3:
+            matrix, tile = every // tiles, every % tiles
+            x_at = x_ptr + matrix.to(tl.int64) * matrix_stride
+            out_at = out_ptr + matrix.to(tl.int64) * rows * cols
+        else:
+            tile, x_at = every, x_ptr
         top, left = tile // across, tile % across
         row = (top * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         col = (left * COLS + tl.arange(0, COLS)).to(tl.int64)
         inside = (row < rows)[:, None] & (col < cols)[None, :]
         x = widen(
-            tl.load(x_ptr + row[:, None] * row_stride + col[None, :] * col_stride, mask=inside, other=0.0), tl.float32
+            tl.load(x_at + row[:, None] * row_stride + col[None, :] * col_stride, mask=inside, other=0.0), tl.float32
         )
         size = tl.where(x == x, tl.abs(x), float("inf"))
-        if SHAPE == 0:
+        if SHAPE >= 3:
+            largest = tl.full([1, 1], 0, tl.float32) + tl.load(largest_ptr + matrix)
+        elif SHAPE == 0:
             largest = tl.max(size, 1, keep_dims=True)
         elif SHAPE == 1:
             largest = tl.max(tl.max(size, 1, keep_dims=True), 0, keep_dims=True)
@@ -63,7 +74,13 @@ def _quantise(
         inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
         inverse = tl.where(largest < float("inf"), inverse, float("nan"))
         data = narrow(x * scale, out_ptr.dtype.element_ty)
-        if SHAPE == 0:
+        if SHAPE >= 3:
+            if SHAPE == 3:
+                tl.store(out_at + row[:, None] * cols + col[None, :], data, mask=inside)
+            else:
+                tl.store(out_at + col[None, :] * rows + row[:, None], data, mask=inside)
+            tl.store(scale_ptr + matrix + tl.zeros([1, 1], tl.int32), inverse, mask=tile == 0)
+        elif SHAPE == 0:
             tl.store(out_ptr + row[:, None] * cols + col[None, :], data, mask=inside)
             tl.store(scale_ptr + row[:, None] * scale_stride + left, inverse, mask=(row < rows)[:, None])
         elif SHAPE == 1:
@@ -94,9 +111,46 @@ def quantise_fp8_blocks(
         wide = min(BLOCK, power_of_two(cols))
         programs = min(cdiv(rows, tall) * cdiv(cols, wide), limits.max_grid)
         _quantise[(programs,)](
-            x, out, scale, rows, cols, *x.stride(), scale.stride(0), TOPS[kind], shape, tall, wide,
+            x, out, scale, scale, 1, rows, cols, 0, *x.stride(), scale.stride(0), TOPS[kind], shape, tall, wide,
             num_warps=min(chosen["num_warps"], limits.max_warps),
         )  # fmt: skip
+    return out, scale
+
+
+def quantise_fp8_reference(
+    x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor, turned: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`quantise_fp8`."""
+    exponent = torch.floor(torch.log2(torch.finfo(kind).max / largest.double())).clamp(-126, 126)
+    exponent = torch.where(largest > 0, exponent, 0.0)
+    data = (x.float() * torch.exp2(exponent).float()[:, None, None]).to(kind)
+    inverse = torch.where(largest.isfinite(), torch.exp2(-exponent).float(), torch.nan)
+    return (data.transpose(1, 2) if turned else data).contiguous(), inverse
+
+
+def quantise_fp8(
+    x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor, turned: bool = False, *, limits: Limits | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [b, rows, n] -> (fp8 ``kind`` [b, rows, n], or ``turned`` [b, n, rows]; what gives the values back, fp32 [b]),
+    in one pass: scaled to the range of ``kind``, rounded, and turned.
+
+    Args:
+        largest: fp32 [b], magnitudes that each matrix is scaled for; what is not finite gives a scale of NaN.
+    """
+    limits = limits or limits_of(x.device)
+    b, rows, cols = x.shape
+    assert largest.shape == (b,) and largest.dtype == torch.float32, "one magnitude for each matrix"
+    out = torch.empty((b, cols, rows) if turned else (b, rows, cols), dtype=kind, device=x.device)
+    scale = torch.empty(b, dtype=torch.float32, device=x.device)
+    assert out.numel(), "there is nothing to round"
+    chosen = config("quantise_fp8", cols, x.dtype, limits)
+    most = MANY if INTERPRETED else BLOCK
+    tall, wide = (min(most if side == 0 else BLOCK, power_of_two(n)) for side, n in enumerate((rows, cols)))
+    programs = min(b * cdiv(rows, tall) * cdiv(cols, wide), limits.max_grid)
+    _quantise[(programs,)](
+        x, out, scale, largest.contiguous(), b, rows, cols, *x.stride(), 0, TOPS[kind],
+        WHOLE_TURNED if turned else WHOLE, tall, wide, num_warps=min(chosen["num_warps"], limits.max_warps),
+    )  # fmt: skip
     return out, scale
 
 

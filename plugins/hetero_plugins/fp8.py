@@ -1,9 +1,11 @@
 """Products in fp8 on NVIDIA GPUs that have it (Ada, Hopper, later): ``torch._scaled_mm`` where operands have one scale,
-Triton kernels where blocks have theirs. On the CPU both run by request, for tests."""
+Triton kernels where blocks have theirs. Where Triton is, its kernels quantise in either case. On the CPU all run by
+request, for tests."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -38,6 +40,11 @@ def block_mm(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     return kernels.gemm_fp8_blocks(a.data, a.scale, b.data, b.scale, dtype)  # type: ignore[no-any-return]
 
 
+def quantise_whole(x: torch.Tensor, kind: torch.dtype, largest: torch.Tensor, turned: bool) -> list[Quantised]:
+    data, scale = importlib.import_module("hetero_kernels").quantise_fp8(x, kind, largest, turned)
+    return list(map(Quantised, data.unbind(0), scale.unbind(0)))
+
+
 def quantise_blocks(x: torch.Tensor, kind: torch.dtype, blocks: str) -> Quantised:
     kernels = importlib.import_module("hetero_kernels")
     return Quantised(*kernels.quantise_fp8_blocks(x, kind, blocks))
@@ -56,6 +63,9 @@ def register(api: PluginApi) -> None:
     )  # fmt: skip
     api.kernel(_kernel(TENSORWISE, "scaled_mm", VENDOR, Fp8Gemm(Tensorwise(scaled_mm)), capability, False))
     if source_file("hetero_kernels.gemm_fp8") is not None:
+        fused = Fp8Gemm(Tensorwise(scaled_mm, quantise_whole))
+        # Of the vendor's kind by its product, and before the one that quantises operator by operator.
+        api.kernel(replace(_kernel(TENSORWISE, "triton", VENDOR, fused, capability, True), priority=1))
         gemm = Fp8Gemm(Blockwise(block_mm, quantise_blocks))
         api.kernel(_kernel(BLOCKWISE, "triton", TRITON, gemm, capability, True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -35,17 +36,19 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
     return dist.ProcessGroupGloo(dist.PrefixStore("walled", store), rank, size, timeout)
 
 
-def with_attention(plan: Plan, device: torch.device) -> Plan:
-    """On an emulated device, the plan with attention by its definition, which no device runs unasked."""
+def with_attention(plan: Plan, device: torch.device, *more: str) -> Plan:
+    """On an emulated device, the plan with attention, and what else is named, by its definition, which no device runs
+    unasked."""
     if device.type == "cpu":
         return plan
-    asked = (("attention", "reference"),)
+    asked = tuple((name, "reference") for name in ("attention", *more))
     pipelines = tuple(
         replace(p, stages=tuple(replace(s, kernels=asked) for s in p.stages)) for p in plan.pipelines
     )  # fmt: skip
     return replace(plan, pipelines=pipelines)
 
 
+@functools.cache
 def build_emulated() -> None:
     """Build the emulated device unless it is there; the test is skipped where there is no compiler."""
     told = {**os.environ, "PYTHONPATH": str(PLUGINS / "emulated_vendor")}

@@ -18,6 +18,8 @@ def cast(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device) -> 
     """The case's arguments in ``dtype`` on ``device``; strides are kept, ``spec.wide`` stays in at least fp32."""
 
     def one(name: str, value: Any) -> Any:
+        if hasattr(value, "_fields"):  # an option of several values, some of which may lie on the device
+            return value._make(one(name, x) for x in value)
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
             return [one(name, x) for x in value]
         if not isinstance(value, torch.Tensor):
@@ -41,6 +43,8 @@ def exact(args: Sequence[Any]) -> list[Any]:
     def one(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
+        if hasattr(value, "_fields"):
+            return value._make(map(one, value))
         return [one(x) for x in value] if isinstance(value, list) else value
 
     return [one(value) for value in args]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 from hetero_megatron.plan.fp8 import BLOCK
@@ -47,8 +48,9 @@ class Fp8Products:
     """Prices products in fp8.
 
     Args:
-        rates: of the chip in fp8. Measured rows are of whole forwards, both operands quantised; elsewhere, and for
-            the products of backward, the modelled seconds are corrected by measured / modelled at the nearest sizes.
+        rates: of the chip in fp8. Measured rows are of whole products, both operands quantised: ``gemm`` of forward,
+            ``gemm_backward`` of backward, which without it follows forward. At other sizes the modelled seconds are
+            corrected by measured / modelled at the nearest ones.
         recipe: ``tensorwise`` or ``blockwise``.
         item: bytes per element of activations and weights.
     """
@@ -61,11 +63,17 @@ class Fp8Products:
         """y = x w^T of x [m, k] and w [n, k]."""
         if min(m, n, k) <= 0:
             return Products()
-        found = self._modelled(m, n, k)
-        if not self.rates.gemm:
-            return found
-        ratios = [(row[:3], row[3] / self._modelled(*row[:3]).forward) for row in self.rates.gemm]
-        return found.times(nearest(ratios, (m, n, k)))
+        size = m, n, k
+        ratios = 3 * [self._correction(size, self.rates.gemm, 0)]
+        if self.rates.gemm_backward:
+            ratios[1:] = (self._correction(size, self.rates.gemm_backward, part) for part in (1, 2))
+        return Products(*map(mul, self._modelled(m, n, k), ratios))
+
+    def _correction(self, size: tuple[float, float, float], rows: Sequence[tuple[float, ...]], part: int) -> float:
+        """Measured / modelled seconds of one of the three products, at the nearest sizes; 1: none was measured."""
+        column = 3 + max(part - 1, 0)
+        known = [(row[:3], row[column] / self._modelled(*row[:3])[part]) for row in rows]
+        return nearest(known, size) if known else 1.0
 
     def _modelled(self, m: float, n: float, k: float) -> Products:
         item, moved = self.item, quantised_bytes(self.recipe, m, n, k, self.item)
@@ -84,10 +92,9 @@ def quantised_bytes(recipe: str, m: float, n: float, k: float, item: int) -> Pro
     if recipe == "blockwise":
         row, square = item + 1 + SCALE, item + 1  # one kernel reads, and writes turned or not
         return Products(x * row + weight * square, dy * row + weight * (square + 2), (dy + x) * row + 4 * weight)
-    largest = 3 * item  # read; magnitudes written and read
-    cast = 4 + 4 + 4 + 1 + (item + 4 if item < 4 else 0)  # widened, scaled, cast: one after the other
+    cast = item + 1  # one kernel, turned or not; before it, another one reads all to find the largest magnitude
     return Products(
-        (x + weight) * (largest + cast), dy * (largest + cast) + weight * (cast + 2), (dy + x) * (cast + 2) + 4 * weight
+        (x + weight) * (item + cast), dy * (item + cast) + weight * cast, (dy + x) * cast + 4 * weight
     )
 
 

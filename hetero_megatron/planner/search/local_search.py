@@ -41,18 +41,22 @@ class LocalSearch:
     def climb(start: Row, space: SearchSpace, incumbent: Incumbent, effort: int) -> bool:
         """Climb from one template, from neighbour to the first better one; False where the incumbent said to stop."""
         scorer, (best, _, template) = incumbent.scorer, start
-        seen, neighbours = {template}, _neighbours(scorer, template, space)
-        while effort and (other := next(neighbours, None)) is not None:
-            if other in seen:
+        seen, neighbours = {template}, _neighbours(template, space)
+        while effort and (near := next(neighbours, None)) is not None:
+            limit = best * (1 - LEAST_GAIN)
+            slow = _compute_seconds(scorer, near) >= limit
+            other = near if slow else _fitted(scorer, near, space)
+            if other is None or other in seen:
                 continue
             if incumbent.should_stop():
                 return False
             seen.add(other)
             effort -= 1
-            limit = best * (1 - LEAST_GAIN)
-            score = incumbent.offer(other, limit) if scorer.bounds.lower_bound(other) < limit else None
+            if slow or scorer.bounds.lower_bound(other) >= limit:
+                continue
+            score = incumbent.offer(other, limit)
             if score is not None:
-                best, neighbours = score.step_seconds, _neighbours(scorer, other, space)
+                best, neighbours = score.step_seconds, _neighbours(other, space)
         return not incumbent.should_stop()
 
 
@@ -64,17 +68,30 @@ def _starts(rows: Sequence[Row]) -> list[Row]:
     return list(dict.fromkeys([*rows[:STARTS], *list(found.values())[:STARTS]]))
 
 
-def _neighbours(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
+def _compute_seconds(scorer: TemplateScorer, template: PlanTemplate) -> float:
+    """Lower bound (s) on the step with any recompute: what stages compute for all micro-batches, after those before."""
+    worst = 0.0
+    for part in template.parts:
+        before, saved, last = 0.0, 0.0, len(part.shape.stages) - 1
+        for s, stage in enumerate(part.shape.stages):
+            plain = stage if stage.recompute == "none" else replace(stage, recompute="none", first=0)
+            x = scorer.stage(plain, part.shape.micro_batch_size, s == 0, s == last)
+            seconds, saved = x.forward + x.backward, max(saved, x.saved)
+            worst = max(worst, before + part.num_micro_batches * seconds - saved)
+            before += seconds
+    return worst
+
+
+def _neighbours(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     for schedule in space.schedules:
         if schedule != template.schedule:
-            yield from _fitted(scorer, replace(template, schedule=schedule), space)
+            yield replace(template, schedule=schedule)
     for p, part in enumerate(template.parts):
         for shape in shapes_near(part.shape, space):
-            parts = (*template.parts[:p], replace(part, shape=shape), *template.parts[p + 1 :])
-            yield from _fitted(scorer, replace(template, parts=parts), space)
+            yield replace(template, parts=(*template.parts[:p], replace(part, shape=shape), *template.parts[p + 1 :]))
     for halved in inner_replicas_as_pipelines(template, space):
         for order in ("stage", "pipeline"):
-            yield from _fitted(scorer, replace(halved, order=order), space)
+            yield replace(halved, order=order)
 
 
 def inner_replicas_as_pipelines(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
@@ -110,18 +127,17 @@ def _with(shape: PipelineTemplate, changed: Mapping[int, StageTemplate]) -> Pipe
     return replace(shape, stages=tuple(changed.get(i, s) for i, s in enumerate(shape.stages)))
 
 
-def _fitted(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
-    """The template with the fastest recompute that fits; nothing if none fits."""
+def _fitted(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> PlanTemplate | None:
+    """The template with the fastest recompute that fits; None if none fits."""
     if space.recompute is not None:
-        yield template
-        return
+        return template
     parts = []
     for part in template.parts:
         count = part.num_micro_batches
         if template.schedule == "gpipe" and count > scorer.tables.depth:
-            return
+            return None
         shape = best_recompute(scorer.tables, part.shape, template.schedule, count, template.pipelines)
         if shape is None:
-            return
+            return None
         parts.append(replace(part, shape=shape))
-    yield replace(template, parts=tuple(parts))
+    return replace(template, parts=tuple(parts))

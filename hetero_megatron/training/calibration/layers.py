@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, median_low
 
@@ -13,6 +13,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
@@ -29,12 +30,14 @@ NOISE = 3  # standard deviations of an action by which a straggler is slower, at
 
 @dataclass(frozen=True)
 class Job:
-    """What all runs have in common. ``kernels``: of this rank's stage, as runs would have them; None: torch's own."""
+    """What all runs have in common. ``kernels``: of this rank's stage, as runs would have them; None: torch's own.
+    ``fp8``: by recipe, the products that this rank's platform has in fp8."""
 
     comm: Comm
     dtype: torch.dtype
     optimizer: OptimizerFactory
     kernels: Callable[[Plan, ModelSpec], KernelPlan] | None = None
+    fp8: Mapping[str, Kernel] = field(default_factory=dict)
 
     def runtime(self, run: Run) -> Runtime | None:
         """This rank of the run; one that its plan leaves out makes the groups with the others, and gets None."""

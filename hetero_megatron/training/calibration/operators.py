@@ -35,7 +35,7 @@ def measure_operators(job: Job, spec: ModelSpec, lengths: Sequence[int], calls: 
     return rows, spreads
 
 
-def _timed(clock: Clock, *calls: Callable[[], None]) -> list[float]:
+def timed(clock: Clock, *calls: Callable[[], None]) -> list[float]:
     """Seconds of each call, one after the other."""
     at = [clock.computed]
     with clock.counting(), clock.work():
@@ -62,7 +62,7 @@ def _attention(job: Job, spec: ModelSpec, length: int) -> list[float]:
         for out in outs:
             torch.autograd.grad(out, (q, k, v), grad)
 
-    seconds = _timed(job.comm.clock, lambda: outs.extend(attention(q, k, v)[0] for _ in range(count)), backward)
+    seconds = timed(job.comm.clock, lambda: outs.extend(attention(q, k, v)[0] for _ in range(count)), backward)
     return [s / count for s in seconds]
 
 
@@ -87,11 +87,12 @@ def _ring(clock: Clock, block: BlockAttention, tensors: Sequence[torch.Tensor], 
             block.forward(q, pair[0], pair[1], mine, out, lse)
 
     def backward() -> None:
-        dq, delta = torch.zeros_like(out), block.kernel.delta(grad, out)
+        dq, whole = torch.zeros_like(out), out.to(q.dtype)
+        delta = block.kernel.delta(grad, whole)
         for cut, mine in zip(cuts, tiles, strict=True):
             pair = torch.stack((k[:, cut], v[:, cut]))
             sums = torch.zeros(pair.shape, dtype=out.dtype, device=out.device)
-            block.backward(grad, q, pair[0], pair[1], out, lse, mine, (dq, sums[0], sums[1]), delta)
+            block.backward(grad, q, pair[0], pair[1], whole, lse, mine, (dq, sums[0], sums[1]), delta)
             sums += torch.stack((sums[0], sums[1]))  # the sum so far arrives, and leaves
 
-    return _timed(clock, forward, backward)
+    return timed(clock, forward, backward)

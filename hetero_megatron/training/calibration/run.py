@@ -17,6 +17,7 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.testbed.clocks import Kept, worst_clock
 from hetero_megatron.training.calibration.exchange import Phase, fit_phases, observe_exchange
 from hetero_megatron.training.calibration.experts import ExpertTables, measure_experts
+from hetero_megatron.training.calibration.fp8_products import Fp8Tables, measure_fp8
 from hetero_megatron.training.calibration.layers import Job, StageTimes, fit_split, fit_stages, observe, stragglers
 from hetero_megatron.training.calibration.links import LinkKind, measure_links
 from hetero_megatron.training.calibration.measure import LEAST, robust_fit
@@ -82,6 +83,12 @@ def calibrate(
     slow, out, seen = _all_stages(observed, cluster, options, runs)
     log("attention alone")
     operators = world.gather_objects(measure_operators(job, spec, options.lengths, CALLS * options.steps), Tables)
+    if job.fp8:
+        log("products in fp8")
+    own_fp8 = measure_fp8(
+        job, spec, options.tp, options.micro_batch_sizes, options.seq_length, CALLS * options.steps
+    )
+    fp8 = world.gather_objects(own_fp8, Fp8Tables)
     if spec.moe is not None:
         log("routed experts")
     most = options.seq_length * max(options.micro_batch_sizes)
@@ -109,7 +116,7 @@ def calibrate(
         groups = {g.name for g in cluster.nodes if g.chip == chip}
         posting = [link.message_seconds or 0.0 for (source, _, _), link in links.items() if source in groups]
         rates["spread"] |= spread
-        chips[chip] = {options.dtype: {**rates, **tables, "message_seconds": median(posting or [0.0])}}
+        chips[chip] = {options.dtype: {**rates, **tables, "message_seconds": median(posting or [0.0])}, **fp8[ranks[0]]}
     found = {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in links.items()]}
     clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report(), dict[str, float]))))
     return Calibration(_rounded(found), links, slow, clock)

@@ -11,8 +11,8 @@ from hetero_emulated_vendor import build
 VENDOR = "HETERO_EMULATED_VENDOR"  # environment variable: ranks of unlike names cannot talk by emuccl
 
 extension = build.load()
-# What streams still have to do runs on threads of their own, which the end of the interpreter would cut off.
-atexit.register(extension.settle_all, datetime.timedelta(seconds=5))
+# Streams and backward passes run on threads of their own, which the end of the interpreter would cut off.
+atexit.register(extension.settle_before_exit, datetime.timedelta(seconds=5))
 
 
 def vendor() -> str:

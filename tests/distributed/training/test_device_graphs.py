@@ -14,13 +14,15 @@ from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.update import AdamW
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.spec import Dropout, Lora, adapted, from_hf_config
+from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, RandomSamples
-from tests.support.pool import Pool, shared_pool
-from tests.support.vendors import build_emulated, with_attention
+from tests.support.pool import Pool
+from tests.support.vendors import with_attention
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
@@ -34,36 +36,32 @@ ONE: Stages = [{"ranks": [0], "layers": [0, 4]}]
 TWO: Stages = [{"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}]
 CHUNKS: Stages = [{"ranks": [r], "layers": [[r, r + 1], [r + 2, r + 3]]} for r in (0, 1)]
 
-pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
+EMULATED_RANKS = 2
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def extension() -> None:
-    build_emulated()
-
-
-@pytest.fixture
-def pool(extension: None) -> Pool:
-    return shared_pool(("emulated",) * 2)
-
-
-def case_of(model: dict[str, Any], pipelines: list[Stages], dtype: str = "fp32", rows: int = 1, **plan: Any) -> Case:
+def case_of(
+    model: dict[str, Any], pipelines: list[Stages], dtype: str = "fp32", rows: int = 1, dropout: Dropout = NO_DROPOUT,
+    fp8: Fp8 | None = None, **plan: Any,
+) -> Case:  # fmt: skip
     each = MICRO_BATCHES // len(pipelines)
     document = {
         "version": 1, "seq_length": 8, "global_batch_size": MICRO_BATCHES * rows, **plan,
         "pipelines": [{"micro_batch_size": rows, "num_micro_batches": each, "stages": s} for s in pipelines],
     }  # fmt: skip
-    return Case(3, 2, model, document, dtype, masked=True)
+    return Case(3, 2, model, document, dtype, masked=True, dropout=dropout, fp8=fp8)
 
 
 def recomputed(stages: Stages, how: str) -> Stages:
     return [{**stage, "recompute": how} for stage in stages]
 
 
-def trained(comm: Comm, case: Case, graphs_after: int | None) -> dict[str, Any]:
+def trained(comm: Comm, case: Case, graphs_after: int | None, lora: Lora | None = None) -> dict[str, Any]:
     """Losses and norms of some steps, the weights after them, and what the last step launched and waited for."""
     spec = from_hf_config(case.model)
-    plan = with_attention(plan_for(plan_from_dict(case.plan, spec), comm.islands), comm.device)
+    spec = spec if lora is None else adapted(spec, lora)
+    products = () if case.fp8 is None else (case.fp8.operator,)
+    plan = with_attention(plan_for(plan_from_dict(case.plan, spec), comm.islands), comm.device, *products)
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
@@ -76,11 +74,12 @@ def trained(comm: Comm, case: Case, graphs_after: int | None) -> dict[str, Any]:
     runtime = Runtime(
         compiled, comm, dtype, lambda t, box: initial_values(t, box, spec, 0),
         lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), graphs_after=graphs_after,
+        dropout=case.dropout, seed=case.seed, fp8=case.fp8,
     )  # fmt: skip
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
     for step in range(STEPS):
         before = emu.launches(), emu.host_waits()
-        stats.append(runtime.train_step(data.fetch, step * size, size, 1e-2, clip_grad=1.0, loss_scale=8.0))
+        stats.append(runtime.train_step(data.fetch, step * size, size, 1e-2, clip_grad=1.0, loss_scale=8.0, step=step))
         launches, waits = (
             {name: n - old.get(name, 0) for name, n in now.items() if n > old.get(name, 0)}
             for now, old in zip((emu.launches(), emu.host_waits()), before, strict=True)
@@ -106,13 +105,27 @@ CASES = {
     "bf16": (case_of(LLAMA, [TWO], "bf16"), [2, 1]),
     "fp16": (case_of(LLAMA, [ONE], "fp16"), [1]),
     "biases and layer norms": (case_of(GPT2, [ONE]), [1]),
+    "dropout": (case_of(GPT2, [TWO], dropout=Dropout(0.3, 0.2)), [2, 1]),
+    "dropout, recompute": (case_of(LLAMA, [recomputed(TWO, "full")], dropout=Dropout(0.3, 0.2)), [2, 1]),
+    "dropout, chunks": (case_of(LLAMA, [CHUNKS], schedule="interleaved", rows=2, dropout=Dropout(0.0, 0.4)), None),
+    "adapters": (case_of(LLAMA, [TWO]), [2, 1]),
+    "adapters, dropout, recompute": (case_of(LLAMA, [recomputed(ONE, "full")], dropout=Dropout(0.1, 0.0)), [1]),
+    "tensorwise": (case_of(LLAMA, [ONE], "bf16", rows=2, fp8=Fp8("hybrid", "tensorwise")), [1]),
+    "blockwise": (case_of(LLAMA, [TWO], "bf16", fp8=Fp8("e4m3", "blockwise")), [2, 1]),
+    "all of it": (case_of(LLAMA, [TWO], dropout=Dropout(0.2, 0.2), fp8=Fp8("e4m3", "tensorwise")), [2, 1]),
+}
+ADAPTERS = {
+    "adapters": Lora(2, 4.0, ("q_proj", "v_proj")),
+    "adapters, dropout, recompute": Lora(2, 4.0, ("q_proj", "down_proj"), dropout=0.4),
+    "all of it": Lora(2, 4.0, ("q_proj", "gate_proj"), dropout=0.1),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
     case, in_flight = CASES[name]
-    plain, graphed = (pool.run(trained, case, after) for after in (None, EAGER))
+    lora = ADAPTERS.get(name)
+    plain, graphed = (pool.run(trained, case, after, lora) for after in (None, EAGER))
     for rank, (one, other) in enumerate(zip(plain, graphed, strict=True)):
         if not one:
             continue
@@ -129,12 +142,12 @@ def test_graphs_change_no_bit(name: str, pool: Pool) -> None:
         assert sum(other["waits"].values()) <= 2, "and the host waits no more than without"
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
-def test_the_estimate_counts_what_graphs_take(how: str, pool: Pool) -> None:
+@pytest.mark.parametrize(("how", "fp8"), [("none", None), ("full", None), ("none", Fp8("e4m3", "tensorwise"))])
+def test_the_estimate_counts_what_graphs_take(how: str, fp8: Fp8 | None, pool: Pool) -> None:
     """Without their part it would be a fifth too small."""
     model = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # tensors of many pages
-    case = case_of(model, [recomputed(ONE, how)], rows=2, seq_length=64)
+    case = case_of(model, [recomputed(ONE, how)], rows=2, seq_length=64, fp8=fp8)
     spec = from_hf_config(model)
-    predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True)[0]
+    predicted = estimate_memory(plan_from_dict(case.plan, spec), spec, case.dtype, graphs=True, fp8=fp8)[0]
     peak = pool.run(trained, case, EAGER)[0]["peak"]
     assert 0.9 < peak / predicted.total < 1.1

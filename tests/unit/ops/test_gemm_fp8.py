@@ -12,13 +12,24 @@ import torch
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import Signature, default_kernels, resolve, torch_registry
-from hetero_megatron.ops.gemm_fp8 import BLOCK, E4M3, E5M2, NAMES, largest_of, quantise_blocks, quantise_tensor
+from hetero_megatron.ops.gemm_fp8 import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    NAMES,
+    largest_of,
+    quantise_blocks,
+    quantise_tensor,
+    quantise_whole,
+)
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits, stage_fp8
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model, shares
+from hetero_plugins import fp8 as vendor
+from hetero_plugins import triton as portable
 from tests.support.small_plans import pipe, plan, stage
 
 
@@ -81,7 +92,7 @@ def test_rows_of_a_batch_are_rounded_alone(op: str) -> None:
     assert 0.005 < float((whole[2] - exact).norm() / exact.norm()) < 0.1, "an fp8 product, no better and no worse"
 
 
-@pytest.mark.parametrize(("op", "provider"), [(NAMES[0], "scaled_mm"), (NAMES[1], "triton")])
+@pytest.mark.parametrize(("op", "provider"), [(NAMES[0], "scaled_mm"), (NAMES[0], "triton"), (NAMES[1], "triton")])
 def test_providers_give_the_product_of_what_was_rounded(op: str, provider: str) -> None:
     registry, generator = load_plugins().registry, torch.Generator().manual_seed(1)
     shapes = ((2, 70, 150), (130, 150), (2, 70, 130))
@@ -109,6 +120,23 @@ def test_triton_quantises_to_the_same_values(kind: torch.dtype, blocks: str) -> 
     assert torch.equal(got[0].float()[finite], want.data.float()[finite])
 
 
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("turned", [False, True])
+def test_triton_quantises_whole_matrices_to_the_same_values(kind: torch.dtype, turned: bool) -> None:
+    import hetero_kernels
+
+    x = torch.randn(4, 130, 140, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[0, 3:5, 4], x[1], x[2] = torch.tensor([448.0, 449.0]), 0.0, x[2] * 1e-30
+    x[3, 60:63, 7] = torch.tensor([3e38, math.inf, math.nan])
+    for some in (x, x.transpose(1, 2), x[:, ::2, 3:]):
+        data, scale = hetero_kernels.quantise_fp8(some, kind, largest_of(some), turned)
+        want = quantise_whole(some, kind, largest_of(some), turned)
+        torch.testing.assert_close(scale, torch.stack([each.scale for each in want]), rtol=0, atol=0, equal_nan=True)
+        assert data.is_contiguous() and scale[3].isnan()
+        for got, each in zip(data[:3], want, strict=False):
+            assert torch.equal(got.float(), each.data.float())
+
+
 @pytest.mark.parametrize("op", NAMES)
 def test_only_linear_modules_of_layers_take_it(op: str) -> None:
     spec = load_model("tiny")
@@ -124,6 +152,15 @@ def test_no_device_gets_the_reference_unasked() -> None:
     for op in NAMES:
         with pytest.raises(UserError, match="only by request"):
             resolve(torch_registry(), [Signature(op, "acme", torch.bfloat16, "other")])
+
+
+def test_the_kernel_that_quantises_in_one_pass_is_chosen_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "INTERPRETED", False)
+    registry = load_plugins().registry
+    hopper = Signature(NAMES[0], "cuda", torch.bfloat16, "nvidia", (9, 0))
+    assert resolve(registry, [hopper]).provider(NAMES[0]) == "triton"
+    monkeypatch.setattr(vendor, "triton_supports", lambda _: ["triton is not installed"])
+    assert resolve(registry, [hopper]).provider(NAMES[0]) == "scaled_mm"
 
 
 TP = plan([pipe(1, 2, stage([0, 1], [0, 6], tp=2))], seq_length=256)

@@ -5,6 +5,7 @@
 
 #include "backend.h"
 #include "copies.h"
+#include "exit.h"
 #include "graphs.h"
 #include "guard.h"
 
@@ -30,7 +31,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         synchronize_device(device);
       },
       Unlocked());
-  module.def("settle_all", &settle_all, Unlocked());
+  module.def("settle_before_exit", &settle_before_exit, Unlocked());
   module.def("host_waits", &host_waits);
   module.def("launches", &launches);
   module.def("total_memory", &total_memory);

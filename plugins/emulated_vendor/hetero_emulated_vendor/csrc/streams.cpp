@@ -235,7 +235,7 @@ std::map<std::string, int64_t> host_waits() {
   return waits();
 }
 
-bool settle_all(std::chrono::milliseconds time) {
+bool settle_all(std::chrono::steady_clock::time_point deadline) {
   std::vector<Stream*> all;
   {
     std::lock_guard<std::mutex> lock(streams().mutex);
@@ -243,7 +243,6 @@ bool settle_all(std::chrono::milliseconds time) {
       for (auto& stream : device) all.push_back(stream.get());
     }
   }
-  const auto deadline = std::chrono::steady_clock::now() + time;
   bool settled = true;
   for (Stream* stream : all) settled = stream->settle(deadline) && settled;
   return settled;

@@ -91,9 +91,8 @@ c10::Stream exchange_stream(c10::Stream stream);
 Stream& new_stream(int device);
 void synchronize_stream(Stream& stream);
 void synchronize_device(int device);
-// Before the process ends: what is queued runs on threads that nobody joins, and must not find torch's global objects
-// or the interpreter gone. False where something (a transfer that nobody answers) does not end in time.
-bool settle_all(std::chrono::milliseconds time);
+// Until all streams have done what is queued, or until the deadline; whether they have.
+bool settle_all(std::chrono::steady_clock::time_point deadline);
 
 // How often the host was held up until the device had done what was queued, by what held it up.
 void count_wait(const std::string& what);
