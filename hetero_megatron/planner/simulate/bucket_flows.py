@@ -58,7 +58,8 @@ class PortTraffic:
 
     Attributes:
         ports, way, size: [messages]: ``size[i]`` elements pass port ``ports[i]`` over a link of kind ``ways[way[i]]``.
-        longest, pairs: as in :class:`LinkTraffic`.
+        longest: by kind of link, most elements between one sender and one receiver (chips inside a node, else nodes).
+        pairs: by kind of link, most elements from one chip to another.
     """
 
     ports: Ints
@@ -234,7 +235,7 @@ class PortPrice:
 
 
 def price(traffic: PortTraffic, item: float, network: LinkModel) -> PortPrice:
-    """The price of a collective by the rules of :meth:`LinkModel.price`; ``item``: bytes per element."""
+    """The price of a collective by the rules of :meth:`LinkModel.exchange`; ``item``: bytes per element."""
     latency, slowest, rate = 0.0, 0.0, np.zeros(len(traffic.ways))
     for i, (into, kind) in enumerate(traffic.ways):
         link = network.link(*kind, "all_to_all")
