@@ -14,6 +14,8 @@ export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes import the package: it is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 # For test-parity: number of random plans; without SEED a new one is drawn, and printed.
 N ?= 500

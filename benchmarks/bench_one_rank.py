@@ -121,9 +121,11 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.model import initial_values
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.compile import CompiledPlan
-    from hetero_megatron.platform import Platform
+    from hetero_megatron.platform import detect_platform
+    from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
+    from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.loop import optimizer_factory
     from hetero_megatron.training.runtime import Runtime
 
@@ -146,7 +148,9 @@ def run_ours(case: str, steps: int) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, spec.vocab_size, (b, s + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.arange(s).expand(b, s))
-    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 60)
+    platform = detect_platform("gloo")
+    comm = start_comm(platform, 60)
+    kernels = rank_kernels(plan, spec, 0, load_plugins().registry, platform, torch.float32)
     import_lazily_loaded()
     before = peak_rss()
     compiled = CompiledPlan(plan, spec)
@@ -157,6 +161,7 @@ def run_ours(case: str, steps: int) -> None:
         torch.float32,
         lambda t, box: initial_values(t, box, spec, 0),
         optimizer_factory(OptimizerConfig()),
+        kernels,
     )
     seconds, cpu = timed_with_cpu(lambda: runtime.train_step(lambda _: batch, 0, b, 1e-4, 0.01, 1.0), steps)
     print(json.dumps({"seconds": seconds, "cpu": cpu, "bytes": peak_rss() - before}))

@@ -27,7 +27,7 @@ HF_CONFIG = {
     "num_experts_per_tok": 2, "vocab_size": 257, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }  # fmt: skip
-WORK = {"hf_config": HF_CONFIG, "seq_length": 128, "batch": 16, "sizes": [2, 8], "steps": 2, "warm_up": 2}
+WORK = {"hf_config": HF_CONFIG, "seq_length": 128, "batch": 16, "sizes": [4, 16], "steps": 2, "warm_up": 2}
 
 
 def two_types(fast: tuple[int, int, float], slow: tuple[int, int, float], between: str) -> dict[str, Any]:

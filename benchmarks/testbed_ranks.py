@@ -137,8 +137,11 @@ def run(
     runtime = Runtime(compiled, comm, torch.float32, initialize, build)
     seconds, computed, losses, late = [], [], [], []
     least = sum(p.micro_batch_size for p in plan.pipelines)
+    first = max(least, plan.global_batch_size // warm_up)
+    if any(p.orders for p in plan.pipelines):  # of whole batches
+        first = plan.global_batch_size
     for step in range(steps + 1):
-        size = plan.global_batch_size if step else max(least, plan.global_batch_size // warm_up)
+        size = plan.global_batch_size if step else first
         runtime.world.gather_vectors(torch.zeros(1))
         start, before, behind = time.perf_counter(), comm.clock.computed, seconds_late(comm)
         stats = runtime.train_step(fetch, step * plan.global_batch_size, size, lr=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,11 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
 settings.register_profile("local", deadline=None, print_blob=True)
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of modules and tests live to the end: no garbage collection looks at them again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hetero_megatron.cli.megatron_latent import check_latents, is_latent, with_latents
 from hetero_megatron.cli.model_flags import build_spec
 from hetero_megatron.cli.parse import parse
 from hetero_megatron.errors import UserError
@@ -24,7 +25,7 @@ _EXPERTS = (
 _SWITCHES_OF_EXPERTS = ("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate")
 _SWITCHES = (
     "swiglu", "squared_relu", "openai_gelu", "quick_geglu", "add_qkv_bias", "qk_layernorm", "qk_l2_norm",
-    "untie_embeddings_and_output_weights", "apply_layernorm_1p", "rotary_interleaved", "multi_latent_attention",
+    "untie_embeddings_and_output_weights", "apply_layernorm_1p", "rotary_interleaved",
     "apply_residual_connection_post_layernorm", "attention_output_gate", "is_hybrid_model",
 )  # fmt: skip
 # Arguments with a value that changes the model, unless it is the one given here.
@@ -36,6 +37,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,), "moe_latent_size": (None,), "moe_apply_probs_on_input": (None, False),
     "encoder_num_layers": (None,), "vocab_extra_ids": (None, 0),
 }  # fmt: skip
+# What latent attention reads otherwise, or not.
+_NOT_OF_LATENTS = {"kv_channels", "group_query_attention", "num_query_groups", "qk_layernorm"}
 # Beside --model these say how the model was trained, not what it is.
 _OF_TRAINING = {"seq_length", "max_position_embeddings", "init_method_std"}
 
@@ -57,8 +60,13 @@ def spec_of_arguments(stored: Mapping[str, Any], model: str | None, rows: int) -
     words = _words(stored, model is not None)
     words += ["--model", model] if model is not None else ["--vocab-size", str(_vocabulary(stored, rows))]
     try:
-        args = parse(words)
-        return build_spec(args, None)
+        spec = build_spec(parse(words), None)
+        if not is_latent(stored):
+            return spec
+        if model is None:
+            return with_latents(spec, stored)
+        check_latents(spec, stored, model)
+        return spec
     except UserError as error:
         where = error.where if error.where not in ("", "command line") else _WHERE
         raise UserError(
@@ -73,7 +81,9 @@ def _accepted(error: UserError, model: str | None) -> str:
 
 
 def _words(stored: Mapping[str, Any], beside_model: bool) -> list[str]:
-    """The command line that describes the model."""
+    """The command line that describes the model, but for latent attention."""
+    latent = is_latent(stored)
+    stored = {key: value for key, value in stored.items() if not (latent and key in _NOT_OF_LATENTS)}
     rope = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
     gated = any(stored.get(key) for key in ("swiglu", "squared_relu", "openai_gelu"))
     experts = bool(stored.get("num_experts"))

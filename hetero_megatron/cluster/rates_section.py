@@ -20,7 +20,7 @@ from hetero_megatron.files import parse_json, read_text
 LEAST, MOST = 1e-30, 1e30
 SECONDS = {  # by table: how many columns at the end of a row are seconds
     "gemm": 1, "gemm_backward": 2, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2,
-    "waiting": 2, "split_layers": 2, "split_head": 2, "experts": 8,
+    "waiting": 2, "split_layers": 2, "split_head": 2, "experts": 10,
 }  # fmt: skip
 
 

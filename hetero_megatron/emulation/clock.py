@@ -160,11 +160,17 @@ class OperatorSeconds(TorchDispatchMode):
             return lambda args, kwargs, out: _attention_flops(name, args) / chip.attention_flops
         plain = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)  # addmm_ costs what addmm does
         flops = self._flops.get(func.overloadpacket) or self._flops.get(plain)
+        if name == "_linear_pointwise":  # oneDNN's x W^T: torch counts no FLOPs of it
+            flops = _linear_flops
         if flops is None:
             return lambda args, kwargs, out: (_bytes(args) + _bytes(out)) / chip.bytes_per_second
         return lambda args, kwargs, out: (
             flops(*args, **kwargs, out_val=out) * max(1.0, args[0].element_size() / 4) / chip.gemm_flops
         )
+
+
+def _linear_flops(x: torch.Tensor, weight: torch.Tensor, *_: Any, out_val: torch.Tensor) -> float:
+    return 2.0 * x.numel() * out_val.shape[-1]
 
 
 def _attention_flops(name: str, args: Any) -> float:

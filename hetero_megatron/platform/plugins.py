@@ -31,7 +31,8 @@ GROUP = "hetero_megatron.plugins"
 ENVIRONMENT = "HETERO_PLUGINS"
 # Modules of hetero_plugins.
 BUILT_IN = (
-    "reference", "cpu", "triton", "sdpa", "fp8", "nvidia", "amd", "ascend", "flash_attention", "liger", "vendors",
+    "reference", "cpu", "onednn", "triton", "sdpa", "fp8", "nvidia", "amd", "ascend", "flash_attention", "liger",
+    "vendors",
 )  # fmt: skip
 
 

@@ -41,6 +41,11 @@ class ExpertLoad:
     taken_on: float = 0.0
 
     @property
+    def hops(self) -> int:
+        """Exchanges on the way to the experts."""
+        return 2 if self.passed_on or self.taken_on else 1
+
+    @property
     def exchanged(self) -> float:
         """Tokens packed or unpacked, in all hops."""
         return self.sent + self.arriving + self.passed_on + self.taken_on

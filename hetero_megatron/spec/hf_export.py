@@ -97,6 +97,11 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     """
     family = FAMILIES.get(spec.hf_model_type)
     assert family is not None, spec.hf_model_type
+    if family.mixture and spec.moe is None:
+        raise UserError(
+            f"every Hugging Face {spec.hf_model_type} model is a mixture of experts; it cannot be exported",
+            field="moe", value=None, accepted="a model with experts",
+        )  # fmt: skip
     config = {"model_type": family.model_type, "architectures": [family.causal_lm]} | family.write(spec)
     back = from_hf_config(config, where="the exported configuration", name=spec.name)
     for f in fields(ModelSpec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,3 +59,10 @@ class MLA:
     def latents(self) -> int:
         """Features of a token that no tensor parallelism cuts: what the projections down give."""
         return (self.q_rank or 0) + self.kv_rank + self.rope_dim
+
+
+def score_scale(mla: MLA, factor: float) -> float | None:
+    """Of the scores, where YaRN, which stretches positions by ``factor``, changes it."""
+    if not mla.mscale_all_dim or factor <= 1:
+        return None
+    return mla.qk_dim**-0.5 * (0.1 * mla.mscale_all_dim * math.log(factor) + 1.0) ** 2

@@ -27,14 +27,17 @@ def core(ranks: int, *words: object) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 0), (2, 2, 0), (1, 1, 2), (1, 2, 2)])
-def test_logits_are_those_of_megatron_core(tp: int, pp: int, ep: int, tmp_path: Path) -> None:
-    """``ep`` > 0: a mixture of experts."""
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "words"),
+    [(1, 1, 0, ()), (2, 2, 0, ()), (1, 1, 2, ()), (1, 2, 2, ()), (2, 1, 1, ("latent",)), (1, 2, 2, ("latent",))],
+)
+def test_logits_are_those_of_megatron_core(tp: int, pp: int, ep: int, words: tuple[str, ...], tmp_path: Path) -> None:
+    """``ep`` > 0: a mixture of experts; ``latent``: of DeepSeek-V3, with its attention."""
     pytest.importorskip("megatron.core")
     both = {form: tmp_path / form for form in ("torch_dist", "torch")}
     for form, folder in both.items():  # the same seeds: the same weights
-        core(tp * pp * max(ep, 1), "save", tp, pp, ep, form, folder)
-    core(1, "logits", 1, 1, min(ep, 1), "torch_dist", both["torch_dist"])
+        core(tp * pp * max(ep, 1), "save", tp, pp, ep, form, folder, *words)
+    core(1, "logits", 1, 1, min(ep, 1), "torch_dist", both["torch_dist"], *words)
     want = torch.load(both["torch_dist"] / "logits.pt", weights_only=True)
     for form, folder in both.items():
         native, back = str(tmp_path / f"{form}-native"), str(tmp_path / f"{form}-hf")

@@ -70,7 +70,22 @@ def arguments(spec: ModelSpec, **changes: Any) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not spec.tied, "vocab_size": None, "init_method_std": 0.02,
         "num_experts": None, "window_size": None, "softmax_type": "vanilla", "bf16": True, "micro_batch_size": 4,
         "params_dtype": torch.bfloat16, "apply_layernorm_1p": False, "multi_latent_attention": False,
-        **_experts(spec), **changes,
+        **_experts(spec), **_latents(spec), **changes,
+    }  # fmt: skip
+
+
+def _latents(spec: ModelSpec) -> dict[str, Any]:
+    mla = spec.mla
+    if mla is None:
+        return {}
+    scaling = spec.ropes[0].scaling
+    return {
+        "multi_latent_attention": True, "qk_layernorm": True, "group_query_attention": False, "num_query_groups": 1,
+        "q_lora_rank": mla.q_rank, "kv_lora_rank": mla.kv_rank, "qk_head_dim": mla.nope_dim,
+        "qk_pos_emb_head_dim": mla.rope_dim, "v_head_dim": mla.v_dim, "rope_type": "yarn" if scaling else "rope",
+        "rotary_scaling_factor": scaling.factor if scaling else 1.0, "mscale_all_dim": mla.mscale_all_dim,
+        "kv_channels": spec.hidden_size // spec.num_heads, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings if scaling else 4096,
     }  # fmt: skip
 
 
@@ -116,6 +131,8 @@ def core_tensors(model: torch.nn.Module, spec: ModelSpec, fused_norms: bool = Tr
 
 def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) -> dict[str, torch.Tensor]:
     before_qkv = "self_attention.linear_qkv.layer_norm_" if fused_norms else "input_layernorm."
+    if spec.mla is not None:
+        before_qkv = "input_layernorm."
     before_mlp = "mlp.linear_fc1.layer_norm_" if fused_norms and "mlp.gate.weight" not in mine else "pre_mlp_layernorm."
     found = {}
     for kind in ("weight", "bias"):
@@ -123,6 +140,16 @@ def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) ->
             f"input_layernorm.{kind}": before_qkv + kind, f"post_attention_layernorm.{kind}": before_mlp + kind,
             f"self_attn.q_norm.{kind}": f"self_attention.q_layernorm.{kind}",
             f"self_attn.k_norm.{kind}": f"self_attention.k_layernorm.{kind}",
+            f"self_attn.q_a_proj.{kind}": f"self_attention.linear_q_down_proj.{kind}",
+            f"self_attn.q_b_proj.{kind}": f"self_attention.linear_q_up_proj.{kind}",
+            f"self_attn.kv_a_proj_with_mqa.{kind}": f"self_attention.linear_kv_down_proj.{kind}",
+            f"self_attn.kv_b_proj.{kind}": f"self_attention.linear_kv_up_proj.{kind}",
+            **{
+                f"self_attn.{ours}_a_layernorm.{kind}": (
+                    f"self_attention.linear_{ours}_up_proj.layer_norm_{kind}" if fused_norms
+                    else f"self_attention.{ours}_layernorm.{kind}"
+                ) for ours in ("q", "kv")
+            },
             f"self_attn.o_proj.{kind}": f"self_attention.linear_proj.{kind}",
             f"mlp.down_proj.{kind}": f"mlp.linear_fc2.{kind}", f"mlp.gate.{kind}": f"mlp.router.{kind}",
             f"mlp.experts.down_proj.{kind}": f"mlp.experts.experts.linear_fc2.{kind}",
@@ -131,7 +158,9 @@ def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) ->
             "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
         }  # fmt: skip
         found |= {theirs: mine[ours] for ours, theirs in plain.items() if ours in mine}
-        if f"self_attn.q_proj.{kind}" in mine:
+        if spec.mla is not None and f"self_attn.q_proj.{kind}" in mine:
+            found[f"self_attention.linear_q_proj.{kind}"] = mine[f"self_attn.q_proj.{kind}"]
+        elif f"self_attn.q_proj.{kind}" in mine:
             rows, d, per = [], spec.head_dim, spec.num_heads // spec.num_kv_heads
             q, k, v = (mine[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
             for g in range(spec.num_kv_heads):
@@ -145,8 +174,11 @@ def _layer(mine: dict[str, torch.Tensor], spec: ModelSpec, fused_norms: bool) ->
     return found
 
 
-def cut(name: str, whole: torch.Tensor, tp: int, rank: int, gated: bool) -> torch.Tensor:
-    """What one tensor-parallel rank has."""
+def cut(
+    name: str, whole: torch.Tensor, tp: int, rank: int, gated: bool, copied_down: bool = True
+) -> torch.Tensor:
+    """What one tensor-parallel rank has; ``copied_down``: projections down to latents are not cut, as with Transformer
+    Engine."""
     experts = int(EXPERTS in name and whole.dim() == 3)
     if name.endswith(("_w", "_v")):
         return whole.chunk(tp)[rank]
@@ -155,17 +187,18 @@ def cut(name: str, whole: torch.Tensor, tp: int, rank: int, gated: bool) -> torc
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return whole.chunk(tp, 1 + experts)[rank]
     rows = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
-            "linear_fc1.bias")  # fmt: skip
+            "linear_fc1.bias", "linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight",
+            *(() if copied_down else ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")))  # fmt: skip
     return whole.chunk(tp)[rank] if any(part in name for part in rows) else whole
 
 
 def save_legacy(
     root: Path, model: torch.nn.Module, spec: ModelSpec, tp: int = 1, pp: int = 1, chunks: int = 1,
-    old_names: bool = False, ep: int = 1, experts: str = "sequential", **changes: Any,
+    old_names: bool = False, ep: int = 1, experts: str = "sequential", local: bool = False, **changes: Any,
 ) -> Path:  # fmt: skip
     """Format ``torch``; ``chunks`` of each pipeline rank (interleaved); ``experts`` in the form of which module;
-    returns the directory of the run."""
-    whole = core_tensors(model, spec, fused_norms=not old_names)
+    ``local``: without Transformer Engine; returns the directory of the run."""
+    whole = core_tensors(model, spec, fused_norms=not old_names and not local)
     step = root / "iter_0000007"
     sizes = {
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep,
@@ -174,7 +207,7 @@ def save_legacy(
     with megatron_modules() as kind:
         namespace = argparse.Namespace(**arguments(spec, model_type=kind.encoder_or_decoder, **sizes | changes))
         for p, t, e in itertools.product(range(pp), range(tp), range(ep)):
-            models = [_stage(whole, spec, tp, t, pp, p, chunks, c, old_names) for c in range(chunks)]
+            models = [_stage(whole, spec, tp, t, pp, p, chunks, c, old_names, local) for c in range(chunks)]
             models = [_experts_of(one, experts, spec, ep, e) for one in models]
             keys = ["model"] if chunks == 1 else [f"model{c}" for c in range(chunks)]
             numbers = [f"{t:02d}", *([f"{p:03d}"] if pp > 1 else []), *([f"{e:03d}"] if ep > 1 else [])]
@@ -191,8 +224,9 @@ def save_legacy(
 
 
 def _stage(
-    whole: dict[str, torch.Tensor], spec: ModelSpec, tp: int, t: int, pp: int, p: int, chunks: int, c: int, old: bool
-) -> dict[str, Any]:
+    whole: dict[str, torch.Tensor], spec: ModelSpec, tp: int, t: int, pp: int, p: int, chunks: int, c: int, old: bool,
+    local: bool,
+) -> dict[str, Any]:  # fmt: skip
     each = spec.num_layers // (pp * chunks)
     assert each * pp * chunks == spec.num_layers
     first = (c * pp + p) * each
@@ -207,7 +241,7 @@ def _stage(
             where[2] = str(number)
         elif where[0] == "embedding" and (p or c) or where[0] in ("output_layer", "decoder") and not last:
             continue
-        found[".".join(where)] = cut(name, value, tp, t, spec.gated).clone()
+        found[".".join(where)] = cut(name, value, tp, t, spec.gated, not local).clone()
     if spec.tied and last and pp > 1:
         head = whole["embedding.word_embeddings.weight"]
         found["output_layer.weight"] = cut("output_layer.weight", head, tp, t, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def with_attention(plan: Plan, device: torch.device, *more: str) -> Plan:
     return replace(plan, pipelines=pipelines)
 
 
+@functools.cache
 def build_emulated() -> None:
     """Build the emulated device unless it is there; the test is skipped where there is no compiler."""
     told = {**os.environ, "PYTHONPATH": str(PLUGINS / "emulated_vendor")}

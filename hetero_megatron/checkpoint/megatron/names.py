@@ -40,6 +40,16 @@ _MODULES = {
     "mlp.shared_expert.down_proj": ("mlp.shared_experts.linear_fc2.{}",),
     "mlp.shared_expert_gate": ("mlp.shared_experts.gate_{}",),
 }
+_LATENT = _MODULES | {
+    "input_layernorm": ("input_layernorm.{}",),
+    "self_attn.q_proj": ("self_attention.linear_q_proj.{}",),
+    "self_attn.q_a_proj": ("self_attention.linear_q_down_proj.{}",),
+    "self_attn.q_a_layernorm": ("self_attention.linear_q_up_proj.layer_norm_{}", "self_attention.q_layernorm.{}"),
+    "self_attn.q_b_proj": ("self_attention.linear_q_up_proj.{}",),
+    "self_attn.kv_a_proj_with_mqa": ("self_attention.linear_kv_down_proj.{}",),
+    "self_attn.kv_a_layernorm": ("self_attention.linear_kv_up_proj.layer_norm_{}", "self_attention.kv_layernorm.{}"),
+    "self_attn.kv_b_proj": ("self_attention.linear_kv_up_proj.{}",),
+}
 _KINDS = {"e_score_correction_bias": "expert_bias"}
 _OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -48,7 +58,11 @@ _OUTSIDE = {
     "model.norm.bias": "decoder.final_layernorm.bias",
     "lm_head.weight": "output_layer.weight",
 }
-_ROWS = re.compile(r"embedding\.word_embeddings\..*|output_layer\..*|.*\.linear_(qkv|fc1)\.(weight|bias)(_[wv])?")
+_ROWS = re.compile(
+    r"embedding\.word_embeddings\..*|output_layer\..*"
+    r"|.*\.linear_(qkv|fc1|q_proj|q_up_proj|kv_up_proj)\.(weight|bias)(_[wv])?"
+)
+_DOWN = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")  # cut by rows, or copied with Transformer Engine
 _COLUMNS = re.compile(r".*\.linear_(proj|fc2)\.weight")
 _GATED = re.compile(r".*\.linear_fc1\.(weight|bias)")
 
@@ -70,16 +84,17 @@ def source(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> MegatronSource
     found = _IN_LAYER.fullmatch(name)
     if found is None and name in _OUTSIDE:
         return MegatronSource((_OUTSIDE[name],), shape, lambda whole: whole[: shape[0]])
-    if found is None or found[2] not in _MODULES:
+    modules = _MODULES if spec.mla is None else _LATENT
+    if found is None or found[2] not in modules:
         raise UserError(
             "is not read from Megatron's checkpoints", field="SOURCE", value=name,
-            accepted="models of ordinary attention, with norms before attention and MLP",
+            accepted="models with norms before attention and MLP, and without sinks",
         )  # fmt: skip
     layer, module, kind = found.groups()
-    theirs = (form.format(_KINDS.get(kind, kind)) for form in _MODULES[module])
+    theirs = (form.format(_KINDS.get(kind, kind)) for form in modules[module])
     names = tuple(f"decoder.layers.{layer}.{name}" for name in theirs)
     projection = module.rpartition(".")[2]
-    if projection in ("q_proj", "k_proj", "v_proj"):
+    if projection in ("q_proj", "k_proj", "v_proj") and spec.mla is None:
         rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return MegatronSource(names, (rows, *shape[1:]), _of_groups(spec, projection))
     if projection in ("gate_proj", "up_proj") and (spec.gated or module.startswith("mlp.experts")):
@@ -105,18 +120,18 @@ def _half(rows: int, second: bool, axis: int) -> Cut:
     return lambda whole: whole if whole.shape[axis] == rows else whole.narrow(axis, rows * second, rows)
 
 
-def joined_shape(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Of a tensor whose tensor-parallel parts have these shapes."""
+def joined_shape(name: str, shapes: Sequence[tuple[int, ...]], rows: int) -> tuple[int, ...]:
+    """Of a tensor whose tensor-parallel parts have these shapes; ``rows``: of the whole, as the model has them."""
     first = shapes[0]
-    axis = _axis(name)
+    axis = _axis(name, first[0] == rows if first else False)
     if axis is None or len(shapes) == 1 or len(first) <= axis:
         return first
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
-def join(name: str, parts: Sequence[torch.Tensor], gated: bool) -> torch.Tensor:
+def join(name: str, parts: Sequence[torch.Tensor], gated: bool, rows: int) -> torch.Tensor:
     """The whole tensor; ``gated``: the MLP's first tensor is two, of which each part has a part."""
-    axis = _axis(name)
+    axis = _axis(name, len(parts[0]) == rows if parts[0].dim() else False)
     if axis is None or len(parts) == 1:
         return parts[0]
     if gated and _GATED.fullmatch(name):
@@ -124,11 +139,14 @@ def join(name: str, parts: Sequence[torch.Tensor], gated: bool) -> torch.Tensor:
     return torch.cat(list(parts), axis)
 
 
-def is_copied(name: str) -> bool:
-    """Whether all tensor-parallel ranks have the same."""
-    return _axis(name) is None
+def is_copied(name: str, shape: tuple[int, ...], rows: int) -> bool:
+    """Whether all tensor-parallel ranks have the same; ``shape``: of one part."""
+    return _axis(name, shape[0] == rows if shape else False) is None
 
 
-def _axis(name: str) -> int | None:
+def _axis(name: str, complete: bool) -> int | None:
+    """Along which tensor-parallel parts lie; ``complete``: one part has all rows."""
+    if _DOWN.fullmatch(name):
+        return None if complete else 0
     axis = 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None
     return axis if axis is None else axis + (STACKED in name)

@@ -29,6 +29,7 @@ class MegatronWeights:
         self.notices: list[str] = []
         known = logical_tensors(spec)
         self._sources = {t.name: source(spec, t.name, t.shape) for t in known}
+        self._rows = {name: s.shape[0] for s in self._sources.values() for name in s.names}
         self._check(known)
         self._check_copies()
 
@@ -65,7 +66,8 @@ class MegatronWeights:
     def _check_copies(self) -> None:
         differ = [
             name for name, parts in self._tensors.parts.items()
-            if is_copied(name) and any(not torch.equal(parts[0].read(), part.read()) for part in parts[1:])
+            if is_copied(name, parts[0].shape, self._rows.get(name, 0))
+            and any(not torch.equal(parts[0].read(), part.read()) for part in parts[1:])
         ]  # fmt: skip
         if differ:
             raise self._refuse(f"the tensor-parallel ranks have different values of {listed(differ)}")
@@ -77,11 +79,13 @@ class MegatronWeights:
         return next((name for name in wanted.names if name in self._tensors.parts), None)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return joined_shape(name, [part.shape for part in self._tensors.parts[name]])
+        return joined_shape(name, [part.shape for part in self._tensors.parts[name]], self._rows[name])
 
     def _whole(self, name: str) -> torch.Tensor:
         parts = [part.read() for part in self._tensors.parts[name]]
-        return join(name, parts[:1] if is_copied(name) else parts, self.spec.gated)
+        rows = self._rows.get(name, 0)
+        copied = is_copied(name, parts[0].shape, rows)
+        return join(name, parts[:1] if copied else parts, self.spec.gated, rows)
 
     def _refuse(self, problem: str) -> UserError:
         accepted = "a checkpoint of that model (--model names another one)"

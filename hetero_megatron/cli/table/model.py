@@ -106,7 +106,10 @@ FLAGS = (
     ),
     notice("--use-flash-attn", _ONE),
     refused("--spec", "a layer specification in Python cannot be split by a plan", "--model or flags", nargs="*"),
-    refused("--multi-latent-attention", "multi-latent attention is not supported"),
+    refused(
+        "--multi-latent-attention", "multi-latent attention is not read from flags",
+        "--model with a config.json that has it, or a checkpoint with it as SOURCE of convert",
+    ),
     refused("--mtp-num-layers", "multi-token prediction is not supported", nargs=1),
     refused(
         "--heterogeneous-layers-config-path",
@@ -147,7 +150,7 @@ FLAGS = (
     *family(refused, "--q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= "
             "--rotary-scaling-factor= --mscale= --mscale-all-dim= --cache-mla-latents --mla-down-proj-fusion "
             "--rope-type=",
-            "multi-latent attention is not supported", "--group-query-attention"),
+            "multi-latent attention is not read from flags", "--model with a config.json that has it"),
     *family(refused, "--mtp-standalone --mtp-loss-scaling-factor= --mtp-use-repeated-layer --mtp-detach-heads "
             "--mtp-hybrid-override-pattern=", "multi-token prediction is not supported",
             "a model without --mtp-* flags"),

@@ -9,7 +9,7 @@ arXiv 2605.07569, and extended):
 
 The all-to-all is ragged: member i sends s_i (h_j + 2 kv_j) numbers to j. A ring moves at the pace of its slowest hop,
 because every block passes every hop, and in rounds of one block per group, so blocks of unequal size cost time
-(:meth:`ContextCosts.lock_step`); block sizes need not match ownership. ``gather`` fetches all keys and values before
+(:func:`unevenness`); block sizes need not match ownership. ``gather`` fetches all keys and values before
 computing. Members' own links and the network cards of a node work at the same time; the cards are shared by the members
 of a node if the fabric says so.
 """
@@ -277,13 +277,6 @@ class ContextCosts:
         tokens = np.array([n for g in groups for n in g.tokens], dtype=np.float64)
         return self._all_to_all(members, tokens, 2 * np.concatenate([p.kv for p in parts]))
 
-    def lock_step(self, layout: ContextLayout, tokens: Floats) -> float:
-        """Slowdown of attention (1 or more) because blocks differ in size: blocks x largest block / sequence. A group
-        of S_k tokens has ceil(S_k / block) equal blocks, and all groups compute one block per round. Blocks as large as
-        the largest shard give the pace of the largest shard, P max(s) / S; small blocks bring it near 1 but cost
-        messages."""
-        return unevenness(tokens, layout.block)
-
     def evaluate(self, layout: ContextLayout) -> LayoutCost:
         """Seconds of one micro-batch, and bytes per member."""
         problem, options = self.problem, self.problem.options
@@ -320,7 +313,7 @@ class ContextCosts:
         if len(parts) == 1:
             return forward, backward, 0.0
         if layout.transport == "ring":
-            slower, count = self.lock_step(layout, tokens), float(np.ceil(tokens / layout.block).sum())
+            slower, count = unevenness(tokens, layout.block), float(np.ceil(tokens / layout.block).sum())
             visit = np.array([p.visit for p in parts])
             forward, backward = forward * slower + count * visit[:, 0], backward * slower + count * visit[:, 1]
         once = 2 * self.byte  # K and V

@@ -168,7 +168,8 @@ def even_block(shares: Sequence[int], limit: int) -> int:
 
 
 def unevenness(shares: NDArray[np.float64], block: int) -> float:
-    """Tokens of the largest block in all rounds, over those of all blocks: 1 where blocks of at most ``block`` tokens
-    are equal."""
+    """Slowdown of attention (1 or more) because blocks differ in size: blocks x largest block / sequence. A group of
+    ``shares[k]`` tokens has ceil(shares[k] / block) equal blocks, and all groups compute one block per round. Blocks as
+    large as the largest share give its pace, P max(s) / S; small blocks bring it near 1 but cost messages."""
     counts = np.ceil(shares / block)
     return float(counts.sum() * (shares / counts).max() / shares.sum())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from hetero_megatron.cluster.document import from_data
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.schema import expand
+from hetero_megatron.plan import Pipeline, Plan, Stage
+from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
+from hetero_megatron.plan.context import nested_zigzag
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
 
 
@@ -39,6 +40,24 @@ def stage_entry(problem: ContextProblem, layout: ContextLayout, first_layer: int
     return entry
 
 
+def plan_stage(
+    problem: ContextProblem, layout: ContextLayout, first_layer: int = 0, ranks: Mapping[int, int] | None = None
+) -> Stage:
+    """The stage of a plan, for micro-batches of one size; ``ranks``: which take the place of the problem's."""
+    units, size = [], problem.options.micro_batch
+    tokens = nested_zigzag([group.tokens for group in layout.groups])
+    for g, group in enumerate(layout.groups):
+        first = 0
+        for m, owned, heads in zip(group.members, tokens[g], group.heads, strict=True):
+            of_member = problem.members[m].ranks
+            taken = of_member if ranks is None else tuple(ranks[r] for r in of_member)
+            units.append(Unit(taken, (1,) * len(taken), (0, size), owned, (first, first + heads), group=g))
+            first += heads
+    kv = KeyValues(layout.transport, layout.block) if len(layout.groups) > 1 else None
+    layers, options = (first_layer, first_layer + problem.layers), problem.options
+    return Stage((layers,), tuple(units), options.embed, options.head, Recompute(options.recompute), kv=kv)
+
+
 def one_stage_plan(problem: ContextProblem, layout: ContextLayout, global_batch_size: int) -> Plan:
     """The plan of a single stage that holds the whole model.
 
@@ -56,16 +75,5 @@ def one_stage_plan(problem: ContextProblem, layout: ContextLayout, global_batch_
             f"not a multiple of the micro-batch of {size}", field="--global-batch-size", value=global_batch_size,
             accepted=f"a multiple of {size}",
         )  # fmt: skip
-    data = {
-        "version": 1,
-        "seq_length": problem.seq_length,
-        "global_batch_size": global_batch_size,
-        "pipelines": [
-            {
-                "micro_batch_size": size,
-                "num_micro_batches": global_batch_size // size,
-                "stages": [stage_entry(problem, layout)],
-            }
-        ],
-    }
-    return expand(from_data(data), problem.model.num_heads)[0]
+    pipeline = Pipeline(size, global_batch_size // size, (plan_stage(problem, layout),))
+    return Plan(problem.seq_length, global_batch_size, "1f1b", (pipeline,))

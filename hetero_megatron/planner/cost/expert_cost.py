@@ -36,11 +36,10 @@ def expert_seconds(
     per_row = 1.0
     if near[1] != load.columns:
         per_row = _row_work(model, rates, item, load.columns, gemm) / _row_work(model, rates, item, near[1], gemm)
-    amounts = (load.experts, load.rows * per_row, load.members, load.exchanged)
-    several = load.members > 1
-    forward, backward = (
-        sum(n * near[2 + 2 * i + way] for i, n in enumerate(amounts) if several or i < 2) for way in (0, 1)
-    )
+    amounts = [load.experts, load.rows * per_row]
+    if load.members > 1:
+        amounts += load.members, load.exchanged, load.hops
+    forward, backward = (sum(n * near[2 + 2 * i + way] for i, n in enumerate(amounts)) for way in (0, 1))
     return forward, backward
 
 

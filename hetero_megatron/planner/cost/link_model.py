@@ -7,7 +7,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.cached_method import cached_method
@@ -36,21 +35,6 @@ class ExchangePrice:
     def seconds(self) -> float:
         """Until everything was sent."""
         return max(self.link, *self.ports.values(), 0.0)
-
-
-@dataclass(frozen=True)
-class LinkTraffic:
-    """Messages that start together; independent of rates.
-
-    Attributes:
-        bytes_by: bytes by port and kind of link.
-        longest: by kind of link, the most bytes between one sender and one receiver (chips inside a node, else nodes).
-        pairs: by kind of link, the most bytes from one chip to another.
-    """
-
-    bytes_by: Mapping[tuple[Port, LinkKind], float]
-    longest: Mapping[LinkKind, float]
-    pairs: Mapping[LinkKind, float]
 
 
 @dataclass(frozen=True)
@@ -94,8 +78,17 @@ class LinkModel:
         pair = rates.between_chips(collective)
         return LinkPrice(alpha, rates.alpha, out, into, min(rates.beta, beta), pair, message)
 
-    def traffic(self, flows: Iterable[Flow]) -> LinkTraffic:
-        """Add up messages; those to the sender itself are free."""
+    def exchange(
+        self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: str | None = None
+    ) -> ExchangePrice:
+        """Price of messages that start together; those to the sender itself are free. A port passes everything at the
+        rate of its fastest link; the bytes between one sender and one receiver (chips inside a node, else nodes) take
+        at least as long as on their own link, and those between two chips as long as these take in that collective.
+
+        Args:
+            sharing: by node, how many such exchanges share its network cards.
+            collective: its name, if measured as one (see ``LinkRates``).
+        """
         total: dict[tuple[Port, LinkKind], float] = defaultdict(float)
         between: dict[tuple[int | str, int | str, LinkKind], float] = defaultdict(float)
         single: dict[tuple[int, int, LinkKind], float] = defaultdict(float)
@@ -109,35 +102,16 @@ class LinkModel:
             total[("in", dst if same else b.node), kind] += size
             between[src if same else a.node, dst if same else b.node, kind] += size
             single[src, dst, kind] += size
-        return LinkTraffic(dict(total), _most(between), _most(single))
-
-    def price(
-        self,
-        traffic: LinkTraffic,
-        item: float = 1.0,
-        sharing: Mapping[str, int] | None = None,
-        collective: str | None = None,
-    ) -> ExchangePrice:
-        """Price of messages: a port passes everything at the rate of its fastest link, and the bytes between one sender
-        and one receiver take at least as long as on their own link, and as two chips take in that collective.
-
-        Args:
-            item: bytes per unit of the traffic.
-            sharing: by node, how many such exchanges share its network cards.
-            collective: its name, if measured as one (see ``LinkRates``).
-        """
         ports: dict[Port, float] = defaultdict(float)
-        latency = slowest = 0.0
-        for (port, kind), size in traffic.bytes_by.items():
+        latency = 0.0
+        for (port, kind), size in total.items():
             link = self.link(*kind, collective)
             latency = max(latency, link.alpha)
             others = sharing.get(port[1], 1) if sharing and isinstance(port[1], str) else 1
-            ports[port] += size * item * (link.out if port[0] == "out" else link.into) * others
-        for kind, size in traffic.longest.items():
-            slowest = max(slowest, size * item * self.link(*kind, collective).link)
-        for kind, size in traffic.pairs.items():
-            slowest = max(slowest, size * item * self.link(*kind, collective).pair)
-        return ExchangePrice(dict(ports), latency, slowest)
+            ports[port] += size * (link.out if port[0] == "out" else link.into) * others
+        longest = max((size * self.link(*kind, collective).link for (_, _, kind), size in between.items()), default=0.0)
+        pair = max((size * self.link(*kind, collective).pair for (_, _, kind), size in single.items()), default=0.0)
+        return ExchangePrice(dict(ports), latency, max(longest, pair))
 
     @cached_method
     def fastest(self, group: str, same_node: bool) -> float:
@@ -149,12 +123,6 @@ class LinkModel:
             with contextlib.suppress(UserError):  # links without rates are skipped
                 known.append(self.rates.between(group, node.name, same_node).beta)
         return min(known)
-
-    def exchange(
-        self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: str | None = None
-    ) -> ExchangePrice:
-        """Price of messages that start together; see :meth:`price`."""
-        return self.price(self.traffic(flows), 1.0, sharing, collective)
 
     @cached_method
     def posting(self, ranks: tuple[int, ...]) -> float:
@@ -187,11 +155,3 @@ class LinkModel:
         """Host seconds that a message to or from ``peer`` costs ``rank``."""
         a, b = self.ranks[rank], self.ranks[peer]
         return self.link(a.group, b.group, a.node == b.node).message
-
-
-def _most(between: Mapping[Any, float]) -> dict[LinkKind, float]:
-    """The largest value per kind of link (the last part of the keys)."""
-    found: dict[LinkKind, float] = {}
-    for (_, _, kind), size in between.items():
-        found[kind] = max(found.get(kind, 0.0), size)
-    return found

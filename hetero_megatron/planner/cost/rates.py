@@ -40,14 +40,14 @@ LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none 
 COLLECTIVES = ("all_to_all", "exchange")
 ROWS = {
     "gemm": 4, "gemm_backward": 5, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6,
-    "split_head": 6, "optimizer": 2, "visits": 5, "waiting": 6, "experts": 10,
+    "split_head": 6, "optimizer": 2, "visits": 5, "waiting": 6, "experts": 12,
 }  # fmt: skip
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
 POSITIVE = ("gemm_flops", "bytes_per_second", "attention_flops")
 LINK_KEYS = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "spread", "source")
 LAYER_ROW = 6  # width of a LayerRow
-NAMED = (LAYER_ROW, 10)  # widths of rows that begin with a model's fingerprint
+NAMED = (LAYER_ROW, 12)  # widths of rows that begin with a model's fingerprint
 Row = tuple[float, ...]
 
 
@@ -112,6 +112,12 @@ class ChipRates:
     def add(self) -> float:
         """Seconds per byte added to a sum: two read, one written."""
         return self.add_beta or 3 / self.bytes_per_second
+
+    @property
+    def add_to_zeros(self) -> float:
+        """The same where a sum is filled with zeros first and all parts are added to it, because no other rank has
+        all of it: three passes for the one in which, when it was measured, what had come was added to."""
+        return 3 * self.add_beta or 3 / self.bytes_per_second
 
     @property
     def unpack(self) -> float:

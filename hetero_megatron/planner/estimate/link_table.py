@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import LinkModel, LinkPrice
+from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.template.device_pool import DevicePool
 
 
@@ -14,7 +14,7 @@ class LinkTable:
     """:class:`LinkPrice` of collectives per (source group, target group, same_node)."""
 
     def __init__(self, pool: DevicePool, costs: CostModel) -> None:
-        self.pool, self.model = pool, LinkModel(costs.rates)
+        self.pool, self.model = pool, costs.links
         self._known: dict[tuple[int, int, bool], LinkPrice | None] = {}
         self._best: dict[tuple[int, bool], tuple[float, float]] = {}
 

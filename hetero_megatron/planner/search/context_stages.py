@@ -14,11 +14,11 @@ from functools import partial
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Stage, supports, validate
-from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
-from hetero_megatron.plan.context import nested_zigzag
+from hetero_megatron.plan.canonical import KeyValues
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.context.cluster import problem_from_cluster
+from hetero_megatron.planner.context.io import plan_stage
 from hetero_megatron.planner.context.lower_bound import speed_bound
 from hetero_megatron.planner.context.memory import member_limits
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
@@ -224,7 +224,9 @@ class _ContextSearch:
             known = [r for member in problem.members for r in member.ranks]  # may be those of an equal stage
             for p, ranks in enumerate(structure.ranks):
                 new = dict(zip(known, ranks[s], strict=True))
-                stages[p].append(_stage(problem, layout, new, start, s, structure.stages, self.cluster))
+                chips = {self.cluster.ranks[r].chip for r in ranks[s]}
+                stage = plan_stage(problem, layout, start, new)
+                stages[p].append(replace(stage, chip=chips.pop() if len(chips) == 1 else None))
             start += layers
         pipelines = tuple(Pipeline(1, rounds, tuple(row)) for row in stages)
         text = f"{len(pipelines)} x (m {rounds}, b 1) " + " > ".join(words)
@@ -301,32 +303,6 @@ def _with_first(plan: Plan, s: int, count: int) -> Plan:
 
 def _groups(stage: Stage) -> set[int]:
     return {unit.group for unit in stage.units}
-
-
-def _stage(
-    problem: ContextProblem,
-    layout: ContextLayout,
-    new: dict[int, int],
-    start: int,
-    s: int,
-    count: int,
-    cluster: Cluster,
-) -> Stage:
-    """A plan stage with the layout's ranks replaced by ``new[rank]``."""
-    units = []
-    tokens = nested_zigzag([group.tokens for group in layout.groups])
-    for g, group in enumerate(layout.groups):
-        first = 0
-        for m, owned, heads in zip(group.members, tokens[g], group.heads, strict=True):
-            ranks = tuple(new[r] for r in problem.members[m].ranks)
-            units.append(Unit(ranks, (1,) * len(ranks), (0, 1), owned, (first, first + heads), group=g))
-            first += heads
-    chips = {cluster.ranks[r].chip for u in units for r in u.ranks}
-    kv = KeyValues(layout.transport, layout.block) if len(layout.groups) > 1 else None
-    return Stage(
-        ((start, start + problem.layers),), tuple(units), s == 0, s == count - 1,
-        Recompute(problem.options.recompute), chips.pop() if len(chips) == 1 else None, kv=kv,
-    )  # fmt: skip
 
 
 def _describe(cluster: Cluster, problem: ContextProblem, layout: ContextLayout, layers: int) -> str:

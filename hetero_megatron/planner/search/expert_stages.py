@@ -20,7 +20,6 @@ from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.plan.experts import replicated_experts
 from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.plan.routing import Popularity
-from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.batch_partition import divide_units
@@ -103,7 +102,7 @@ class _ExpertSearch:
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
         self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
-        self.batch, self.network = problem.global_batch_size, LinkModel(scorer.costs.rates)
+        self.batch, self.network = problem.global_batch_size, scorer.costs.links
         self._divided: dict[object, _Divided | None] = {}
         assert self.model.moe is not None
         self.moe = self.model.moe

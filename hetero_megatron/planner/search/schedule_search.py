@@ -258,12 +258,12 @@ def _swapped_and_moved(shape: PipelineTemplate) -> Iterator[PipelineTemplate]:
 
 
 def interleaved(plan: Plan, chunks: int) -> Plan | None:
-    """The plan with the layers of every stage cut into so many runs; None where a stage has fewer layers, where only
-    some are recomputed, or where the ends are not at the ends."""
+    """The plan with the layers of every stage cut into so many runs, some of which may be empty; None where half of
+    those of a stage would be, where only some layers are recomputed, or where the ends are not at the ends."""
     pipelines = []
     for pipeline in plan.pipelines:
         first, last = pipeline.stages[0], pipeline.stages[-1]
-        if any(s.num_layers < chunks or s.recompute.kind == "first" for s in pipeline.stages):
+        if any(2 * s.num_layers < chunks or s.recompute.kind == "first" for s in pipeline.stages):
             return None
         if not (first.embed and last.head):
             return None

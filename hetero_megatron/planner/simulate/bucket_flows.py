@@ -58,7 +58,8 @@ class PortTraffic:
 
     Attributes:
         ports, way, size: [messages]: ``size[i]`` elements pass port ``ports[i]`` over a link of kind ``ways[way[i]]``.
-        longest, pairs: as in :class:`LinkTraffic`.
+        longest: by kind of link, most elements between one sender and one receiver (chips inside a node, else nodes).
+        pairs: by kind of link, most elements from one chip to another.
     """
 
     ports: Ints
@@ -99,6 +100,14 @@ class BucketFlows:
     def taken(self) -> Ints:
         """Elements received from other holders."""
         return np.asarray(np.bincount(self.kind, minlength=len(self.volume)) @ self.volume - self.owned)
+
+    @cached_property
+    def from_zeros(self) -> NDArray[np.bool_]:
+        """Whether the rank's sums begin with zeros: no other rank holds all that it owns (experts that only it has)."""
+        others = np.bincount(self.kind, minlength=len(self.volume))[:, None] > (
+            np.arange(len(self.volume))[:, None] == self.kind
+        )
+        return np.asarray(np.where(others, self.volume, 0).max(axis=0) < self.owned)
 
     def elements(self) -> Mapping[tuple[int, int], int]:
         """Elements by (source, destination), towards the owners."""
@@ -226,7 +235,7 @@ class PortPrice:
 
 
 def price(traffic: PortTraffic, item: float, network: LinkModel) -> PortPrice:
-    """The price of a collective by the rules of :meth:`LinkModel.price`; ``item``: bytes per element."""
+    """The price of a collective by the rules of :meth:`LinkModel.exchange`; ``item``: bytes per element."""
     latency, slowest, rate = 0.0, 0.0, np.zeros(len(traffic.ways))
     for i, (into, kind) in enumerate(traffic.ways):
         link = network.link(*kind, "all_to_all")

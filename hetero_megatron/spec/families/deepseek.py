@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +19,8 @@ from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader
 from hetero_megatron.spec.hf_rope import read_rope, write_rope
-from hetero_megatron.spec.mla import MLA
+from hetero_megatron.spec.mla import MLA, score_scale
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
-from hetero_megatron.spec.rope import Rope
 
 _V2 = Defaults(positions=2048)
 _V3 = Defaults(positions=4096)
@@ -83,15 +81,9 @@ def _read(
     plain = ConfigReader({**read.config, **sizes}, read.where, read.prefix)
     return decoder(
         plain, model_type, name, defaults, mla=mla, head_dim=mla.head_dim, out_bias=mla.bias, notices=notices,
-        layer_kinds=(LayerKind(rope=replace(rope, dims=mla.rope_dim)),), attn_scale=_scale(mla, rope), **changes,
+        layer_kinds=(LayerKind(rope=replace(rope, dims=mla.rope_dim)),), **changes,
+        attn_scale=score_scale(mla, rope.scaling.factor) if rope.scaling is not None else None,
     )  # fmt: skip
-
-
-def _scale(mla: MLA, rope: Rope) -> float | None:
-    """Of the scores, where YaRN changes it."""
-    if rope.scaling is None or not mla.mscale_all_dim or rope.scaling.factor <= 1:
-        return None
-    return mla.qk_dim**-0.5 * (0.1 * mla.mscale_all_dim * math.log(rope.scaling.factor) + 1.0) ** 2
 
 
 def dense_then_experts(

@@ -27,8 +27,8 @@ ExpertTables = tuple[list[list[float | str]], float]  # rows as in the rates, an
 
 
 def measure_experts(job: Job, spec: ModelSpec, tp: Sequence[int], tokens: int, calls: int) -> ExpertTables:
-    """What a layer of routed experts takes more per expert, row, rank of its group and token sent or received, for each
-    TP degree's share of columns. Nothing for a dense model.
+    """What a layer of routed experts takes more per expert, row, rank of its group, token sent or received, and
+    exchange, for each TP degree's share of columns. Nothing for a dense model.
 
     Args:
         tokens: of a micro-batch.
@@ -37,29 +37,32 @@ def measure_experts(job: Job, spec: ModelSpec, tp: Sequence[int], tokens: int, c
         return [], 0.0
     cases = _exchanges(job, spec, tokens)
     amounts = [[1.0, float(members), 2.0 * sent] for members, _, sent in cases]
-    exchanged, varied = _fitted(amounts, [call for _, call, _ in cases], calls)
+    # A layer without a group exchanges nothing, so what any exchange takes counts, too.
+    (once, *exchanged), varied = _fitted(amounts, [call for _, call, _ in cases], calls)
     rows, spread = list[list[float | str]](), varied
     kernels = _kernels(job, spec)
     for share in dict.fromkeys(shares(spec, (1,) * degree)[0] for degree in tp):
         columns, count = share.expert_ffn[1] - share.expert_ffn[0], spec.moe.num_experts
         few = [max(spec.moe.top_k, count // n) for n in (2, 4)]
         points = dict.fromkeys([(count, tokens), (count, tokens // 4), (few[0], tokens), (few[1], tokens // 4)])
-        found, varied = _fitted(
+        (_, *found), varied = _fitted(  # every layer calls its experts, also one without rows
             [[1.0, float(experts), float(n * spec.moe.top_k)] for experts, n in points],
             [partial(_experts, job, spec, replace(share, experts=(0, e)), n, kernels) for e, n in points], calls,
         )  # fmt: skip
-        rows.append([model_fingerprint(spec), columns, *found, *exchanged])
+        seconds = [s for pair in (*found, *exchanged, once) for s in pair]
+        rows.append([model_fingerprint(spec), columns, *seconds])
         spread = max(spread, varied)
     return rows, spread
 
 
 def _fitted(
     amounts: Sequence[Sequence[float]], measures: Sequence[Callable[[], Sequence[float]]], calls: int
-) -> tuple[list[float], float]:
-    """(seconds forward and backward of one of each amount but the first, which is 1; their spread)."""
+) -> tuple[list[tuple[float, float]], float]:
+    """(seconds (forward, backward) of one of each amount; their spread)."""
     seen = [repeated(measure, calls) for measure in measures]
-    fits = [robust_fit(amounts, [pair[way][0] for pair in seen])[0][1:] for way in (0, 1)]
-    return [max(s, LEAST) for pair in zip(*fits, strict=True) for s in pair], max(s for x in seen for _, s in x)
+    forward, backward = (robust_fit(amounts, [pair[way][0] for pair in seen])[0] for way in (0, 1))
+    found = [(max(a, LEAST), max(b, LEAST)) for a, b in zip(forward, backward, strict=True)]
+    return found, max(s for x in seen for _, s in x)
 
 
 def _kernels(job: Job, spec: ModelSpec) -> KernelPlan:

@@ -16,7 +16,7 @@ import pytest
 from tests.support import emulated_jobs as jobs
 from tests.support.parity import check_case, fixed_case
 from tests.support.paths import ROOT
-from tests.support.pool import Pool, shared_pool
+from tests.support.pool import Pool
 
 ENVIRONMENT = {
     **os.environ,
@@ -30,7 +30,8 @@ LLAMA = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
+EMULATED_RANKS = 4
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 
 def call(*command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -39,26 +40,12 @@ def call(*command: str, timeout: float = 300) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def extension() -> None:
-    """Built once per environment: minutes, the first time."""
-    done = call("-m", "hetero_emulated_vendor.build", timeout=1500)
-    if "no C++ compiler" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def found(extension: None) -> dict[str, list[str]]:
     """By program: what the device says to the wrong one and to the right one."""
     done = call("-m", "tests.support.emulated_jobs", "all_attempts")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def pool(extension: None) -> Pool:
-    return shared_pool(("emulated",) * 4)
 
 
 @pytest.mark.parametrize("bug", jobs.BUGS, ids=lambda bug: bug.__name__)

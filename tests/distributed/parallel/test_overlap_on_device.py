@@ -21,8 +21,8 @@ from hetero_megatron.spec import from_hf_config
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import check_case, fixed_case
-from tests.support.pool import Pool, shared_pool
-from tests.support.vendors import build_emulated, with_attention
+from tests.support.pool import Pool
+from tests.support.vendors import with_attention
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
@@ -37,7 +37,8 @@ PLANS = {
     ],
 }  # fmt: skip
 
-pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
+EMULATED_RANKS = 3
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 
 class Unfinished:
@@ -56,16 +57,6 @@ class Unfinished:
 def plan_of(name: str) -> dict[str, Any]:
     pipelines = [{"micro_batch_size": 1, "num_micro_batches": 2, "stages": stages} for stages in PLANS[name]]
     return {"version": 1, "seq_length": 8, "global_batch_size": 4, "pipelines": pipelines}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extension() -> None:
-    build_emulated()
-
-
-@pytest.fixture
-def pool(extension: None) -> Pool:
-    return shared_pool(("emulated",) * 3)
 
 
 def starts_of(comm: Comm, name: str, key: str, tied: bool, chunked: bool) -> tuple[list[str], int]:

@@ -10,20 +10,10 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.platform.graphs import GraphPool
-from tests.support.pool import Pool, shared_pool
-from tests.support.vendors import build_emulated
+from tests.support.pool import Pool
 
-pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extension() -> None:
-    build_emulated()
-
-
-@pytest.fixture
-def pool(extension: None) -> Pool:
-    return shared_pool(("emulated",) * 2)
+EMULATED_RANKS = 2
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 
 def numbers(comm: Comm, *values: float) -> torch.Tensor:

@@ -21,8 +21,8 @@ from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, RandomSamples
-from tests.support.pool import Pool, shared_pool
-from tests.support.vendors import build_emulated, with_attention
+from tests.support.pool import Pool
+from tests.support.vendors import with_attention
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4,
@@ -36,17 +36,8 @@ ONE: Stages = [{"ranks": [0], "layers": [0, 4]}]
 TWO: Stages = [{"ranks": [0], "layers": [0, 2]}, {"ranks": [1], "layers": [2, 4]}]
 CHUNKS: Stages = [{"ranks": [r], "layers": [[r, r + 1], [r + 2, r + 3]]} for r in (0, 1)]
 
-pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extension() -> None:
-    build_emulated()
-
-
-@pytest.fixture
-def pool(extension: None) -> Pool:
-    return shared_pool(("emulated",) * 2)
+EMULATED_RANKS = 2
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 
 def case_of(

@@ -19,8 +19,8 @@ from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, RandomSamples
-from tests.support.pool import Pool, shared_pool
-from tests.support.vendors import build_emulated, with_attention
+from tests.support.pool import Pool
+from tests.support.vendors import with_attention
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6,
@@ -36,17 +36,8 @@ PLANS: dict[str, list[dict[str, Any]]] = {
     "context": [{"ranks": [0, 1], "layers": [0, 3], "context": [{"ranks": [0, 1], "tokens": [5, 3], "heads": [2, 4]}]}],
 }  # fmt: skip
 
-pytestmark = pytest.mark.timeout(1800)  # building takes minutes, and more on a busy machine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extension() -> None:
-    build_emulated()
-
-
-@pytest.fixture
-def pool(extension: None) -> Pool:
-    return shared_pool(("emulated",) * 2)
+EMULATED_RANKS = 2
+pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 
 def case(stages: list[dict[str, Any]], micro_batches: int, **model: Any) -> Case:

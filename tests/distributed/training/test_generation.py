@@ -117,9 +117,13 @@ def expected(path: Path, prompts: list[str], model: Any = None) -> list[list[int
     return out
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", quick(FAMILIES, ["llama", "mistral"]))
-def test_greedy_is_transformers(name: str, plan: str, models: Path, tmp_path: Path) -> None:
+GREEDY = [(name, plan) for name in FAMILIES for plan in PLANS]
+IN_MAKE_TEST = [("llama", "one"), ("llama", "interleaved"), ("mistral", "uneven")]
+
+
+@pytest.mark.parametrize("case", quick(GREEDY, IN_MAKE_TEST), ids=lambda case: "-".join(case))
+def test_greedy_is_transformers(case: tuple[str, str], models: Path, tmp_path: Path) -> None:
+    name, plan = case
     assert answers(["--load-hf", str(models / name)], PROMPTS, plan, tmp_path) == expected(models / name, PROMPTS)
 
 

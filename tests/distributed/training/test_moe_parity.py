@@ -17,7 +17,7 @@ from tests.support.small_plans import pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "30"))
-QUICK = range(COUNT if "N" in os.environ else 6)  # in `make test`
+QUICK = range(COUNT if "N" in os.environ else 4)  # in `make test`
 MODELS = {
     "qwen2_moe": MOE_FAMILIES["qwen2_moe"] | {"num_hidden_layers": 3},
     # Sinks and query heads are cut, biases of experts are added once by ranks that share columns.

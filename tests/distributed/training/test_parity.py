@@ -14,7 +14,7 @@ from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "2026"))
 COUNT = int(os.environ.get("N", "48"))
-QUICK = range(COUNT if "N" in os.environ else 12)  # in `make test`
+QUICK = range(COUNT if "N" in os.environ else 8)  # in `make test`
 
 @pytest.mark.parametrize("index", quick(range(COUNT), QUICK))
 def test_random_plan_equals_one_process(index: int) -> None:

@@ -40,6 +40,15 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch_dist_by_layer": (save_torch_dist, {"tp": 2, "pp": 1, "stacked": False}),
 }
 EXPERTS = LLAMA | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
+DEEPSEEK = LLAMA | {
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "n_routed_experts": 8, "n_shared_experts": 1, "kv_lora_rank": 12,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 7, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 0.9,
+}  # fmt: skip
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
@@ -48,12 +57,16 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
                          "num_nextn_predict_layers": 0, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 2,
                          "topk_group": 1,
                          "first_k_dense_replace": 1, "use_qk_norm": True, "partial_rotary_factor": 1.0},
+    "deepseek_v3": DEEPSEEK | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+                               "q_lora_rank": 10, "rope_scaling": YARN, "num_nextn_predict_layers": 0},
+    "deepseek_v2": DEEPSEEK | {"model_type": "deepseek_v2", "q_lora_rank": None, "rope_scaling": None},
 }  # fmt: skip
 FORMS_OF_EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "legacy": (save_legacy, {"tp": 2}),
     "legacy_tp2_pp2_ep2_grouped": (save_legacy, {"tp": 2, "pp": 2, "ep": 2, "experts": "grouped"}),
     "legacy_ep4_transposed": (save_legacy, {"ep": 4, "experts": "transposed"}),
     "legacy_interleaved": (save_legacy, {"tp": 2, "pp": 2, "chunks": 2, "ep": 2}),
+    "legacy_tp2_without_transformer_engine": (save_legacy, {"tp": 2, "local": True}),
     "torch_dist_tp2": (save_torch_dist, {"tp": 2}),
     "torch_dist_singly": (save_torch_dist, {"tp": 2, "singly": True}),
 }
@@ -99,6 +112,7 @@ def test_mixtures_of_experts(name: str, form: str, tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize(("name", "form"), [
     ("mixtral", "torch_dist_tp2"), ("qwen3_moe", "legacy_tp2_pp2_ep2_grouped"), ("glm4_moe", "legacy"),
+    ("deepseek_v3", "legacy_tp2_without_transformer_engine"), ("deepseek_v2", "torch_dist_tp2"),
 ])  # fmt: skip
 def test_the_stored_arguments_say_what_the_experts_are(
     name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -236,7 +250,13 @@ def test_what_other_packages_let_torch_load_is_not_made(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(("changes", "says"), [
     ({"num_experts": 8}, "missing decoder.layers.0.mlp.router.weight"),
-    ({"multi_latent_attention": True}, "--multi-latent-attention"),
+    ({"multi_latent_attention": True}, "--qk-layernorm"),
+    ({"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 8, "q_lora_rank": None},
+     "missing decoder.layers.0.self_attention.linear_q_proj.weight"),
+    ({"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": -8}, "--kv-lora-rank"),
+    ({"multi_latent_attention": True, "qk_layernorm": True, "qk_pos_emb_head_dim": 5}, "pairs of a head's features"),
+    ({"multi_latent_attention": True, "qk_layernorm": True, "rotary_scaling_factor": "x"}, "--rotary-scaling-factor"),
+    ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "mrope"}, "--rope-type"),
     ({"rotary_percent": 0.5}, "--rotary-percent"), ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
     ({"mtp_num_layers": 1}, "--mtp-num-layers"), ({"ffn_hidden_size": 44}, "does not fit the model"),
     ({"swiglu": False}, "does not fit the model"), ({"num_layers": 5}, "missing decoder.layers.4."),
@@ -320,3 +340,55 @@ def test_experts_cut_otherwise_than_the_rest_are_refused(tmp_path: Path, capsys:
     where = save_legacy(tmp_path / "run", model, spec, tp=2, expert_tensor_parallel_size=1)
     assert main(["convert", str(where), str(tmp_path / "out")]) == 2
     assert "cut for 1 tensor-parallel ranks and the rest for 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"kv_lora_rank": 13}, "--kv-lora-rank"), ({"mscale_all_dim": 0.5}, "--rotary-scaling-factor"),
+    ({"rotary_scaling_factor": 4.0}, "--rotary-scaling-factor"), ({"qk_layernorm": False}, "--qk-layernorm"),
+    ({"norm_epsilon": 1e-5}, "--norm-epsilon"), ({"v_head_dim": 6}, "--v-head-dim"),
+    ({"q_lora_rank": None}, "--q-lora-rank"),
+    ({"multi_latent_attention": False}, "--kv-channels"),
+])  # fmt: skip
+def test_latent_attention_that_contradicts_the_model_is_refused(
+    changes: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, spec = make_hf(WITH_EXPERTS["deepseek_v3"], seed=5, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "hf")  # type: ignore[operator]
+    where = save_legacy(tmp_path / "run", model, spec, **changes)
+    capsys.readouterr()
+    assert main(["convert", str(where), str(tmp_path / "out"), "--model", str(tmp_path / "hf")]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and not (tmp_path / "out").exists(), said
+
+
+def without_a_latent_norm(model: dict[str, Any]) -> None:
+    del model["decoder.layers.2.self_attention.linear_kv_up_proj.layer_norm_weight"]
+
+
+def with_a_short_latent(model: dict[str, Any]) -> None:
+    name = "decoder.layers.1.self_attention.linear_kv_down_proj.weight"
+    model[name] = model[name][:-1].clone()
+
+
+def with_another_latent(model: dict[str, Any]) -> None:
+    model["decoder.layers.1.self_attention.linear_q_down_proj.weight"] += 1
+
+
+@pytest.mark.parametrize(("damage", "says"), [
+    (without_a_latent_norm, "missing decoder.layers.2.self_attention.linear_kv_up_proj.layer_norm_weight"),
+    (with_a_short_latent, "linear_kv_down_proj.weight is [31, 32], not [16, 32]"),
+    (with_another_latent, "different values of decoder.layers.1.self_attention.linear_q_down_proj.weight"),
+])  # fmt: skip
+def test_damaged_latents_are_refused(
+    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, spec = make_hf(WITH_EXPERTS["deepseek_v3"], seed=5, dtype=torch.float32)
+    where = save_legacy(tmp_path / "run", model, spec, tp=1 if damage is without_a_latent_norm else 2)
+    file = where / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    with megatron_modules():
+        content = torch.load(file, weights_only=False)
+        damage(content["model"])
+        torch.save(content, file)
+    assert main(["convert", str(where), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and not (tmp_path / "out").exists(), said

@@ -66,6 +66,8 @@ def count(function: Callable[[], object]) -> float:
 def test_a_product_costs_its_flops_forward_and_backward(m: int, n: int, k: int) -> None:
     a, b = torch.randn(m, k, requires_grad=True), torch.randn(k, n, requires_grad=True)
     assert count(lambda: a @ b) == pytest.approx(1e-5 + 2 * m * n * k / 1e9)
+    by_onednn = count(lambda: torch.ops.mkldnn._linear_pointwise(a.detach(), b.detach().t(), None, "none", [], ""))
+    assert by_onednn == pytest.approx(1e-5 + 2 * m * n * k / 1e9)
     assert count(lambda: torch.zeros(m, n).addmm_(a.detach(), b.detach())) >= 1e-5 + 2 * m * n * k / 1e9
     out = a @ b
     backward = count(lambda: torch.autograd.backward(out, torch.ones_like(out.detach())))

@@ -15,7 +15,7 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.layout import reduction
 from hetero_megatron.plan import validate
 from hetero_megatron.plan.buckets import make_buckets
-from hetero_megatron.planner.cost.link_model import LinkModel, LinkTraffic
+from hetero_megatron.planner.cost.link_model import LinkModel, Port
 from hetero_megatron.planner.cost.sync_host_cost import RankHost, RankHosts
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
@@ -130,29 +130,21 @@ def test_flows_by_class_are_those_of_all_pairs(seed: int) -> None:
         for spread in (False, True):
             mine = port_traffic(flows, structure.places, spread)
             each = [(b, a, float(n)) if spread else (a, b, float(n)) for (a, b), n in pairs.items()]
-            plain = network.traffic(each)
-            assert _by_port(mine) == _by_numbered_port(plain, structure.places)
-            assert dict(mine.longest) == dict(plain.longest)
-            assert dict(mine.pairs) == dict(plain.pairs)
             old, new = network.exchange(each, collective="all_to_all"), price(mine, 1.0, network)
             assert new.seconds == pytest.approx(old.seconds) and new.latency == old.latency
+            assert new.link == pytest.approx(old.link)
+            busy = {_number(port, structure.places): seconds for port, seconds in old.ports.items()}
+            assert dict(zip(new.ports.tolist(), new.busy.tolist())) == pytest.approx(busy)
     places: PortIndex = structure.places
     assert dict(zip(places.ranks.tolist(), structure.held.tolist())) == held
     assert dict(zip(places.ranks.tolist(), structure.owned.tolist())) == owned
 
 
-def _by_port(traffic) -> dict[tuple[int, object], float]:  # type: ignore[no-untyped-def]
-    rows = zip(traffic.ports.tolist(), traffic.way.tolist(), traffic.size.tolist(), strict=True)
-    return {(port, traffic.ways[way]): size for port, way, size in rows}
-
-
-def _by_numbered_port(traffic: LinkTraffic, places: PortIndex) -> dict[tuple[int, object], float]:
+def _number(port: Port, places: PortIndex) -> int:
     """Two ports per rank, out and in, then two per node."""
-    found: dict[tuple[int, object], float] = {}
-    for ((end, where), kind), size in traffic.bytes_by.items():
-        at = len(places.ranks) + places.nodes[where] if isinstance(where, str) else places.index[where]
-        found[2 * at + (end == "in"), (end == "in", kind)] = size
-    return found
+    end, where = port
+    at = len(places.ranks) + places.nodes[where] if isinstance(where, str) else places.index[where]
+    return 2 * at + (end == "in")
 
 
 def test_hosts_in_arrays_are_hosts() -> None:

@@ -13,7 +13,7 @@ from benchmarks.context_equal import few_equal, kind_of, ranked_equal
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.planner.context.cost import ContextCosts, kv_heads, shared_kv
-from hetero_megatron.planner.context.groupings import clusters, equal_layouts, partitions
+from hetero_megatron.planner.context.groupings import clusters, equal_layouts, partitions, unevenness
 from hetero_megatron.planner.context.integer_shares import min_max_shares
 from hetero_megatron.planner.context.problem import (
     ContextLayout,
@@ -435,12 +435,9 @@ def test_close_to_the_exact_optimum_where_memory_binds(seed: int) -> None:
 
 
 def test_blocks_of_unlike_size_cost_the_pace_of_the_largest_shard() -> None:
-    problem = random_problem(random.Random(0), 4, nodes=1)
-    costs = ContextCosts(problem)
-    groups = tuple(MemberGroup((m,), (n,), (4,)) for m, n in enumerate((1024, 512, 256, 256)))
     tokens = np.array([1024.0, 512, 256, 256])
-    assert costs.lock_step(ContextLayout(groups, "ring", 1024), tokens) == 4 * 1024 / 2048
-    assert costs.lock_step(ContextLayout(groups, "ring", 256), tokens) == 1.0
+    assert unevenness(tokens, 1024) == 4 * 1024 / 2048
+    assert unevenness(tokens, 256) == 1.0
 
 
 @pytest.mark.parametrize("world", [32, 96])

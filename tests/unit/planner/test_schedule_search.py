@@ -110,15 +110,16 @@ def test_adaptive_schedules_know_the_reduction_of_gradients() -> None:
     assert isinstance(times, PipelineTimes) and [s.tail_seconds for s in times.stages] == tails
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_chunked_schedules_are_made_for_what_is_predicted(chunks: int) -> None:
+@pytest.mark.parametrize("chunks, sizes", [(2, (6, 5)), (3, (6, 5)), (2, (1, 10))])
+def test_chunked_schedules_are_made_for_what_is_predicted(chunks: int, sizes: tuple[int, int]) -> None:
     """With the seconds that chunks are told to take, messages of the host included, a schedule takes what the step
     simulator says; what is made is faster, and not below the bound."""
     where = cluster(speeds=(1.0, 1.7), beta=3e-7, alpha=0.2, message_seconds=0.05)
     costs = CostModel(MODEL, where, SEQ, "fp32")
-    plain = plan_from_dict(plan((5, stages(6, 5))), MODEL)
+    plain = plan_from_dict(plan((5, stages(*sizes))), MODEL)
     cut = interleaved(plain, chunks)
-    assert cut is not None
+    assert cut is not None and [s.num_layers for s in cut.pipelines[0].stages] == list(sizes)
+    assert (interleaved(plain, 3) is None) == (1 in sizes)  # two of three chunks would be empty
     found = predict(cut, MODEL, where, costs=costs)
     priced, pipeline = StageCosts(cut, costs).of(cut.pipelines[0]), cut.pipelines[0]
     times = pipeline_times(found, pipeline, priced, costs, [0.0, 0.0])

@@ -11,6 +11,7 @@ import torch
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.rates import load_rates
@@ -18,7 +19,7 @@ from hetero_megatron.planner.cost.rates_document import as_document
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import from_hf_config, whole_share
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.training.calibration.experts import _experts, _kernels, measure_experts
+from hetero_megatron.training.calibration.experts import _exchanges, _experts, _kernels, measure_experts
 from hetero_megatron.training.calibration.layers import Job
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import LLAMA, pipe, plan, stage
@@ -47,6 +48,25 @@ def test_experts_are_priced_as_the_clock_has_them() -> None:
         constant = _experts(here, spec, replace(whole_share(spec), experts=(0, 2)), 2, _kernels(here, spec))
         for way in (0, 1):  # without what a call takes in any case
             assert 0.8 * (measured[way] - constant[way]) < operators.experts(load)[way] < 1.1 * measured[way]
+
+
+def test_exchanges_are_priced_as_the_clock_has_them() -> None:
+    """All of one: a plain layer has none, so nothing of it cancels out."""
+    spec, here = from_hf_config(MODEL), job()
+    rows, _ = measure_experts(here, spec, (1,), 256, 1)
+    given = CLUSTER | {"rates": {"chips": {"c": {"fp32": {"experts": rows}}}}}
+    operators = CostModel(spec, cluster_from_dict(given), 64, "fp32").operators("c")
+    for members, call, sent in _exchanges(here, spec, 400):
+        load = ExpertLoad(1.0, 400.0, sent, sent, 800.0, 4, 96.0, members)
+        there, here_alone = operators.experts(load), operators.experts(replace(load, members=1))
+        for way, measured in enumerate(call()):
+            assert there[way] - here_alone[way] == pytest.approx(measured, rel=0.03)
+
+
+def test_rows_of_an_earlier_version_are_refused() -> None:
+    rows = [["0" * 12, 96.0, *[1e-6] * 8]]
+    with pytest.raises(UserError, match="lists of 12 values"):
+        load_rates(cluster_from_dict(CLUSTER | {"rates": {"chips": {"c": {"fp32": {"experts": rows}}}}}), "fp32")
 
 
 def test_measured_experts_move_what_is_predicted() -> None:
