@@ -28,7 +28,8 @@ def with_lora(args: Namespace, model: ModelSpec) -> ModelSpec:
             ("--lora-base-dtype", args.lora_base_dtype), ("--use-dora", args.use_dora or None),
         ):  # fmt: skip
             if given is not None:
-                raise UserError("has no effect without --lora-rank", field=flag, value=given)
+                value = None if given is True else given
+                raise UserError("has no effect without --lora-rank", field=flag, value=value)
         return model
     if args.lora_base_dtype is not None and args.fp8_format is not None:
         raise UserError(

@@ -102,12 +102,13 @@ class Magnitude(nn.Module):
 
     def __init__(self, outputs: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
-        self.norms = torch.empty(outputs, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.weight = nn.Parameter(torch.empty(outputs, dtype=wide, device=device))
+        self.norms = torch.empty(outputs, dtype=wide, device=device)
 
     def gain(self) -> torch.Tensor:
         """What rows are multiplied with, [outputs], in at least fp32."""
-        return self.weight.to(self.norms.dtype) / self.norms
+        return self.weight / self.norms
 
 
 def _scaled(

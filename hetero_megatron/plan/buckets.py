@@ -122,12 +122,11 @@ def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
     """Segments (head, last layer, …, first layer, embedding), and trained tensors in them, in the order in which their
     gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Joint ones, whose
-    gradients come at once, keep the order in which they lie. Last what no gradient moves (``by_load``), which has a
-    dtype of its own."""
+    gradients come at once, keep the order in which they lie. Last what has a dtype of its own (``wide``)."""
     segments: dict[tuple[bool, float], list[LogicalTensor]] = defaultdict(list)
     for tensor in (t for t in tensors if t.trained):
         key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
-        segments[tensor.by_load, -float(tensor.layer) if key is None else key].append(tensor)
+        segments[tensor.wide, -float(tensor.layer) if key is None else key].append(tensor)
     return [_backwards(segments[key]) for key in sorted(segments)]
 
 
@@ -145,8 +144,8 @@ def make_buckets(
     weights = {rank: float(s.optimizer.share) for p in plan.pipelines for s in p.stages for rank in s.ranks}
     runs: list[tuple[tuple[tuple[int, ...], bool], list[str], int]] = []
     for segment in backward_order(logical_tensors(spec)):
-        for name, by_load in ((t.name, t.by_load) for t in segment):
-            kind = (holders[name].ranks, by_load)
+        for name, wide in ((t.name, t.wide) for t in segment):
+            kind = (holders[name].ranks, wide)
             size = int(holders[name].counts().max()) * itemsize
             if runs and runs[-1][0] == kind and runs[-1][2] + size <= bucket_bytes:
                 runs[-1][1].append(name)

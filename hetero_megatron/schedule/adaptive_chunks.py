@@ -22,6 +22,7 @@ from hetero_megatron.schedule.chunk_times import (
 from hetero_megatron.schedule.generators import generate
 from hetero_megatron.schedule.pipeline_times import ROUNDING, StageTimes
 from hetero_megatron.schedule.stage_orders import chunk_orders_of, joined, keeps_order, schedule_of, split_letter
+from hetero_megatron.schedule.zero_bubble import MOST_COMPARED
 
 EFFORT = 100_000  # 32 stages of two chunks x 256 micro-batches: two schedules, about a second
 RULES_TRIED, EXCHANGES_TRIED = 60, 400  # in succession, none of them faster
@@ -48,8 +49,8 @@ class ChunkedResult:
 
 def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: int = EFFORT) -> ChunkedResult:
     """The fastest schedule found of those that keep every stage's memory; never slower than interleaved 1F1B, where
-    that keeps it, nor, within the effort, than zero-bubble with as many micro-batches per stage as fit. Equal arguments
-    give equal schedules.
+    that keeps it, nor, if the effort is that of ten schedules, than zero-bubble with as many micro-batches per stage as
+    fit. Equal arguments give equal schedules.
 
     Args:
         effort: about how many actions may be timed; at least one schedule is.
@@ -108,8 +109,9 @@ class _Search:
         self._offer(seconds, orders)
 
     def try_zero_bubble(self) -> None:
-        """Zero-bubble with as many micro-batches per stage as fit in all chunks."""
-        if self.ended():
+        """Zero-bubble with as many micro-batches per stage as fit in all chunks; not where choosing it may take more
+        than the effort."""
+        if self.ended() or self.timed + MOST_COMPARED * self.size > self.effort:
             return
         caps = [_most_micro_batches(chunks, max(self.count, 1)) for chunks in self.times.stages]
         orders = chunk_orders_of(generate("zero-bubble", len(caps), self.count, self.times.chunks, caps))

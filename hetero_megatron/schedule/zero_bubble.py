@@ -19,6 +19,7 @@ Rows = tuple[tuple[Action, ...], ...]
 # F, B_INPUT and W of equal stages, by which schedules over chunks are chosen: attention makes B_INPUT the longest.
 _EQUAL = StageTimes(4, 5, 3)
 _GOOD = 1.1  # times the lower bound: nothing else is tried
+MOST_COMPARED = 9  # schedules over chunks that are made to choose one
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int = 1, caps: Sequence[int] = ()) -> Rows:

@@ -14,6 +14,8 @@ from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, Lora
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 
+MAGNITUDE = "lora_magnitude_vector"  # DoRA's lengths of rows, as peft calls them
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -53,11 +55,15 @@ class LogicalTensor:
         return self.axes[0].role == "experts"
 
     @property
+    def wide(self) -> bool:
+        """It is in at least fp32 in a run of 16 bits, which would round away the small steps by which it moves."""
+        return self.by_load or self.name.endswith(f"{MAGNITUDE}.weight")
+
+    @property
     def is_bias(self) -> bool:
         return self.name.endswith("bias")
 
 
-MAGNITUDE = "lora_magnitude_vector"  # as peft calls it
 _HIDDEN, _RANK = Axis("hidden"), Axis("rank")
 
 

@@ -14,7 +14,7 @@ from hetero_megatron.planner.template.node_classes import StageId
 from hetero_megatron.planner.template.plan_template import StageTemplate
 
 
-class CommunicatorMemory:
+class StageCommunicators:
     """Of the stages on one pool."""
 
     def __init__(self, costs: CostModel, pool: DevicePool) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.plan import supports
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
-from hetero_megatron.planner.estimate.communicator_memory import CommunicatorMemory
+from hetero_megatron.planner.estimate.communicator_memory import StageCommunicators
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
@@ -119,7 +119,7 @@ class StageTables:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
         self.offload = offload
         self.links = costs.links
-        self.communicators = CommunicatorMemory(costs, pool)
+        self.communicators = StageCommunicators(costs, pool)
         self._layers = np.arange(layers + 1)
         self._tables: dict[StageKind, StageTable] = {}
         self._shallow: dict[tuple[StageKind, int], StageTable] = {}

@@ -21,7 +21,7 @@ from tests.support.small_plans import pipe, plan, stage
 
 SEED = int(os.environ.get("SEED", "3026"))
 COUNT = int(os.environ.get("N", "24"))
-QUICK = range(COUNT if "N" in os.environ else 4)
+QUICK = range(COUNT if "N" in os.environ else 3)
 OLMOE = MOE_FAMILIES["olmoe"]
 SIGMOID = {"score": "sigmoid", "score_bias": True, "normalize": True, "scale": 2.5}
 GROUPS = SIGMOID | {"groups": 3, "top_groups": 2, "group_size": 2}

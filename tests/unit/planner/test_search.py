@@ -191,7 +191,7 @@ def _mixed() -> dict[str, object]:
 
 
 def test_programs_search_a_larger_cluster_deterministically() -> None:
-    cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
+    cluster, model = cluster_from_dict(_mixed()), dataclasses.replace(load_model("llama2-7b"), num_layers=10)
     options = SearchOptions(exhaustive=False)
     a, b = (search(PlanningProblem(model, cluster, 2048, 32, options)) for _ in range(2))
     assert a.method == "programs"
