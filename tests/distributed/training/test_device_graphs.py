@@ -110,6 +110,7 @@ CASES = {
     "dropout, chunks": (case_of(LLAMA, [CHUNKS], schedule="interleaved", rows=2, dropout=Dropout(0.0, 0.4)), None),
     "adapters": (case_of(LLAMA, [TWO]), [2, 1]),
     "adapters, dropout, recompute": (case_of(LLAMA, [recomputed(ONE, "full")], dropout=Dropout(0.1, 0.0)), [1]),
+    "DoRA on a base in 8 bits": (case_of(LLAMA, [TWO], "bf16"), [2, 1]),
     "tensorwise": (case_of(LLAMA, [ONE], "bf16", rows=2, fp8=Fp8("hybrid", "tensorwise")), [1]),
     "blockwise": (case_of(LLAMA, [TWO], "bf16", fp8=Fp8("e4m3", "blockwise")), [2, 1]),
     "all of it": (case_of(LLAMA, [TWO], dropout=Dropout(0.2, 0.2), fp8=Fp8("e4m3", "tensorwise")), [2, 1]),
@@ -117,6 +118,7 @@ CASES = {
 ADAPTERS = {
     "adapters": Lora(2, 4.0, ("q_proj", "v_proj")),
     "adapters, dropout, recompute": Lora(2, 4.0, ("q_proj", "down_proj"), dropout=0.4),
+    "DoRA on a base in 8 bits": Lora(2, 4.0, ("q_proj", "down_proj"), base_dtype="int8", dora=True),
     "all of it": Lora(2, 4.0, ("q_proj", "gate_proj"), dropout=0.1),
 }
 
