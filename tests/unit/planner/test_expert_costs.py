@@ -7,15 +7,20 @@ from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.model import GPTStage
+from hetero_megatron.parallel.routes import HopRoutes, local_pieces
 from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets
+from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.plan.memory import held_elements
 from hetero_megatron.plan.routing import Routing, hit_probability, layer_loads, mean_loads
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.planner.simulate.bucket_flows import bucket_flows
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.spec import from_hf_config, logical_tensors, tensor_box, whole_share
@@ -141,3 +146,21 @@ def test_experts_by_speed_are_predicted_to_be_faster_than_equal_ones() -> None:
     # If the last expert gets most tokens, the slow rank can have all others.
     hot = CostOptions(routing=Routing(tuple((i, (0.07, 0.07, 0.07, 0.79)) for i in range(2))))
     assert min((1, 2, 3), key=lambda first: seconds(first, hot)) == 3
+
+
+@pytest.mark.parametrize("experts", [None, [[0, 3], [3, 4]], [[0, 3], [2, 4]]])
+def test_sums_that_begin_with_zeros_are_the_runtimes(experts: list[list[int]] | None) -> None:
+    """Of whose elements no other rank sends all: of experts that only one rank has, alone or among others'."""
+    made = plan_from_dict(spelled(experts and [{"ranks": [0, 1], "experts": experts}]), MIXTRAL)
+    shares = rank_shares(MIXTRAL, made.pipelines[0].stages[0])
+    boxes = {rank: {t.name: tensor_box(t, share) for t in logical_tensors(MIXTRAL)} for rank, share in shares.items()}
+    seen = set()
+    for bucket in make_buckets(made, MIXTRAL):
+        flows, (hop,) = bucket_flows(bucket, np.arange(2)), bucket.hops
+        for rank in bucket.ranks:
+            pieces = [local_pieces(layouts, rank, boxes[rank]) for layouts in (hop.sources, hop.targets)]
+            routes = HopRoutes(hop, bucket.ranks, rank, *pieces, bucket.dense)
+            zeros = routes.size > 0 and not routes.sends_all - {rank}
+            assert flows.from_zeros[rank] == zeros
+            seen.add(zeros)
+    assert (True in seen) == (experts is not None)
