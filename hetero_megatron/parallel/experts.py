@@ -128,7 +128,14 @@ class Routes:
 
 def _pack(*tensors: torch.Tensor) -> torch.Tensor:
     """Tensors [n, ...] as one [n, bytes]: one message instead of several."""
-    return torch.cat([x.contiguous().flatten(1).view(torch.uint8) for x in tensors], dim=1)
+    return torch.cat([_bytes(x.flatten(1)) for x in tensors], dim=1)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """[n, columns] -> [n, bytes]. One column is contiguous with any stride, but only stride 1 is viewed as bytes."""
+    if x.stride(-1) != 1 or not x.is_contiguous():
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
 
 
 def _unpack(packed: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
