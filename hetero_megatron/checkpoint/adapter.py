@@ -45,7 +45,9 @@ def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
             "of one of them", field=SAVE, accepted="adapters of both or neither, or --merge-lora and --save-hf",
         )  # fmt: skip
     return {
-        tensor.name: expert_source(spec, tensor, _PREFIX, True) if tensor.per_expert else _source(spec, tensor, SAVE)
+        tensor.name: (
+            expert_source(spec, tensor, _PREFIX, True, SAVE) if tensor.per_expert else _source(spec, tensor, SAVE)
+        )
         for tensor in trained_tensors(spec)
     }
 
@@ -108,7 +110,7 @@ class AdapterWeights:
             if not tensor.per_expert:
                 parts = [(tensor, _source(spec, tensor, self._field))]
             elif not single:
-                parts = [(tensor, expert_source(spec, tensor, _PREFIX, joined))]
+                parts = [(tensor, expert_source(spec, tensor, _PREFIX, joined, self._field))]
             else:
                 every = [expert_tensor(tensor, e) for e in range(tensor.shape[0])]
                 parts = [(one, single_source(spec, one, _PREFIX, self._field)) for one in every]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENTS, doubled, parameters_of
+from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENT, doubled, parameters_of
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.spec import Lora, ModelSpec
@@ -38,7 +38,7 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     }  # fmt: skip
     if spec.moe is not None:
         found["target_modules"] = [name for name in lora.targets if name not in MLP_TARGETS]
-        found["target_parameters"] = parameters_of(spec)
+        found["target_parameters"] = parameters_of(lora)
         if "gate_proj" in lora.targets:
             found["rank_pattern"], found["alpha_pattern"] = doubled(lora)
     return found
@@ -99,8 +99,7 @@ def _target_parameters(found: Mapping[str, Any], where: str) -> list[str]:
     out: list[str] = []
     for name in _names(found, "target_parameters", accepted, where):
         parent, _, last = name.rpartition(".")
-        of_experts = any(f".{one}".endswith(f".{parent}" if parent else "") for one in PARENTS)
-        if last not in PARAMETERS or not of_experts:
+        if last not in PARAMETERS or not f".{PARENT}".endswith(f".{parent}" if parent else ""):
             raise UserError(
                 "only experts' parameters may have adapters", field="target_parameters", value=name, accepted=accepted,
                 where=where,

@@ -27,8 +27,7 @@ from hetero_megatron.spec.hf_names import HFSource
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 # A parameter of transformers -> the projections that it holds.
 PARAMETERS = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
-PARENT = "mlp.experts"  # in transformers, of every family but those that call it otherwise
-PARENTS = dict.fromkeys([PARENT, *(f.names.modules[PARENT] for f in FAMILIES.values() if PARENT in f.names.modules)])
+PARENT = "mlp.experts"  # in transformers, of every family with adapters of experts
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class ExpertSource(HFSource):
         return bool(others.any())
 
 
-def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: bool) -> ExpertSource:
-    """Of the A or B of all experts of a layer.
+def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: bool, field: str) -> ExpertSource:
+    """Of the A or B of all experts of a layer. UserError: peft's form of it is not that of the other families.
 
     Args:
         joined: gate's ranks stand before up's; else both have the same A.
@@ -95,11 +94,15 @@ def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: b
     fused = projection != DOWN
     # Each parameter has a wrapper of its own around the experts; the first one's, by name, is the outer one.
     nested = fused and DOWN in spec.lora.targets
-    experts = f"{layer.removesuffix('mlp')}{_parent(spec)}"
-    name = f"{prefix}{experts}.{'base_layer.' if nested else ''}{kind}.weight"
+    name = f"{prefix}{layer}.experts.{'base_layer.' if nested else ''}{kind}.weight"
+    inter = FAMILIES[spec.hf_model_type].names.experts
+    if inter is not None and not inter.interleaved:  # [experts, inputs, outputs], and does not tell peft that it is
+        raise UserError(
+            f"peft takes inputs and outputs of {spec.hf_model_type}'s experts for each other", field=field,
+            value=projection, accepted="adapters of attention, or --merge-lora and --save-hf",
+        )  # fmt: skip
     second, of_b, rank, start, step = projection == "up_proj", kind == "lora_B", spec.lora.rank, 0, 1
     if of_b and fused:
-        inter = FAMILIES[spec.hf_model_type].names.experts
         interleaved = inter is not None and inter.interleaved
         step = 2 if interleaved else 1
         start = second * (1 if interleaved else spec.moe.ffn_hidden_size)
@@ -119,20 +122,14 @@ def single_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, field: st
     if source.expert is not None:
         raise UserError(
             f"Hugging Face's {spec.hf_model_type} has no modules of single experts", field=field, value=module,
-            accepted=f"adapters of {' and '.join(parameters_of(spec))}",
+            accepted=f"adapters of {' and '.join(parameters_of(spec.lora))}",
         )  # fmt: skip
     return HFSource(f"{prefix}{source.name.removesuffix('weight')}lora_{adapter}")
 
 
-def _parent(spec: ModelSpec) -> str:
-    """What the family calls the module of its experts in a layer."""
-    return FAMILIES[spec.hf_model_type].names.modules.get(PARENT, PARENT)
-
-
-def parameters_of(spec: ModelSpec) -> list[str]:
+def parameters_of(lora: Lora) -> list[str]:
     """target_parameters of adapter_config.json."""
-    assert spec.lora is not None
-    return [f"{_parent(spec)}.{name}" for name, held in PARAMETERS.items() if held[0] in spec.lora.targets]
+    return [f"{PARENT}.{name}" for name, held in PARAMETERS.items() if held[0] in lora.targets]
 
 
 def doubled(lora: Lora) -> tuple[dict[str, int], dict[str, float]]:

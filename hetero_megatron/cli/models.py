@@ -47,7 +47,8 @@ Any other `model_type` is refused too, without a reason of its own.
 def adapters(family: Family) -> str:
     """Which projections of the family may have adapters."""
     if family.mixture:
-        return "attention, experts"
+        experts = family.names.experts
+        return "attention, experts" + (", merged" if experts is not None and not experts.interleaved else "")
     names = family.names
     merged = names.fused or names.transposed or any(module.startswith("mlp.") for module in names.modules)
     return "all, merged" if merged else "all"

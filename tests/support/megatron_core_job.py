@@ -64,15 +64,17 @@ def main() -> None:
         return
     place = parallel_state.get_tensor_model_parallel_rank() + tp * parallel_state.get_pipeline_model_parallel_rank()
     own = torch.Generator().manual_seed(100 + dist.get_rank())
+    uncut = torch.Generator().manual_seed(50 + parallel_state.get_pipeline_model_parallel_rank())
     torch.manual_seed(1 + place)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "layernorm" not in name:  # of which every rank has a copy
-                generator = own if ".experts." in name else None  # all else is the same in expert-parallel ranks
+                # All else is the same in expert-parallel ranks, and a router in tensor-parallel ones, too.
+                generator = own if ".experts." in name else uncut if ".router." in name else None
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):  # large enough to change choices
-                buffer.copy_(torch.randn(buffer.shape) * 0.3)
+                buffer.copy_(torch.randn(buffer.shape, generator=uncut) * 0.3)
     save(model, form, folder, parallel_state, ep, latent)
 
 

@@ -66,7 +66,6 @@ def peft_values(wrapped: torch.nn.Module, spec: ModelSpec) -> dict[str, torch.Te
             found[tensor.name] = params[name].data
             continue
         layer, _, projection, kind, _ = tensor.name.rsplit(".", 4)
-        layer = layer.replace("mlp", "feed_forward") if spec.hf_model_type == "llama4_text" else layer
         nested = projection != "down_proj" and "down_proj" in spec.lora.targets
         name = f"base_model.model.{layer}.experts.{'base_layer.' if nested else ''}{kind}.default.weight"
         used.add(name)
