@@ -128,14 +128,9 @@ class Routes:
 
 def _pack(*tensors: torch.Tensor) -> torch.Tensor:
     """Tensors [n, ...] as one [n, bytes]: one message instead of several."""
-    return torch.cat([_bytes(x.flatten(1)) for x in tensors], dim=1)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """[n, columns] -> [n, bytes]. One column is contiguous with any stride, but only stride 1 is viewed as bytes."""
-    if x.stride(-1) != 1 or not x.is_contiguous():
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.view(torch.uint8)
+    # Contiguous, a tensor of one column or row may still have any stride there, which the view as bytes refuses.
+    plain = [x.contiguous().as_strided((x.shape[0], x.shape[1]), (x.shape[1], 1)) for x in tensors]
+    return torch.cat([x.view(torch.uint8) for x in plain], dim=1)
 
 
 def _unpack(packed: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
