@@ -128,7 +128,9 @@ class Routes:
 
 def _pack(*tensors: torch.Tensor) -> torch.Tensor:
     """Tensors [n, ...] as one [n, bytes]: one message instead of several."""
-    return torch.cat([x.contiguous().flatten(1).view(torch.uint8) for x in tensors], dim=1)
+    # Contiguous, a tensor of one column or row may still have any stride there, which the view as bytes refuses.
+    plain = [x.contiguous().as_strided((x.shape[0], x.shape[1]), (x.shape[1], 1)) for x in tensors]
+    return torch.cat([x.view(torch.uint8) for x in plain], dim=1)
 
 
 def _unpack(packed: torch.Tensor, *like: torch.Tensor) -> list[torch.Tensor]:
