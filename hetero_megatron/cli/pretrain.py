@@ -37,15 +37,14 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
     launcher = LauncherEnvironment()
     try:
         launcher = read_launcher(environment, joins="--dry-run" not in argv)
-        with at_once(launcher.rank == 0):
+        with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
             from hetero_megatron.cli.configure import configure
 
-        config = configure(argv, environment)
-        if config.dry_run:
-            return dry_run(config, launcher)
-        # Only now: importing torch takes seconds, and a refusal should not.
-        refuse_over_memory(config, _memory(config), launcher.rank == 0)
-        with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
+            config = configure(argv, environment)
+            if config.dry_run:
+                return dry_run(config, launcher)
+            # Only now: importing torch takes seconds, and a refusal should not.
+            refuse_over_memory(config, _memory(config), launcher.rank == 0)
             from hetero_megatron.training.loop import train
 
             return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
