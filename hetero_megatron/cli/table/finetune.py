@@ -34,18 +34,16 @@ FLAGS = (
         nargs="+", needs=_LORA,
     ),
     value(
-        "--lora-dropout", float, None, "probability with which an adapter drops elements of its input in training; if "
-        "left out that of --load-adapter, else 0",
+        "--lora-dropout", float, None, "dropout of adapters' inputs; if left out --load-adapter's, or 0",
         least=0.0, needs=_ADAPTERS,
     ),
     value(
-        "--lora-base-dtype", str, None, "in which the frozen projections are stored, with a scale per output channel; "
-        "in the run's dtype if left out",
+        "--lora-base-dtype", str, None, "stored dtype of the frozen projections; the run's if left out",
         choices=BASE_DTYPES, needs=_ADAPTERS,
     ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
-    switch("--use-dora", "the rows of adapted matrices are scaled to trained lengths (DoRA)", needs=_LORA),
-    value("--load-adapter", str, None, "directory of peft's whose adapters training begins with; it says their rank"),
+    switch("--use-dora", "DoRA: rows of adapted matrices have trained lengths", needs=_LORA),
+    value("--load-adapter", str, None, "directory of peft's adapters to begin with; it has their rank"),
     value("--save-adapter", str, None, "new directory: the adapters as peft reads them, at the end", needs=_ADAPTERS),
     switch("--merge-lora", "--save-hf writes the base with the adapters merged into it", needs=(
         *_ADAPTERS, *needs("--save-hf"),

@@ -68,15 +68,16 @@ def test_a_chip_that_takes_twice_as_long_does_so_in_every_rate() -> None:
     """Rates of a new kind must not be forgotten: none but names and bytes stay as they are."""
     row = LayerRow("x", 1, 1, 128, 0.5, 1.0)
     numbers = {f.name: 2.0 for f in fields(ChipRates) if f.type == "float"}
-    tables = {"gemm": ((8, 8, 8, 2.0),), "attention": ((8, 1, 8, 2.0, 2.0),), "visits": ((8, 1, 8, 2.0, 2.0),)}
-    tables |= {"waiting": (row,), "split_layers": (row,), "split_head": (row,), "experts": (("x", 4, *[2.0] * 8),)}
+    tables = {"gemm": ((8, 8, 8, 2.0),), "gemm_backward": ((8, 8, 8, 2.0, 2.0),)}
+    tables |= {"attention": ((8, 1, 8, 2.0, 2.0),), "visits": ((8, 1, 8, 2.0, 2.0),)}
+    tables |= {"waiting": (row,), "split_layers": (row,), "split_head": (row,), "experts": (("x", 4, *[2.0] * 10),)}
     rates = ChipRates("a", "fp32", **{**numbers, **tables, "optimizer": ((8, 2.0),)}, layers=(row,))  # type: ignore[arg-type]
     twice = slower(rates, 2.0)
     same = {f.name for f in fields(ChipRates) if getattr(twice, f.name) == getattr(rates, f.name)}
     assert same == {"chip", "dtype", "gemm_half", "overhead_bytes", "embed", "head", "calibrated", "jitter", "spread"}
     assert (twice.gemm_flops, twice.pack_beta, twice.layers[0].backward) == (1.0, 4.0, 2.0)
     assert twice.visits[0][3:] == (4.0, 4.0) and twice.waiting == twice.layers
-    assert twice.experts == (("x", 4, *[4.0] * 8),)
+    assert twice.experts == (("x", 4, *[4.0] * 10),)
 
 
 def test_drift_adds_up_and_an_emulated_chip_stays_slow() -> None:
