@@ -104,8 +104,8 @@ class HopExchange:
     def finish(
         self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """The sums, one array per target, partial sums added in rank order; ``arrays`` that the routes do not keep
-        may be None.
+        """The sums, one array per target, partial sums added in rank order, or to this rank's own where the first other
+        one does not send all; ``arrays`` that the routes do not keep may be None.
 
         With ``runs`` the sums lie in ``memory``, where my own part was.
         """
@@ -123,9 +123,10 @@ class HopExchange:
             return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         # Who sends nothing has no chunk: of hundreds of members most may hold nothing of what is summed up here.
         senders = [r for r in self.group.ranks if r != self.me and r in self.routes.take]
-        begin = senders[0] if senders and senders[0] in self.routes.sends_all else None
-        if begin is None:
-            total = received.new_zeros(self.size)
+        begin = senders[0] if senders and senders[0] in self.routes.sends_all else self.me
+        if begin == self.me:
+            make = received.new_empty if self.me in self.routes.sends_all else received.new_zeros
+            total = make(self.size)
         elif len(senders) == 1:  # its part becomes the sum; of the first two it does not matter which is added
             total = received
         else:
@@ -141,18 +142,22 @@ class HopExchange:
         total: torch.Tensor,
         received: torch.Tensor,
         arrays: Sequence[torch.Tensor | None],
-        begin: int | None,
+        begin: int,
     ) -> None:
-        """Add to ``total`` (in pieces: ``views``) what all but ``begin`` sent, and this rank's own part."""
+        """Add to ``total`` (in pieces: ``views``) what all but ``begin`` sent, and this rank's own part, which is
+        copied there if it is what to begin with."""
         take = self.routes.take
+        mine = [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
+        here = [views[to][inside] for to, inside in take.get(self.me, ())]
+        if begin == self.me and here:  # one launch, however many pieces
+            torch._foreach_copy_(here, mine)
         counts = {r: n for r, n in zip(self.group.ranks, self.routes.take_counts, strict=True) if n}
         chunks = dict(zip(counts, received.split(list(counts.values())), strict=True))
         for rank in self.group.ranks:
             if rank == begin or rank not in take:
                 continue
-            if rank == self.me:  # one launch, however many pieces
-                mine = [_part(arrays, i, at) for i, at in self.routes.give[rank]]
-                torch._foreach_add_([views[to][inside] for to, inside in take[rank]], mine)
+            if rank == self.me:
+                torch._foreach_add_(here, mine)
             elif rank in self.routes.sends_all:
                 total += chunks[rank]
             else:

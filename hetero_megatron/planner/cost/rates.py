@@ -114,12 +114,6 @@ class ChipRates:
         return self.add_beta or 3 / self.bytes_per_second
 
     @property
-    def add_to_zeros(self) -> float:
-        """The same where a sum is filled with zeros first and all parts are added to it, because no other rank has
-        all of it: three passes for the one in which, when it was measured, what had come was added to."""
-        return 3 * self.add_beta or 3 / self.bytes_per_second
-
-    @property
     def unpack(self) -> float:
         return self.unpack_beta or 2 / self.bytes_per_second
 

@@ -174,8 +174,8 @@ def host_seconds(
     if spread:
         packed, unpacked = back_copies(given, taken, dense, segment.ranks)
         return packed * rates.pack + fixed, unpacked * rates.unpack + fixed
-    add = rates.add if segment.copies > 1 else rates.add_to_zeros
-    return (0.0 if dense else given) * rates.pack + fixed, (taken + own) * add + fixed * segment.ranks
+    begin = own * (rates.add if segment.copies > 1 else rates.pack)
+    return (0.0 if dense else given) * rates.pack + fixed, taken * rates.add + begin + fixed * segment.ranks
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,9 @@ class BucketFlows:
         return np.asarray(np.bincount(self.kind, minlength=len(self.volume)) @ self.volume - self.owned)
 
     @cached_property
-    def from_zeros(self) -> NDArray[np.bool_]:
-        """Whether the rank's sums begin with zeros: no other rank holds all that it owns (experts that only it has)."""
+    def from_own(self) -> NDArray[np.bool_]:
+        """Whether the rank's sums begin with a copy of its own part: no other rank holds all that it owns (experts that
+        only it has)."""
         others = np.bincount(self.kind, minlength=len(self.volume))[:, None] > (
             np.arange(len(self.volume))[:, None] == self.kind
         )

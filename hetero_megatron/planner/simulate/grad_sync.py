@@ -53,9 +53,8 @@ class GradSync:
         self.owned = dict(zip(ranks, self.structure.owned.tolist(), strict=True))
         self.held = dict(zip(ranks, self.structure.held.tolist(), strict=True))
         rates = [model.chip_rates(model.cluster.ranks[r].chip) for r in ranks]
-        self._pack, self._add, self._add_to_zeros, self._unpack, self._fixed = (
-            np.array([getattr(r, name) for r in rates])
-            for name in ("pack", "add", "add_to_zeros", "unpack", "exchange_seconds")
+        self._pack, self._add, self._unpack, self._fixed = (
+            np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
         )
 
     def actions(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
@@ -128,8 +127,9 @@ class GradSync:
         if spread:  # owners give what they took
             packed, unpacked = back_copies(content.given, content.taken, dense, count)
             return packed * item * pack + fixed, unpacked * item * unpack + fixed
-        add = np.where(content.from_zeros, self._add_to_zeros[content.at], self._add[content.at])
-        summed = (content.taken + content.owned) * item * add + fixed * count
+        add = self._add[content.at]
+        own = content.owned * np.where(content.from_own, pack, add)
+        summed = (content.taken * add + own) * item + fixed * count
         return (0 if dense else content.given) * item * pack + fixed, summed
 
     def run(

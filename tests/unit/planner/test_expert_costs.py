@@ -149,7 +149,7 @@ def test_experts_by_speed_are_predicted_to_be_faster_than_equal_ones() -> None:
 
 
 @pytest.mark.parametrize("experts", [None, [[0, 3], [3, 4]], [[0, 3], [2, 4]]])
-def test_sums_that_begin_with_zeros_are_the_runtimes(experts: list[list[int]] | None) -> None:
+def test_sums_that_begin_with_the_own_part_are_the_runtimes(experts: list[list[int]] | None) -> None:
     """Of whose elements no other rank sends all: of experts that only one rank has, alone or among others'."""
     made = plan_from_dict(spelled(experts and [{"ranks": [0, 1], "experts": experts}]), MIXTRAL)
     shares = rank_shares(MIXTRAL, made.pipelines[0].stages[0])
@@ -160,7 +160,7 @@ def test_sums_that_begin_with_zeros_are_the_runtimes(experts: list[list[int]] | 
         for rank in bucket.ranks:
             pieces = [local_pieces(layouts, rank, boxes[rank]) for layouts in (hop.sources, hop.targets)]
             routes = HopRoutes(hop, bucket.ranks, rank, *pieces, bucket.dense)
-            zeros = routes.size > 0 and not routes.sends_all - {rank}
-            assert flows.from_zeros[rank] == zeros
-            seen.add(zeros)
+            own = routes.size > 0 and not routes.sends_all - {rank}
+            assert flows.from_own[rank] == own and (not own or rank in routes.sends_all)
+            seen.add(own)
     assert (True in seen) == (experts is not None)
