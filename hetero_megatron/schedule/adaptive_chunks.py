@@ -53,7 +53,7 @@ def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: 
     fit. Equal arguments give equal schedules.
 
     Args:
-        effort: about how many actions may be timed; at least one schedule is.
+        effort: about how many actions may be timed, besides those of zero-bubble; at least one schedule is.
 
     Raises:
         UserError: a negative number of micro-batches or effort.
@@ -115,7 +115,6 @@ class _Search:
             return
         caps = [_most_micro_batches(chunks, max(self.count, 1)) for chunks in self.times.stages]
         orders = chunk_orders_of(generate("zero-bubble", len(caps), self.count, self.times.chunks, caps))
-        self.timed += self.size
         if all(map(keeps_chunk_memory, self.times.stages, orders)):
             self._offer(time_chunk_orders(self.times, orders), orders)
 
