@@ -24,7 +24,8 @@ class BalancedModel:
         assert spec.moe is not None
         self.moe, self.balancing = replace(spec.moe, **options), balancing
         self.spec = replace(spec, moe=self.moe)
-        self.routers: list[Any] = [m for m in hf.modules() if type(m).__name__.lower().endswith("topkrouter")]
+        names = ("topkrouter", "llama4router")
+        self.routers: list[Any] = [m for m in hf.modules() if type(m).__name__.lower().endswith(names)]
         for router in self.routers:
             bias = None
             if self.moe.score_bias:
@@ -33,12 +34,14 @@ class BalancedModel:
             router.forward = self._forward(router)
 
     def _forward(self, router: Any) -> Any:
-        def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             logits = x.reshape(-1, x.shape[-1]) @ router.weight.T
             if self.moe.router_bias:
                 logits = logits + router.bias
             weights, experts = route(logits, router.e_score_correction_bias, self.moe)
             router.logits, router.experts = logits, experts
+            if type(router).__name__ == "Llama4Router":
+                return torch.zeros_like(logits).scatter(1, experts, weights), logits
             return logits, weights, experts
 
         return forward

@@ -28,7 +28,7 @@ from hetero_megatron.spec.hf_rope import read_rope
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.rope import Rope
 
-_DEFAULTS = Defaults(positions=131072, kv_heads=8, head_dim=128, head_dim_nullable=True, eps=1e-5, theta=500000.0)
+_DEFAULTS = Defaults(positions=131072, kv_heads=8, kv_nullable=False, head_dim=128, eps=1e-5, theta=500000.0)
 _CHUNK, _LENGTH = 8192, 8192
 
 

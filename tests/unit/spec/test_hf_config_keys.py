@@ -42,9 +42,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
-    if family in MOE_FAMILIES:
+    if (mixture := next((c for c in MOE_FAMILIES.values() if c["model_type"] == family), None)) is not None:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
-        return MOE_FAMILIES[family] | BASE | of_every_head
+        return mixture | BASE | of_every_head
     plain = ("llama", "mistral", "qwen2", "qwen3")
     small = next((c for c in DENSE.values() if c["model_type"] == family and family not in plain), {})
     head_dim = {"head_dim": 16} if family == "qwen3" else {}
@@ -161,7 +161,7 @@ MOE: list[dict[str, Any]] = [
 
 
 def mutations(family: str) -> list[dict[str, Any]]:
-    if family in MOE_FAMILIES:
+    if any(c["model_type"] == family for c in MOE_FAMILIES.values()):
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]
     return (GPT2 if family == "gpt2" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
 
