@@ -49,7 +49,6 @@ class HFWeights:
         self.notices = self._files.notices
         self.nonfinite: dict[str, None] = {}
         self._shapes = self._files.shapes()
-        self._shapes = self._files.shapes()
         # GPT-2 on the hub has no "transformer." prefix; what transformers itself writes has it.
         self._gpt2_prefix = any(n.startswith("transformer.") for n in self._shapes)
         # What the names have before them, and those beside, in the files of a model of more than language.

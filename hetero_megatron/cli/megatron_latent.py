@@ -14,6 +14,7 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import LayerKind, ModelSpec, Rope, RopeScaling
 from hetero_megatron.spec.mla import MLA, score_scale
+from hetero_megatron.spec.rope import yarn_growth
 
 # Argument -> field of MLA, and the value of Megatron Core where it is not stored.
 _SIZES = {
@@ -88,15 +89,11 @@ def _latents(spec: ModelSpec, stored: Mapping[str, Any]) -> tuple[MLA, Rope]:
         scaling = RopeScaling(
             "yarn", factor, original_max_position_embeddings=original, beta_fast=_number(stored, "beta_fast"),
             beta_slow=_number(stored, "beta_slow"),
-            attention_factor=_growth(factor, _number(stored, "mscale")) / _growth(factor, mla.mscale_all_dim),
+            attention_factor=yarn_growth(factor, _number(stored, "mscale")) / yarn_growth(factor, mla.mscale_all_dim),
         )  # fmt: skip
     if scaling is None and score_scale(mla, factor) is None:
         mla = replace(mla, mscale_all_dim=0.0)  # it says nothing
     return mla, Rope(float(base), scaling, mla.rope_dim, interleaved=True)
-
-
-def _growth(factor: float, by: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
 
 def _same(a: RopeScaling | None, b: RopeScaling | None) -> bool:

@@ -159,9 +159,7 @@ class OperatorSeconds(TorchDispatchMode):
         if "scaled_dot_product" in name:
             return lambda args, kwargs, out: _attention_flops(name, args) / chip.attention_flops
         plain = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)  # addmm_ costs what addmm does
-        flops = self._flops.get(func.overloadpacket) or self._flops.get(plain)
-        if name == "_linear_pointwise":  # oneDNN's x W^T: torch counts no FLOPs of it
-            flops = _linear_flops
+        flops = self._flops.get(func.overloadpacket) or self._flops.get(plain) or _UNCOUNTED.get(name)
         if flops is None:
             return lambda args, kwargs, out: (_bytes(args) + _bytes(out)) / chip.bytes_per_second
         return lambda args, kwargs, out: (
@@ -171,6 +169,9 @@ class OperatorSeconds(TorchDispatchMode):
 
 def _linear_flops(x: torch.Tensor, weight: torch.Tensor, *_: Any, out_val: torch.Tensor) -> float:
     return 2.0 * x.numel() * out_val.shape[-1]
+
+
+_UNCOUNTED = {"_linear_pointwise": _linear_flops}  # by operator, FLOPs that torch does not count: oneDNN's x W^T
 
 
 def _attention_flops(name: str, args: Any) -> float:

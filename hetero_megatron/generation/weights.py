@@ -15,7 +15,7 @@ from hetero_megatron.checkpoint.state import MODEL, check_model
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.int8_base import fill_int8
+from hetero_megatron.parallel.int8_base import fill
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 
 
@@ -38,10 +38,7 @@ class Weights:
             if tensor.trained and self.adapter is not None:
                 into.copy_(self.adapter.read(tensor, box))
             elif self.base is not None and not (tensor.trained and self.spec.lora is not None):
-                if tensor.name in scales:
-                    fill_int8(tensor, box, self.base.read, into, scales[tensor.name])
-                else:
-                    into.copy_(self.base.read(tensor, box))
+                fill(tensor, box, self.base.read, into, scales)
         if self.checkpoint is not None:
             boxed = {
                 f"{MODEL}.{name}": BoxedTensor(tensor.shape, [(box, into)])

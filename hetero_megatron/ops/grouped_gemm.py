@@ -67,14 +67,15 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
-) -> torch.Tensor:
-    """dy^T x of every group, [groups, n, k]; ``into`` and ``beta`` as for ``gemm``."""
+    dy: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0,
+    product: Callable[..., object] = gemm.weight_gradient,
+) -> torch.Tensor:  # fmt: skip
+    """dy^T x of every group, [groups, n, k]; ``into`` and ``beta`` as for ``gemm``; ``product``: that of one group."""
     if into is None:
         into, beta = dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1]), 0.0
     busy = set()
     for g, rows in groups(ends):
-        gemm.weight_gradient(dy[rows], x[rows], into[g], beta)
+        product(dy[rows], x[rows], into[g], beta)
         busy.add(g)
     if not beta:
         for g in set(range(ends.shape[0])) - busy:

@@ -31,15 +31,18 @@ def store_in_int8(held: Mapping[str, LogicalTensor], scales: dict[str, torch.Ten
             module.scales = scales[whole] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
 
 
-def fill_int8(
+def fill(
     tensor: LogicalTensor, box: Box, values: Callable[[LogicalTensor, Box], torch.Tensor], weight: torch.Tensor,
-    scales: torch.Tensor,
+    scales: Mapping[str, torch.Tensor],
 ) -> None:  # fmt: skip
-    """Write what ``values`` says of a box into a weight in 8 bits and its scales, which are those of whole output
-    channels wherever the box ends."""
+    """Write what ``values`` says of a box into a rank's weight; of one that is among ``scales``, in 8 bits, also its
+    scales, which are those of whole output channels wherever the box ends."""
+    if tensor.name not in scales:
+        weight.copy_(values(tensor, box))
+        return
     found, of_channels = quantize(values(tensor, Box((*box.lo[:-1], 0), (*box.hi[:-1], tensor.shape[-1]))))
     weight.copy_(found[..., box.lo[-1] : box.hi[-1]])
-    scales.copy_(of_channels)
+    scales[tensor.name].copy_(of_channels)
 
 
 class BaseWeights:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.rope import yarn_growth
 
 
 @dataclass(frozen=True)
@@ -65,4 +65,4 @@ def score_scale(mla: MLA, factor: float) -> float | None:
     """Of the scores, where YaRN, which stretches positions by ``factor``, changes it."""
     if not mla.mscale_all_dim or factor <= 1:
         return None
-    return mla.qk_dim**-0.5 * (0.1 * mla.mscale_all_dim * math.log(factor) + 1.0) ** 2
+    return mla.qk_dim**-0.5 * yarn_growth(factor, mla.mscale_all_dim) ** 2

@@ -100,11 +100,14 @@ class Rope:
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """What YaRN multiplies queries and keys with, unless a configuration says it."""
+    if mscale and mscale_all_dim:
+        return yarn_growth(factor, mscale) / yarn_growth(factor, mscale_all_dim)
+    return yarn_growth(factor)
 
-    def scale(by: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+def yarn_growth(factor: float, weight: float = 1.0) -> float:
+    """YaRN's 1 + 0.1 weight ln(factor), where it stretches positions at all."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:

@@ -34,7 +34,7 @@ from hetero_megatron.parallel.device_graphs import LayerGraphs
 from hetero_megatron.parallel.dora import RowNorms
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.gradients import GradientSync
-from hetero_megatron.parallel.int8_base import fill_int8, store_in_int8
+from hetero_megatron.parallel.int8_base import fill, store_in_int8
 from hetero_megatron.parallel.long_loss import in_chunks, loss_chunk, vocab_loss
 from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
@@ -197,10 +197,7 @@ class Runtime:
         with torch.no_grad():
             total = sum(param.numel() for param in params.values())
             for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
-                if name in self.scales:
-                    fill_int8(held[name], boxes[name], initialize, param, self.scales[name])
-                else:
-                    param.copy_(initialize(held[name], boxes[name]))
+                fill(held[name], boxes[name], initialize, param, self.scales)
         shards = tuple(b - a for a, b in cut(self.unit.num_tokens, [1] * self.unit.tp))
         heads = [rank_shares(spec, stage)[rank].kv_heads for rank in self.unit.ranks]
         apply_tensor_parallel(model, self.tp_group, shards, self.share.vocab, heads)

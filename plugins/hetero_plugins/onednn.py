@@ -128,22 +128,18 @@ def grouped_input_gradient(dy: torch.Tensor, weight: torch.Tensor, ends: torch.T
 def grouped_weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
 ) -> torch.Tensor:
+    return grouped_gemm.weight_gradient(dy, x, ends, into, beta, _gradient_of_group)
+
+
+def _gradient_of_group(dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor, beta: float) -> None:
     """Here a foreign row would count, so aten takes what is over."""
-    if into is None:
-        into, beta = dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1]), 0.0
-    busy = set[int]()
-    for g, rows in grouped_gemm.groups(ends):
-        count, first = rows.stop - rows.start, beta
-        middle = rows.stop - count % _step(count)
-        if rows.start < middle:
-            weight_gradient(dy[rows.start : middle], x[rows.start : middle], into[g], first)
-            first = 1.0
-        if middle < rows.stop:
-            gemm.weight_gradient(dy[middle : rows.stop], x[middle : rows.stop], into[g], first)
-        busy.add(g)
-    for g in set(range(ends.shape[0])) - busy if not beta else ():
-        into[g].zero_()
-    return into
+    rows = len(dy)
+    middle = rows - rows % _step(rows)
+    if middle:
+        weight_gradient(dy[:middle], x[:middle], into, beta)
+        beta = 1.0
+    if middle < rows:
+        gemm.weight_gradient(dy[middle:], x[middle:], into, beta)
 
 
 def grouped_backward(

@@ -123,7 +123,7 @@ def _half(rows: int, second: bool, axis: int) -> Cut:
 def joined_shape(name: str, shapes: Sequence[tuple[int, ...]], rows: int) -> tuple[int, ...]:
     """Of a tensor whose tensor-parallel parts have these shapes; ``rows``: of the whole, as the model has them."""
     first = shapes[0]
-    axis = _axis(name, first[0] == rows if first else False)
+    axis = _axis(name, first, rows)
     if axis is None or len(shapes) == 1 or len(first) <= axis:
         return first
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
@@ -131,7 +131,7 @@ def joined_shape(name: str, shapes: Sequence[tuple[int, ...]], rows: int) -> tup
 
 def join(name: str, parts: Sequence[torch.Tensor], gated: bool, rows: int) -> torch.Tensor:
     """The whole tensor; ``gated``: the MLP's first tensor is two, of which each part has a part."""
-    axis = _axis(name, len(parts[0]) == rows if parts[0].dim() else False)
+    axis = _axis(name, parts[0].shape, rows)
     if axis is None or len(parts) == 1:
         return parts[0]
     if gated and _GATED.fullmatch(name):
@@ -141,12 +141,12 @@ def join(name: str, parts: Sequence[torch.Tensor], gated: bool, rows: int) -> to
 
 def is_copied(name: str, shape: tuple[int, ...], rows: int) -> bool:
     """Whether all tensor-parallel ranks have the same; ``shape``: of one part."""
-    return _axis(name, shape[0] == rows if shape else False) is None
+    return _axis(name, shape, rows) is None
 
 
-def _axis(name: str, complete: bool) -> int | None:
-    """Along which tensor-parallel parts lie; ``complete``: one part has all rows."""
+def _axis(name: str, shape: tuple[int, ...], rows: int) -> int | None:
+    """Along which tensor-parallel parts lie, of which one has this shape, and the whole so many rows."""
     if _DOWN.fullmatch(name):
-        return None if complete else 0
+        return None if shape[:1] == (rows,) else 0
     axis = 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None
     return axis if axis is None else axis + (STACKED in name)

@@ -82,10 +82,9 @@ class MegatronWeights:
         return joined_shape(name, [part.shape for part in self._tensors.parts[name]], self._rows[name])
 
     def _whole(self, name: str) -> torch.Tensor:
-        parts = [part.read() for part in self._tensors.parts[name]]
-        rows = self._rows.get(name, 0)
+        parts, rows = self._tensors.parts[name], self._rows.get(name, 0)
         copied = is_copied(name, parts[0].shape, rows)
-        return join(name, parts[:1] if copied else parts, self.spec.gated, rows)
+        return join(name, [part.read() for part in (parts[:1] if copied else parts)], self.spec.gated, rows)
 
     def _refuse(self, problem: str) -> UserError:
         accepted = "a checkpoint of that model (--model names another one)"

@@ -49,8 +49,6 @@ def _kinds(read: ConfigReader, rope: Rope, grows: bool) -> tuple[LayerKind, ...]
 def _sparse_layers(read: ConfigReader) -> list[str]:
     layers, step = num_layers(read), read.integer("interleave_moe_layer_step", 1)
     found = read.value("moe_layers", list(range(step - 1, layers, step)), nullable=True)
-    if found is None:
-        found = list(range(step - 1, layers, step))
     if not isinstance(found, list) or any(type(i) is not int or not 0 <= i < layers for i in found):
         raise read.refuse("must be a list of layers", "moe_layers", f"numbers from 0 to {layers - 1}, or null")
     return ["moe" if i in found else "dense" for i in range(layers)]

@@ -36,15 +36,16 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 QUICK = ("llama", "qwen3", "gemma3_text", "gpt2")  # the others have what these have, in other combinations
+MIXTURES = {c["model_type"]: c for c in reversed(MOE_FAMILIES.values())}  # the first of each family
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
-    if (mixture := next((c for c in MOE_FAMILIES.values() if c["model_type"] == family), None)) is not None:
+    if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
-        return mixture | BASE | of_every_head
+        return MIXTURES[family] | BASE | of_every_head
     plain = ("llama", "mistral", "qwen2", "qwen3")
     small = next((c for c in DENSE.values() if c["model_type"] == family and family not in plain), {})
     head_dim = {"head_dim": 16} if family == "qwen3" else {}
@@ -161,7 +162,7 @@ MOE: list[dict[str, Any]] = [
 
 
 def mutations(family: str) -> list[dict[str, Any]]:
-    if any(c["model_type"] == family for c in MOE_FAMILIES.values()):
+    if family in MIXTURES:
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]
     return (GPT2 if family == "gpt2" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
 
