@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
@@ -23,6 +26,7 @@ from hetero_megatron.plan.token_hops import WORTH_A_HOP, routing_groups
 from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
+Ints = NDArray[np.int64]
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
 BUCKET_BYTES = 32 << 20
 IN_FLIGHT = 2  # buckets under way at once: what is packed and received for them is extra memory
@@ -67,6 +71,19 @@ class Bucket:
         if len(self.hops) > 1 or len(self.ranks) == 1:
             return False
         return all(layout.alike for layout in self.holders.values())
+
+    @property
+    def layout_key(self) -> tuple[object, ...]:
+        """Equal for buckets of one plan whose tensors have the very same layouts."""
+        return *map(id, self.holders.values()), *map(id, self.owners.values())
+
+    def counts(self) -> tuple[Ints, Ints]:
+        """[ranks] elements that each rank holds, and that it owns."""
+        held, owned = (
+            np.asarray(np.sum([layout.counts() for layout in layouts.values()], axis=0))
+            for layouts in (self.holders, self.owners)
+        )
+        return held, owned
 
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:

@@ -70,6 +70,10 @@ class Recompute:
     def __str__(self) -> str:
         return f"first {self.layers}" if self.kind == "first" else self.kind
 
+    def whole(self, layers: int) -> int:
+        """How many of a stage's ``layers`` are recomputed whole: the first ones."""
+        return {"full": layers, "first": self.layers}.get(self.kind, 0)
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -149,6 +153,11 @@ class Stage:
     @property
     def num_layers(self) -> int:
         return sum(b - a for a, b in self.layers)
+
+    @property
+    def recomputed(self) -> int:
+        """Layers that are recomputed whole."""
+        return self.recompute.whole(self.num_layers)
 
     @property
     def chunks(self) -> tuple[Interval, ...]:

@@ -10,24 +10,22 @@ from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Stage
+from hetero_megatron.plan.canonical import Recompute, Stage
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import cut_fits, stage_fp8
-from hetero_megatron.plan.memory import (
+from hetero_megatron.plan.memory.activations import RankWork, chunk_limit, kept_bytes, working_bytes
+from hetero_megatron.plan.memory.of_plan import logits_limit
+from hetero_megatron.plan.memory.states import (
     ITEM_BYTES,
     MemoryBytes,
-    RankWork,
     bucket_elements,
     buffer_bytes,
-    chunk_limit,
     equal_shares,
     held_elements,
     host_bytes,
-    kept_bytes,
     saved_per_layer,
     state_bytes,
     trained_elements,
-    working_bytes,
 )
 from hetero_megatron.plan.routing import EVEN, Routing
 from hetero_megatron.planner.cached_method import cached_method
@@ -75,6 +73,11 @@ class StageChoice:
     first: int = 0
     offload: bool = False
     home: str = ""
+
+    @property
+    def full(self) -> int:
+        """Layers that are recomputed whole."""
+        return Recompute(self.recompute, self.first).whole(self.layers)
 
 
 @dataclass(frozen=True)
@@ -212,8 +215,7 @@ class CostModel:
 
     def head_in_chunks(self, stage: Stage) -> bool:
         """Whether head and loss of a stage of a plan go through chunks of tokens."""
-        sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units] if stage.head else []
-        return chunk_limit(self.model, sizes, self.item, self.options.logits_bytes) is not None
+        return logits_limit(stage, self.model, self.item, self.options.logits_bytes) is not None
 
     def in_fp8(self, stage: StageChoice, micro_batch_size: int) -> bool:
         """Whether the planner has the stage's linear modules in fp8: where the run, its chips and its cut allow it, and
@@ -243,8 +245,7 @@ class CostModel:
     def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
         rows, fp8 = -(-micro_batch_size // stage.dp), self.in_fp8(stage, micro_batch_size)
         parts = self._unit(stage.chip, self.home(stage).name, stage.tp, rows, stage.recompute, fp8)
-        full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
-        return parts.total(stage.layers, full, stage.embed, stage.head)
+        return parts.total(stage.layers, stage.full, stage.embed, stage.head)
 
     @cached_method
     def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan.memory import equal_shares, trained_elements
+from hetero_megatron.plan.memory.states import equal_shares, trained_elements
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form

@@ -17,6 +17,7 @@ from hetero_megatron.plan import Pipeline, Plan, Stage, supports, validate
 from hetero_megatron.plan.canonical import KeyValues
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.islands import with_islands_where_quick
+from hetero_megatron.plan.memory.of_plan import plan_activations
 from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import plan_stage
 from hetero_megatron.planner.context.lower_bound import speed_bound
@@ -28,7 +29,6 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.batch_partition import divide_units
 from hetero_megatron.planner.search.context_structures import ContextStructure, Ranks, structures
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
-from hetero_megatron.planner.simulate.memory_report import plan_activations
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
 from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import Prediction, predict

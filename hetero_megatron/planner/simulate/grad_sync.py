@@ -107,8 +107,7 @@ class GradSync:
         head = part.head[1] if stage.head and chunk == len(stage.chunks) - 1 else 0.0
         decoder = [i for i in layers if isinstance(i, int)]
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
-        full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
-        each = part.layer[1] + (full * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
+        each = part.layer[1] + (stage.recomputed * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
         a, b = stage.chunks[chunk]
         if "embed" in layers and stage.embed and chunk == 0:
             return part.action + head + (b - a) * each + part.embed[1]

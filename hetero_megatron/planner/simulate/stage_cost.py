@@ -151,11 +151,11 @@ class StageCosts:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
         groups, which overlap with compute, are included."""
         own = self._rank_seconds(stage, unit, t, exchanges=False)
-        return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
+        return sum(own.total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
 
     def stage_seconds(self, stage: Stage) -> float:
         """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""
-        return sum(self._slowest(stage).total(stage.num_layers, _full(stage), stage.embed, stage.head))
+        return sum(self._slowest(stage).total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
 
     def jitter(self, rank: int) -> float:
         """Standard deviation of one second of compute on the rank."""
@@ -242,7 +242,7 @@ def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
 
 def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
     """Of each of the stage's runs of layers; the first ones are recomputed where only some are."""
-    found, again, last = [], _full(stage), len(stage.chunks) - 1
+    found, again, last = [], stage.recomputed, len(stage.chunks) - 1
     for c, (a, b) in enumerate(stage.chunks):
         full = min(again, b - a)
         again -= full
@@ -280,10 +280,6 @@ def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:
         kinds[0][0], layer=mean(lambda u: u.layer), layer_split=mean(lambda u: u.layer_split),
         experts=mean(lambda u: u.experts),
     )  # fmt: skip
-
-
-def _full(stage: Stage) -> int:
-    return {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
 
 
 def _layout(stage: Stage, size: int, seq_length: int) -> Layout:

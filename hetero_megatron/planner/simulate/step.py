@@ -20,13 +20,14 @@ from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.memory import MemoryBytes, state_bytes
+from hetero_megatron.plan.memory.communicators import format_communicators, with_communicators
+from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plan.memory.report import OverLimit, over_limit, refuse
+from hetero_megatron.plan.memory.states import MemoryBytes, state_bytes
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.cost.rates import source_of
-from hetero_megatron.planner.simulate.communicators import format_communicators, with_communicators
 from hetero_megatron.planner.simulate.grad_sync import BucketSpan, GradSync
-from hetero_megatron.planner.simulate.memory_report import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
 from hetero_megatron.planner.simulate.uncertainty import seconds_range
