@@ -88,7 +88,7 @@ class Bucket:
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
     """For every logical tensor, which box each rank of the plan holds; layers on the same stages share layouts."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    stages = plan.stages
     held = _interned([rank_shares(spec, stage) for stage in stages])
     of_layer: dict[int, list[int]] = defaultdict(list)
     for at, stage in enumerate(stages):
@@ -158,7 +158,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:  # fmt: skip
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known."""
     holders = tensor_holders(plan, spec) if holders is None else holders
-    weights = {rank: float(s.optimizer.share) for p in plan.pipelines for s in p.stages for rank in s.ranks}
+    weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
     runs: list[tuple[tuple[tuple[int, ...], bool], list[str], int]] = []
     for segment in backward_order(logical_tensors(spec)):
         for name, wide in ((t.name, t.wide) for t in segment):
@@ -263,7 +263,7 @@ def plan_groups(plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec) -> list[
 def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
     """TP, context and expert groups, and those that balance experts over a sequence: which meet in forward and
     backward."""
-    stages = [s for p in plan.pipelines for s in p.stages]
+    stages = plan.stages
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
     units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
     units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}

@@ -235,6 +235,16 @@ class Plan:
         """All ranks, ascending."""
         return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks))
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those of all pipelines."""
+        return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @cached_property
+    def offloading(self) -> frozenset[int]:
+        """Ranks whose optimizer is in host memory."""
+        return frozenset(rank for stage in self.stages if stage.optimizer.offload for rank in stage.ranks)
+
     @cached_property
     def places(self) -> Mapping[int, Place]:
         """Where every rank stands."""

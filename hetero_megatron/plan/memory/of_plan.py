@@ -76,19 +76,21 @@ def estimate_memory(
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
         buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
-    offloading = {r for p in plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
     for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
         more, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
-        states = {"optimizer": 0, "host": host_bytes(owns, moments)} if rank in offloading else {"optimizer": optimizer}
-        out[rank] = replace(out[rank], weights=weights, gradients=gradients, buffers=most, **states)
+        host = 0
+        if rank in plan.offloading:
+            optimizer, host = 0, host_bytes(owns, moments)
+        states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
+        out[rank] = replace(out[rank], buffers=most, **states)
     return out
 
 
 def _frozen(plan: Plan, spec: ModelSpec, item: int) -> dict[int, tuple[int, int]]:
     """(elements that each rank holds and that are not trained, bytes that those in 8 bits save)."""
     found: dict[int, tuple[int, int]] = {}
-    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+    for stage in plan.stages:
         tensors = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
         held = rank_shares(spec, stage)
         sizes = {

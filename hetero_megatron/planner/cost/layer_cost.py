@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, NodeGroup
@@ -181,7 +182,6 @@ class CostModel:
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
         self.links = LinkModel(self.rates)
-        self.node_groups = {g.name: g for g in cluster.nodes}
         self._home = {
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
         }
@@ -250,7 +250,7 @@ class CostModel:
     @cached_method
     def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:
         """Of a rank of an equal TP group on nodes of the group ``home``."""
-        link = self.tp_link(self.node_groups[home], tp) if tp > 1 else None
+        link = self.tp_link(self.cluster.groups[home], tp) if tp > 1 else None
         swap = self.tp_exchange_seconds(tp, rows, link)
         posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
         routed = self._routed_seconds(tp, rows, link, posting)
@@ -315,7 +315,7 @@ class CostModel:
         return alpha + size * beta + messages * (link.message_seconds or 0.0)
 
     def home(self, stage: StageChoice) -> NodeGroup:
-        return self.node_groups[stage.home] if stage.home else self._home[stage.chip]
+        return self.cluster.groups[stage.home] if stage.home else self._home[stage.chip]
 
     def tp_link(self, home: NodeGroup, tp: int) -> LinkRates:
         """The slowest link inside a TP group of several ranks, which fill nodes of ``home`` one after the other; there
@@ -376,11 +376,7 @@ class CostModel:
 
     def held_elements(self, stage: StageChoice) -> int:
         """Elements on the stage's rank that holds the most."""
-        return self._most_held(stage.tp, stage.layers, stage.embed, stage.head)
-
-    @cached_method
-    def _most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
-        return max(held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
+        return self._most(held_elements, stage.tp, stage.layers, stage.embed, stage.head)
 
     def saved_bytes(self, stage: StageChoice) -> int:
         """Bytes that weights in 8 bits save on the stage's rank on which they save the least."""
@@ -394,10 +390,13 @@ class CostModel:
         """Elements with gradients on the stage's rank that holds the most of them."""
         return self.most_trained(stage.tp, stage.layers, stage.embed, stage.head)
 
-    @cached_method
     def most_trained(self, tp: int, layers: int, embed: bool, head: bool) -> int:
         """:meth:`trained_elements` of a stage given by these values."""
-        return max(trained_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
+        return self._most(trained_elements, tp, layers, embed, head)
+
+    @cached_method
+    def _most(self, elements: Callable[..., int], tp: int, layers: int, embed: bool, head: bool) -> int:
+        return max(elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
 
     def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
         """Buckets under way: (bytes per element travelling, bytes per element being summed, most elements travelling,

@@ -266,13 +266,12 @@ class StepSimulator:
         fp8 = self.costs.options.fp8
         if fp8 is None:
             return {}
-        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
         words = {True: str(fp8), False: self.costs.dtype}
-        return {rank: words[self.costs.computes_in_fp8(stage)] for stage in stages for rank in stage.ranks}
+        return {rank: words[self.costs.computes_in_fp8(stage)] for stage in self.plan.stages for rank in stage.ranks}
 
     def _split_measured(self, chip: str) -> bool:
         """Whether B_INPUT and W were measured in what the stages on the chip compute in."""
-        stages = [s for p in self.plan.pipelines for s in p.stages if any(self.chips[r] == chip for r in s.ranks)]
+        stages = [stage for stage in self.plan.stages if any(self.chips[r] == chip for r in stage.ranks)]
         return all(self.costs.operators(chip, self.costs.computes_in_fp8(s)).split_measured for s in stages)
 
     def _last_backwards(
@@ -312,12 +311,8 @@ class StepSimulator:
 
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
-        home = self.costs.node_groups[self.costs.cluster.ranks[rank].group]
-        return self.costs.update_seconds(home, updated.get(rank, 0), rank in self._offloading)
-
-    @cached_property
-    def _offloading(self) -> set[int]:
-        return {r for p in self.plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
+        home, offload = self.costs.cluster.group_of(rank), rank in self.plan.offloading
+        return self.costs.update_seconds(home, updated.get(rank, 0), offload)
 
     @cached_property
     def limits(self) -> dict[int, int]:
