@@ -21,14 +21,20 @@ class cached_method(Generic[P, T]):
 
     def __get__(self, instance: object, owner: type) -> Callable[P, T]:
         method: Any = self.function.__get__(instance)
-        kept = cache(method) if self.key is None else _by_key(method, self.key)
+        kept: Any = cache(method) if self.key is None else _by_key(method, self.key)
         instance.__dict__[self.function.__name__] = kept  # found there before this descriptor from now on
         return kept  # type: ignore[no-any-return]
 
 
 def cached_by(key: Callable[..., Hashable]) -> Callable[[Callable[Concatenate[Any, P], T]], cached_method[P, T]]:
-    """:class:`cached_method` for methods whose results only depend on ``key(*arguments)``."""
+    """:class:`cached_method` for methods whose results only depend on ``key(*arguments)``, given by position."""
     return lambda function: cached_method(function, key)
+
+
+def share_results(of: object, to: object, *methods: str) -> None:
+    """Make ``to`` use the kept results of ``of``, for methods that do not depend on what the two differ in."""
+    for name in methods:
+        to.__dict__[name] = getattr(of, name)
 
 
 def _by_key(method: Callable[..., T], key: Callable[..., Hashable]) -> Callable[..., T]:
