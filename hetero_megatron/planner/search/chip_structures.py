@@ -39,11 +39,11 @@ class ChipStructure:
         return len(self.ranks)
 
 
-def structures(problem: PlanningProblem, pool: DevicePool) -> Iterator[ChipStructure]:
+def structures(problem: PlanningProblem, pool: DevicePool, ordered: bool) -> Iterator[ChipStructure]:
     """All structures whose stages have one communication library each, for every number of pipelines, TP degree and
-    micro-batch size."""
+    micro-batch size; ``ordered``: common stages have the groups in every order, else in one."""
     library, seen = problem.cluster.library_of, set[StageRanks]()
-    for ranks in _stage_ranks(problem.global_batch_size, pool):
+    for ranks in _stage_ranks(problem.global_batch_size, pool, ordered):
         joined = all(len({library(r) for r in stage}) == 1 for stages in ranks for stage in stages)
         if ranks in seen or not joined or len(ranks[0]) > problem.model.num_layers:
             continue
@@ -54,7 +54,7 @@ def structures(problem: PlanningProblem, pool: DevicePool) -> Iterator[ChipStruc
             yield ChipStructure(ranks, tp, size)
 
 
-def _stage_ranks(batch: int, pool: DevicePool) -> Iterator[StageRanks]:
+def _stage_ranks(batch: int, pool: DevicePool, ordered: bool) -> Iterator[StageRanks]:
     groups, few = range(len(pool.groups)), len(pool.groups) <= FEW_GROUPS
     sets = [c for n in groups for c in itertools.combinations(groups, n + 1)] if few else [tuple(groups)]
     for order in (o for chosen in sets for o in (itertools.permutations(chosen) if few else [chosen])):
@@ -62,8 +62,7 @@ def _stage_ranks(batch: int, pool: DevicePool) -> Iterator[StageRanks]:
             parts = [_divided(pool.groups[g], copies) for g in order] if batch % copies == 0 else [None]
             given = [part for part in parts if part is not None]
             if len(given) == len(parts):
-                # In one stage the order of the groups does not matter.
-                yield from _stagings(given, together=len(given) > 1 and list(order) == sorted(order))
+                yield from _stagings(given, len(given) > 1 and (ordered or list(order) == sorted(order)))
 
 
 def _divided(group: DeviceGroup, copies: int) -> list[Ranks] | None:

@@ -128,8 +128,10 @@ class StageSpeed:
 class StagedSearch(ConcreteSearch[ChipStructure]):
     """A search over chips by stage (:mod:`chip_structures`); layers are divided by the stages' speeds."""
 
+    ordered = False  # the order of the groups in a common stage matters
+
     def structures(self) -> Iterable[ChipStructure]:
-        return structures(self.problem, self.pool)
+        return structures(self.problem, self.pool, self.ordered)
 
     @abstractmethod
     def speed(self, structure: ChipStructure, s: int) -> StageSpeed | None:

@@ -64,6 +64,7 @@ class _StageDivision:
 
 class _ExpertSearch(StagedSearch):
     most = 24
+    ordered = True  # replicas are intervals of ranks in this order
 
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         super().__init__(problem, scorer)
