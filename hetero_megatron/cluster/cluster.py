@@ -124,10 +124,13 @@ class Cluster:
     def link(self, a: int, b: int) -> Link | None:
         """The link from rank ``a`` to ``b``; None if neither the file nor the catalogue has it."""
         first, second = self.ranks[a], self.ranks[b]
-        if first.node == second.node:
-            known = self.chip_of(a).link_bandwidth
-            return self.intra_node or (Link(known) if known is not None else None)
-        return self.link_between(first.group, second.group)
+        inside = first.node == second.node
+        return self.link_inside(first.group) if inside else self.link_between(first.group, second.group)
+
+    def link_inside(self, group: str) -> Link | None:
+        """The link between chips of a node of a group; None if neither the file nor the catalogue has it."""
+        known = self.chips[self.groups[group].chip].link_bandwidth
+        return self.intra_node or (Link(known) if known is not None else None)
 
     def link_between(self, group: str, other: str) -> Link | None:
         """The link between nodes of two groups, or of one; None if the file does not have it."""

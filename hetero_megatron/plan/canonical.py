@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -239,6 +239,11 @@ class Plan:
     def stages(self) -> tuple[Stage, ...]:
         """Those of all pipelines."""
         return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    def with_stages(self, change: Callable[[Stage], Stage]) -> Plan:
+        """The plan with every stage changed."""
+        pipelines = (replace(p, stages=tuple(map(change, p.stages))) for p in self.pipelines)
+        return replace(self, pipelines=tuple(pipelines))
 
     @cached_property
     def offloading(self) -> frozenset[int]:

@@ -427,7 +427,8 @@ class CostModel:
         moving, adding, together, largest = self.buffering(stage, replicas)
         buffers = int(max(moving * min(held, together), adding * min(held, largest)))
         host = host_bytes(self.owned_elements(stage, replicas), self.options.moments) if stage.offload else 0
-        beside = self.context(stage.chip), host, self._allowed(stage.chip)
+        communicators = self.cluster.chips[stage.chip].communicator.least
+        beside = self.framework_bytes(stage.chip), host, communicators
         return MemoryBytes(*self.states(stage, replicas), activations, buffers, *beside)
 
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
@@ -455,16 +456,13 @@ class CostModel:
         )
         return kept_bytes(self.model, held), working_bytes(self.model, held)
 
-    def context(self, chip: str) -> int:
+    def framework_bytes(self, chip: str) -> int:
         """Bytes that the framework takes on a chip before the first tensor and the first communicator."""
         return int(self.chip_rates(chip).overhead_bytes)
 
     def overhead(self, chip: str) -> int:
         """The same with communicators, before it is known how many there are."""
-        return self.context(chip) + self._allowed(chip)
-
-    def _allowed(self, chip: str) -> int:
-        return self.cluster.chips[chip].communicator.least
+        return self.framework_bytes(chip) + self.cluster.chips[chip].communicator.least
 
     def memory_limit(self, chip: str) -> int:
         """Most bytes that :meth:`memory_bytes` (with overhead) may reach: the chip's memory minus the margin."""

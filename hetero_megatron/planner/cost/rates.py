@@ -191,11 +191,7 @@ class Rates:
         cluster = self.cluster
         a, b = cluster.groups[group], cluster.groups[other]
         chip = cluster.chips[a.chip]
-        if same_node:
-            known = Link(chip.link_bandwidth) if chip.link_bandwidth is not None else None
-            link = cluster.intra_node or known
-        else:
-            link = cluster.link_between(group, other)
+        link = cluster.link_inside(group) if same_node else cluster.link_between(group, other)
         if link is None:
             where = f"inside a node of {group}" if same_node else f"between nodes of {group} and {other}"
             key = "links.intra_node" if same_node else "links.inter_node"
