@@ -406,10 +406,10 @@ class CostModel:
             return 0.0, 0.0, 0, 0
         # Without TP all replicas hold the same elements.
         per_element = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
-        return *per_element, *self._bucket_elements(tp, stage.embed, stage.head)
+        return *per_element, *self.bucket_elements(tp, stage.embed, stage.head)
 
     @cached_method
-    def _bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
+    def bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
         """(most elements travelling, most in one bucket) on a rank of a stage."""
         known = [bucket_elements(self.model, embed, head, share) for share in equal_shares(self.model, tp)]
         return max(together for _, together in known), max(largest for largest, _ in known)
