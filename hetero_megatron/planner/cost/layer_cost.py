@@ -18,6 +18,7 @@ from hetero_megatron.plan.memory import (
     MemoryBytes,
     RankWork,
     bucket_elements,
+    bucket_sizes,
     buffer_bytes,
     chunk_limit,
     equal_shares,
@@ -413,6 +414,11 @@ class CostModel:
         """(most elements travelling, most in one bucket) on a rank of a stage."""
         known = [bucket_elements(self.model, embed, head, share) for share in equal_shares(self.model, tp)]
         return max(together for _, together in known), max(largest for largest, _ in known)
+
+    @cached_method
+    def last_bucket(self, tp: int) -> int:
+        """Elements of the last bucket of a rank's decoder layers in backward."""
+        return max(bucket_sizes(self.model, False, False, share)[-1] for share in equal_shares(self.model, tp))
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """Memory of the stage's worst rank.

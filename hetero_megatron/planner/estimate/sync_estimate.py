@@ -34,7 +34,8 @@ class SyncSegment:
         copies: holders of each element; ranks: holders in all; total: sum of the ranks' optimizer shares.
         share: by stage, the fraction of a copy's elements that its TP group owns.
         layers: number of layers; head, embed: elements of the head and of the embedding, whose gradients come first and
-            last in backward; elements: of one copy; bucket: most elements in one bucket of layers.
+            last in backward; elements: of one copy; bucket, last: most elements in one bucket
+            of layers, and in the last one.
         ports: seconds per byte of an element that each port is busy; link: the same for the most loaded pair of ends.
         latency: seconds, including the hosts' time per message.
     """
@@ -50,6 +51,7 @@ class SyncSegment:
     embed: int = 0
     elements: int = 0
     bucket: int = BUCKET_BYTES // 4
+    last: int = 0
     ports: dict[Port, float] = field(default_factory=dict)
     link: float = 0.0
     latency: float = 0.0
@@ -63,6 +65,13 @@ class SyncSegment:
     def last_bucket(self) -> float:
         """Fraction of the segment in the last bucket: that of the embedding, which is not divided, or of layers."""
         return self._fraction(self.embed) or 1 / self.buckets
+
+    @property
+    def trailing(self) -> float:
+        """Fraction of the segment that travels last, beside the first bucket of the next one."""
+        if self.embed or not self.layers:  # a large head's norm is a bucket of its own
+            return self._fraction(self.embed or self.head * (4 * self.head <= BUCKET_BYTES))
+        return min(1.0, self.last / max(self.held.values()))
 
     def _fraction(self, elements: int) -> float:
         return elements / self.elements if self.elements else 0.0  # 0 where nothing is trained
@@ -133,6 +142,7 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
         segment, before = loads.segments[-1], holders
         segment.layers += layers
         least_tp = min(stages[at].tp for at in holders)
+        segment.last = costs.last_bucket(least_tp)
         segment.bucket = max(segment.bucket, costs.bucket_elements(least_tp, False, False)[1])
         elements = costs.most_trained(1, layers, end == "embed", end == "head")
         segment.head += elements * (end == "head")
@@ -333,11 +343,11 @@ class _SyncRun:
             end = max(end, free[port])
         afters = {at: self.host_seconds(segment, at)[1] for at in segment.held}
         # At most IN_FLIGHT buckets travel at once, so the latency and the host's time are paid once per IN_FLIGHT ones.
-        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item * share, -(-segment.buckets // IN_FLIGHT)
-        end = max(end + segment.latency, begin + rows * (each + segment.latency + max(afters.values()) * share))
-        # A rank sends its next segment's first bucket when all but IN_FLIGHT - 1 of this one's are done.
+        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-segment.buckets // IN_FLIGHT)
+        end = max(end + segment.latency, begin + rows * (segment.latency + (each + max(afters.values())) * share))
+        # A rank sends its next segment's first bucket when all but this one's last are done.
+        free |= dict.fromkeys(segment.held, end - each * segment.trailing)
         last = segment.last_bucket
-        free |= dict.fromkeys(segment.held, end - (end - begin) * min(1.0, (IN_FLIGHT - 1) * last))
         for at, after in afters.items():
             self.hosts[at].under_way.append((end, after * last))
             self.hosts[at].delay += after * (1 - last)
