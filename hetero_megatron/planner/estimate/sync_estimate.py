@@ -160,14 +160,21 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
 def _price_segment(
     segment: SyncSegment, classes: NodeClasses, stages: Mapping[StageId, StageTemplate], links: LinkTable
 ) -> None:
-    """Fill in ``ports``, ``link`` and ``latency``. Equal nodes have equal ports, so each class of nodes is priced once.
-    """
-    nodes: Counter[int] = Counter()  # optimizer shares on one node of each class
+    """Fill in ``ports``, ``link`` and ``latency``. Equal nodes have equal ports, so each class of nodes is priced once;
+    the nodes of a TP group that spans several are equal too."""
+    nodes: Counter[int] = Counter()  # optimizer shares on one node of each class, or on those that its TP groups span
+    one: Counter[int] = Counter()  # of these, on one node
     units: Counter[int] = Counter()  # copies by group
     inside_units: Counter[int] = Counter()
+
+    def here(at: StageId, group: int) -> int:
+        """Ranks of a TP group on one node."""
+        return min(stages[at].tp, links.pool.groups[group].per_node)
+
     for at in segment.held:
         for c, n in classes.nodes[at].items():
             nodes[c] += n * stages[at].tp * stages[at].share
+            one[c] += n * here(at, classes.group[c]) * stages[at].share
             units[classes.group[c]] += n * classes.count[c]
             inside_units[c] += n
     total: Counter[int] = Counter()  # by group
@@ -176,7 +183,7 @@ def _price_segment(
     for c, n in nodes.items():
         g = classes.group[c]
         total[g] += n * classes.count[c]
-        most[g], count[g] = max(most[g], n), count[g] + classes.count[c]
+        most[g], count[g] = max(most[g], one[c]), count[g] + classes.count[c] + (one[c] < n)
     groups = sorted(units)
     message = 0.0
     largest = max(stages[at].share for at in segment.held)
@@ -204,12 +211,12 @@ def _price_segment(
                     continue
                 out, into = out + others / segment.total * way.out, into + copies * segment.share[at] * back.into
                 if h != g or count[g] > 1:
-                    between = mine * tp * held / segment.total * most[h] * max(way.link, back.link)
+                    between = mine * here(at, g) * held / segment.total * most[h] * max(way.link, back.link)
                     pair = held * largest / segment.total * max(way.pair, back.pair)
                     segment.link = max(segment.link, between, pair)
                 segment.latency, message = max(segment.latency, way.alpha), max(message, way.message)
             if out:
-                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + mine * tp * held * max(out, into)
+                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + mine * here(at, g) * held * max(out, into)
     segment.latency += (segment.ranks - 1) * message
 
 

@@ -26,8 +26,8 @@ def _unlike_pipelines(case: Case, counts: tuple[int, ...], rng: random.Random) -
     number, parts = rng.choice([2, 3]), []
     for p in range(number):
         groups = chips[p::number]
-        stages = [(g, groups.count(g)) for g in dict.fromkeys(groups)] if rng.random() < 0.5 else [(g, 1) for g in groups]
-        stages = stages[: case.model.num_layers]
+        each, whole = [(g, 1) for g in groups], [(g, groups.count(g)) for g in dict.fromkeys(groups)]
+        stages = rng.choice([each, whole])[: case.model.num_layers]
         cuts = sorted(rng.sample(range(1, case.model.num_layers), len(stages) - 1))
         layers = [b - a for a, b in zip([0, *cuts], [*cuts, case.model.num_layers])]
         shape = tuple(StageTemplate(g, tp, 1, n) for (g, tp), n in zip(stages, layers))
@@ -38,7 +38,7 @@ def _unlike_pipelines(case: Case, counts: tuple[int, ...], rng: random.Random) -
 @pytest.mark.parametrize("kind", ["fixed", "open"])
 def test_unlike_pipelines_are_estimated_as_they_are_simulated(kind: str) -> None:
     """Gradients of a layer are complete together, at the end of its backward; ports serve what is ready first; a rank
-    sums what came before while it sends the next."""
+    sums what came before while it sends the next; a TP group over several nodes uses the cards of all of them."""
     errors = []
     for seed in range(700, 712):
         case = random_case(seed, kind)
@@ -53,4 +53,4 @@ def test_unlike_pipelines_are_estimated_as_they_are_simulated(kind: str) -> None
             exact = StepSimulator(plan, scorer.costs).times.end
             errors.append(abs(scorer.score_placed(placed).step_seconds / exact - 1))
     assert len(errors) > 10
-    assert sum(errors) / len(errors) < 0.016 and max(errors) < 0.1
+    assert sum(errors) / len(errors) < 0.015 and max(errors) < 0.12
