@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
@@ -319,7 +319,8 @@ class _SyncRun:
         return host_seconds(segment, at, self.costs, self.chips[at], self.item, self.times is None)
 
     def releases(self, segment: SyncSegment) -> list[tuple[float, float]]:
-        share, found = 1 / segment.buckets, [(1.0, self.idle)]
+        share = 1 / segment.buckets
+        found: Sequence[tuple[float, Mapping[StageId, float]]] = [(1.0, self.idle)]
         if self.times is not None and self.costs.options.overlap:
             found = segment.releases(self.times)
         packed = [0.0] * len(found)
