@@ -136,8 +136,8 @@ def equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
 
 
 @lru_cache(maxsize=4096)
-def bucket_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> tuple[int, int]:
-    """Elements of (the largest bucket, those that are under way at once) on a rank with decoder layers."""
+def bucket_sizes(spec: ModelSpec, embed: bool, head: bool, share: Share) -> list[int]:
+    """Elements of the buckets of a rank with ``IN_FLIGHT`` decoder layers, in the order of backward."""
     sizes: list[int] = []
     for segment in backward_order(stage_tensors(spec, range(IN_FLIGHT), embed, head)):
         for size in (tensor_box(tensor, share).size for tensor in segment):
@@ -145,8 +145,13 @@ def bucket_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> t
                 sizes[-1] += size
             else:
                 sizes.append(size)
+    return sizes
+
+
+def bucket_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> tuple[int, int]:
+    """Elements of (the largest bucket, those that are under way at once) on a rank with decoder layers."""
     # More layers fill buckets that are not full here.
-    sizes = [max(size, BUCKET_BYTES // 4) for size in sizes]
+    sizes = [max(size, BUCKET_BYTES // 4) for size in bucket_sizes(spec, embed, head, share)]
     return max(sizes), max(sum(sizes[i : i + IN_FLIGHT]) for i in range(len(sizes)))
 
 

@@ -20,6 +20,7 @@ from hetero_megatron.plan.memory.states import (
     ITEM_BYTES,
     MemoryBytes,
     bucket_elements,
+    bucket_sizes,
     buffer_bytes,
     equal_shares,
     held_elements,
@@ -406,13 +407,18 @@ class CostModel:
             return 0.0, 0.0, 0, 0
         # Without TP all replicas hold the same elements.
         per_element = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
-        return *per_element, *self._bucket_elements(tp, stage.embed, stage.head)
+        return *per_element, *self.bucket_elements(tp, stage.embed, stage.head)
 
     @cached_method
-    def _bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
+    def bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
         """(most elements travelling, most in one bucket) on a rank of a stage."""
         known = [bucket_elements(self.model, embed, head, share) for share in equal_shares(self.model, tp)]
         return max(together for _, together in known), max(largest for largest, _ in known)
+
+    @cached_method
+    def last_bucket(self, tp: int) -> int:
+        """Elements of the last bucket of a rank's decoder layers in backward."""
+        return max(bucket_sizes(self.model, False, False, share)[-1] for share in equal_shares(self.model, tp))
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """Memory of the stage's worst rank.

@@ -93,6 +93,12 @@ class MemoryFit:
         self.computed = 0
         self._known: dict[Key, dict[int, MemoryBytes]] = {}
 
+    def best_case(self, placed: PlacedTemplate) -> tuple[PlanTemplate | None, bool]:
+        """(the template with the fastest recompute that could fit if other ranks owned all states, None if nothing
+        does; whether it fits whoever owns them). No way to fit is faster; computes no states."""
+        levels, sure = _OneFit(self, placed).best_case_levels()
+        return (None if levels is None else _with_levels(placed.template, levels)), sure
+
     def fits(self, placed: PlacedTemplate) -> tuple[list[PlanTemplate], PlanTemplate | None]:
         """(templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each
         with the fastest recompute; a template that no other way to fit beats, None where all ways were tried or ruled
