@@ -29,6 +29,13 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``--dist loadgroup`` gives all that emulates clusters to one process."""
+    for item in items:
+        if item.get_closest_marker("testbed"):
+            item.add_marker(pytest.mark.xdist_group("testbed"))
+
+
 def pytest_collection_finish() -> None:
     """A million objects of modules and tests live to the end: no garbage collection looks at them again."""
     gc.freeze()

@@ -78,6 +78,7 @@ def check(tmp_path: Path, cluster: str, *words: str, before: str = "") -> subpro
     return subprocess.Popen(started, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.quiet
 def test_comm_check_finds_a_link_that_is_slower_than_the_cluster_file_says(tmp_path: Path) -> None:
     build_emulated()
     promised = tmp_path / "promised.yaml"
