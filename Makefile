@@ -24,8 +24,7 @@ SEED ?=
 ARGS ?=
 # Processes that tests run in. Ranks wait for each other most of the time, so two are no more than two cores' work.
 WORKERS ?= 2
-# One more for slow tests: that of the testbeds waits for their clocks, links and time-outs. Its tests and other long ones
-# come first, many short ones last.
+# One more for slow tests, which wait for emulated clocks, links and time-outs too. Long ones come first, short ones last.
 SLOW_WORKERS ?= 3
 SLOW := tests/slow tests/testbed tests/distributed tests/unit
 

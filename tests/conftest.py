@@ -29,11 +29,17 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def testbed_kind(item: pytest.Item) -> str:
+    """Empty: the test emulates no cluster."""
+    mark = item.get_closest_marker("testbed")
+    return "" if mark is None else "".join(mark.args) or "testbed"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``--dist loadgroup`` gives all that emulates clusters to one process."""
+    """``--dist loadgroup`` gives all testbeds of a kind to one process."""
     for item in items:
-        if item.get_closest_marker("testbed"):
-            item.add_marker(pytest.mark.xdist_group("testbed"))
+        if kind := testbed_kind(item):
+            item.add_marker(pytest.mark.xdist_group(kind))
 
 
 def pytest_collection_finish() -> None:
@@ -49,10 +55,10 @@ def pools_end_with_their_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_testbed_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests run in several processes, and those of the testbed look for what is left of theirs on this host."""
-    if not request.node.get_closest_marker("testbed"):
+    """Of a kind: tests run in several processes, and those of the testbed look for what is left of theirs here."""
+    if not (kind := testbed_kind(request.node)):
         yield
         return
-    with (Path(tempfile.gettempdir()) / "hetero_megatron_tests_testbed.lock").open("w") as file:
+    with (Path(tempfile.gettempdir()) / f"hetero_megatron_tests_{kind}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

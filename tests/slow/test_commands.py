@@ -2,7 +2,7 @@
 
 A block is left out by ``<!-- not run: reason -->`` on the line before it, or with one blank line between. What another
 block says too, line by line, is run as a part of that one. Blocks of a page go on where those before them ended: one
-process of pytest runs them, in their order; those that emulate a cluster are run among the tests that do.
+process of pytest runs them, in their order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tests.support.paths import ROOT
 BLOCK = re.compile(
     r"(?:<!-- not run: *(?P<reason>[^>]*?) *-->\n\n?)?^```bash\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-TESTBED = re.compile(r"hetero-megatron testbed |run --testbed |^make demo$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,9 @@ def without_repeated(blocks: list[Block]) -> list[Block]:
 
 
 def cases() -> list[Any]:
-    """The blocks to run, each with the mark of its page or of testbeds."""
+    """The blocks to run, each with the mark of its page."""
     blocks = without_repeated([block for block in all_blocks() if block.reason is None])
-    return [
-        pytest.param(b, marks=pytest.mark.testbed if TESTBED.search(b.code) else pytest.mark.xdist_group(b.page))
-        for b in blocks
-    ]
+    return [pytest.param(block, marks=pytest.mark.xdist_group(block.page)) for block in blocks]
 
 
 @pytest.mark.slow
