@@ -56,7 +56,7 @@ $(VENV)-2.11/.installed: setup.py constraints.txt
 
 test-slow: env  ## fresh install, the commands of README and docs, testbeds, all cases of laws
 	@code=0; $(PY) -m pytest -m "slow and quiet" tests/slow tests/testbed $(ARGS) || code=1; \
-	$(PY) -m pytest -n $(SLOW_WORKERS) --dist loadgroup -m "slow and not scale and not quiet" $(SLOW) $(ARGS) && exit $$code
+	$(PY) -m pytest -n $(SLOW_WORKERS) --dist loadscope -m "slow and not scale and not quiet" $(SLOW) $(ARGS) && exit $$code
 
 test-parity: env  ## N random plans against one process: make test-parity N=500 SEED=1
 	@seed="$(SEED)"; seed="$${seed:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"; \

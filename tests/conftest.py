@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -35,11 +36,14 @@ def testbed_kind(item: pytest.Item) -> str:
     return "" if mark is None else "".join(mark.args) or "testbed"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``--dist loadgroup`` gives all testbeds of a kind to one process."""
-    for item in items:
-        if kind := testbed_kind(item):
-            item.add_marker(pytest.mark.xdist_group(kind))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Ours in place of ``--dist loadscope``."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from tests.support.scopes import Scopes
+
+    return Scopes(config, log)
 
 
 def pytest_collection_finish() -> None:

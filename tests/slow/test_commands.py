@@ -2,7 +2,7 @@
 
 A block is left out by ``<!-- not run: reason -->`` on the line before it, or with one blank line between. What another
 block says too, line by line, is run as a part of that one. Blocks of a page go on where those before them ended: one
-process of pytest runs them, in their order.
+process of pytest runs them, in their order (``tests/support/scopes.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -57,15 +56,9 @@ def without_repeated(blocks: list[Block]) -> list[Block]:
     return [blocks[i] for i in every if not any(repeats(i, j) for j in every if j != i)]
 
 
-def cases() -> list[Any]:
-    """The blocks to run, each with the mark of its page."""
-    blocks = without_repeated([block for block in all_blocks() if block.reason is None])
-    return [pytest.param(block, marks=pytest.mark.xdist_group(block.page)) for block in blocks]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("block", cases(), ids=str)
+@pytest.mark.parametrize("block", without_repeated([b for b in all_blocks() if b.reason is None]), ids=str)
 def test_block_runs(block: Block) -> None:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     kept["PATH"] = f"{ROOT / '.venv' / 'bin'}:{kept['PATH']}"

@@ -25,9 +25,6 @@ DEADLY: dict[str, tuple[str, str]] = next(
 )  # fmt: skip
 
 
-ONE_RUN = pytest.mark.xdist_group("deadly kernels")  # which several processes would each make
-
-
 @pytest.fixture(scope="module")
 def deadly() -> subprocess.CompletedProcess[str]:
     """One run of the kit over the plugin, as a user starts it."""
@@ -49,7 +46,6 @@ def findings(deadly: subprocess.CompletedProcess[str]) -> dict[str, list[dict[st
 
 
 @pytest.mark.slow
-@ONE_RUN
 @pytest.mark.parametrize("name", DEADLY)
 def test_a_deadly_kernel_is_named_with_what_it_did(name: str, findings: dict[str, list[dict[str, str]]]) -> None:
     check, words = DEADLY[name]
@@ -62,7 +58,6 @@ HARMFUL = ("segfault", "exits_well", "interrupts", "never_ends", "kills_its_pare
 
 
 @pytest.mark.slow
-@ONE_RUN
 @pytest.mark.parametrize("name", HARMFUL)
 def test_only_the_case_under_way_is_lost(name: str, findings: dict[str, list[dict[str, str]]]) -> None:
     """What a kernel does in one of nine cases leaves all checks of the others, and those that come after them."""
@@ -75,7 +70,6 @@ def test_only_the_case_under_way_is_lost(name: str, findings: dict[str, list[dic
 
 
 @pytest.mark.slow
-@ONE_RUN
 def test_what_plugins_print_goes_to_stderr(deadly: subprocess.CompletedProcess[str]) -> None:
     assert "a plugin that prints" in deadly.stderr and "about to free" in deadly.stderr
     assert "Traceback" not in deadly.stderr
