@@ -19,7 +19,7 @@ SCOPE_OF = {file: scope for scope, files in SCOPES.items() for file in files}
 
 
 def scope_of(nodeid: str) -> str:
-    """That of the table; of a command of the documents its page, as they go on from each other; else the test itself."""
+    """That of the table; of a command of the documents its page, as they go on from each other; else the test."""
     file, _, name = nodeid.partition("::")
     if name.startswith("test_block_runs["):
         return name.rpartition(":")[0]
