@@ -56,7 +56,7 @@ def built() -> bool:
 
 
 def build() -> Path:
-    """Build the extension unless it is there: 1 to 4 minutes. Processes that come meanwhile wait for the first."""
+    """Build the extension unless it is there: about a minute. Processes that come meanwhile wait for the first."""
     path = library()
     if path.exists():
         return path
