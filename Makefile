@@ -26,7 +26,7 @@ ARGS ?=
 WORKERS ?= 2
 # One more for slow tests, which wait for emulated clocks, links and time-outs too. Long ones come first, short ones last.
 SLOW_WORKERS ?= 3
-SLOW := tests/slow tests/testbed tests/distributed tests/unit
+SLOW := tests/unit/kernels/test_compiled.py tests/slow tests/testbed tests/distributed tests/unit
 
 .PHONY: help env demo test test-torch211 test-slow test-parity test-faults test-fuzz test-scale bench lint types check clean
 .DEFAULT_GOAL := help
