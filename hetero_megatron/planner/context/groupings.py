@@ -12,31 +12,12 @@ from hetero_megatron.planner.context.problem import ContextLayout, ContextProble
 Grouping = tuple[tuple[int, ...], ...]
 
 
-def nodes_of(problem: ContextProblem, members: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+def nodes_of(problem: ContextProblem) -> list[tuple[int, ...]]:
     """Members by node, nodes in order of first appearance."""
     found: dict[int, list[int]] = {}
-    for index in range(len(problem.members)) if members is None else members:
-        found.setdefault(problem.members[index].node, []).append(index)
+    for index, member in enumerate(problem.members):
+        found.setdefault(member.node, []).append(index)
     return [tuple(group) for group in found.values()]
-
-
-def chunks(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(items[i : i + size]) for i in range(0, len(items), size)]
-
-
-def grid(problem: ContextProblem, nodes: int, each: int, order: str) -> Grouping:
-    """Groups of ``each`` members from each of ``nodes`` nodes; the groups of the same nodes are neighbours in the ring.
-    With ``each`` below a node's size the ring runs inside nodes and crosses nodes once per block of nodes, while the
-    all-to-all runs between nodes (LoongTrain's context-first placement); otherwise groups are whole nodes. ``order``:
-    ``file``; ``kind``: no block of nodes mixes kinds; ``mixed``: kinds evenly spread over all blocks."""
-    listed, kinds = nodes_of(problem), nodes_by_kind(problem)
-    rows = [listed]
-    if order == "kind":
-        rows = list(kinds.values())
-    elif order == "mixed":
-        spread = [((i + 0.5) / len(row), kind, node) for kind, row in kinds.items() for i, node in enumerate(row)]
-        rows = [[node for _, _, node in sorted(spread)]]
-    return tuple(group for row in rows for group in blocks_of(row, nodes, each))
 
 
 def blocks_of(row: Sequence[tuple[int, ...]], nodes: int, each: int) -> list[tuple[int, ...]]:
@@ -61,45 +42,19 @@ def per_kind(problem: ContextProblem, sizes: dict[int, tuple[int, int]]) -> Grou
     return tuple(g for kind, row in nodes_by_kind(problem).items() for g in blocks_of(row, *sizes[kind]))
 
 
-def filled(problem: ContextProblem, size: int) -> Grouping:
-    """Groups of ``size`` inside nodes; the remaining members of all nodes are grouped together."""
-    result: list[tuple[int, ...]] = []
-    rest: list[int] = []
-    for node in nodes_of(problem):
-        whole = chunks(node, size)
-        result += [part for part in whole if len(part) == size]
-        rest += [m for part in whole if len(part) < size for m in part]
-    return (*result, *chunks(rest, size))
-
-
-def striped(problem: ContextProblem, count: int) -> Grouping:
-    """``count`` groups of equal composition: the members of each kind are cut into ``count`` consecutive parts."""
-    kinds: dict[int, list[int]] = {}
-    for index, member in enumerate(problem.members):
-        kinds.setdefault(member.kind, []).append(index)
-    groups: list[list[int]] = [[] for _ in range(count)]
-    for listed in kinds.values():
-        for k in range(count):
-            groups[k] += listed[len(listed) * k // count : len(listed) * (k + 1) // count]
-    return tuple(tuple(group) for group in groups if group)
-
-
 def clusters(problem: ContextProblem) -> list[Grouping]:
-    """Groupings by topology, without duplicates: inside nodes, over several nodes, strided, and striped over kinds."""
+    """Groupings by topology, without duplicates: inside nodes, over several nodes, whole, and strided.
+
+    Parts of several nodes: the ring runs inside nodes and crosses nodes once per block of nodes, while the all-to-all
+    runs between them (LoongTrain's context-first placement).
+    """
     nodes = nodes_of(problem)
     widest, world = max(map(len, nodes)), len(problem.members)
-    kinds = len({member.kind for member in problem.members})
     found: list[Grouping] = [tuple(blocks_of(nodes, 1, size)) for size in _sizes(widest)]
-    for order in ("file", "kind", "mixed") if kinds > 1 else ("file",):
-        for count in _sizes(len(nodes), 2):
-            found += [grid(problem, count, each, order) for each in _sizes(widest, 2)]
+    found += [tuple(blocks_of(nodes, n, each)) for n in _sizes(len(nodes), 2) for each in _sizes(widest, 2)]
     found.append((tuple(range(world)),))
     # Strided over all members: the ring stays inside nodes as far as possible.
     found += [tuple(tuple(range(k, world, r)) for k in range(r)) for r in _sizes(min(world // 2, 128))]
-    if len(set(map(len, nodes))) > 1:
-        found += [filled(problem, size) for size in _sizes(widest)]
-    if kinds > 1:
-        found += [striped(problem, k) for k in _sizes(min(world // 2, 256))]
     return list(dict.fromkeys(found))
 
 
