@@ -138,7 +138,7 @@ INTERFACE_VARIABLES = {
 # What drivers call chips whose names in the catalogue are made of other words.
 DEVICE_NAMES = {
     "H100 80GB HBM3": "H100-SXM", "H200": "H200-SXM", "B200": "B200-SXM", "RTX 4090": "RTX4090", "RTX 3090": "RTX3090",
-    "Ascend910B": "Ascend-910B",
+    "Ascend910B": "Ascend-910B", "MI250X": "MI250X-GCD", "MI250": "MI250-GCD",
 }  # fmt: skip
 
 CHIPS: dict[str, Chip] = {
@@ -167,6 +167,9 @@ CHIPS: dict[str, Chip] = {
         _chip("T4", 65, 16, 0.32, 16, "recalled", 8.1, bf16=False),
         _chip("MI210", 181, 64, 1.6, 150, "recalled", 45.3, 45.3),
         _chip("MI250X", 383, 128, 3.28, 350, "ml-engineering", 95.7, 95.7),
+        # A module has two dies, and torch shows each of them as a device, which is what a rank has.
+        _chip("MI250-GCD", 181, 64, 1.64, 175, "recalled", 45.3, 45.3),
+        _chip("MI250X-GCD", 191.5, 64, 1.64, 175, "recalled", 47.9, 47.9),
         _chip("MI300X", 1307, 192, 5.3, 448, "ml-engineering", 163.4, 163.4),
         _chip("MI325X", 1300, 256, 6.0, 448, "ml-engineering", 163.4, 163.4),
         _chip("Gaudi2", 432, 96, 2.46, 300, "ml-engineering"),

@@ -17,6 +17,7 @@ NAMES = {  # as torch.cuda.get_device_name gives them, with what is left of thei
     ("NVIDIA A100 80GB PCIe", 79.2): "A100-80-PCIe", ("NVIDIA H100 80GB HBM3", 79.1): "H100-SXM",
     ("NVIDIA H100 PCIe", 79.2): "H100-PCIe", ("NVIDIA H200", 139.8): "H200-SXM", ("NVIDIA L40S", 44.4): "L40S",
     ("NVIDIA GeForce RTX 4090", 23.6): "RTX4090", ("AMD Instinct MI300X", 191.5): "MI300X",
+    ("AMD Instinct MI250X", 63.98): "MI250X-GCD", ("AMD Instinct MI250", 63.98): "MI250-GCD",
     ("Tesla V100-SXM2-32GB", 31.7): "V100-32-SXM2", ("Tesla V100-SXM2-16GB", 15.8): "V100-16-SXM2",
     ("Tesla T4", 14.6): "T4", ("Ascend910B3", 61.3): "Ascend-910B", ("NVIDIA H20", 95.6): "H20",
     ("NVIDIA A10G", 22.1): None, ("NVIDIA H100 NVL", 93.6): None, ("Some Chip 9000", 64.0): None,
