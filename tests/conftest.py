@@ -29,9 +29,14 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_configure() -> None:
+    gc.disable()  # nothing that is imported or collected is garbage
+
+
 def pytest_collection_finish() -> None:
     """A million objects of modules and tests live to the end: no garbage collection looks at them again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

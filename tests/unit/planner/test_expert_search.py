@@ -82,10 +82,10 @@ LARGE = replace(
 )  # fmt: skip
 
 
-def cluster(memory: str = "8 GiB") -> Cluster:
+def cluster(memory: str = "8 GiB", count: int = 1) -> Cluster:
     chips = {"fast": 0.6, "slow": 0.2}
     return cluster_from_dict({
-        "nodes": [{"name": f"{c}-node", "chip": c, "count": 2, "chips_per_node": 1} for c in chips],
+        "nodes": [{"name": f"{c}-node", "chip": c, "count": count, "chips_per_node": 1} for c in chips],
         "chips": {c: {"memory": memory, "emulate": {"speed": s}} for c, s in chips.items()},
         "links": {"inter_node": {"bandwidth": "50 GB/s", "latency": "1 us"}},
     })  # fmt: skip
@@ -126,9 +126,9 @@ def test_the_planner_divides_experts_by_speed_and_says_what_that_gains(divided: 
 
 def test_divided_experts_fit_where_no_chip_holds_them_all() -> None:
     """Memory of about half of a layer's experts per chip: pipelines and replicas of whole layers do not fit."""
-    tight = replace(LARGE, num_layers=1, moe=MoE(16, 2, 4096))
-    space = replace(ONE_PIPELINE.space, max_pipelines=None)
-    asked = PlanningProblem(tight, cluster("1.1 GiB"), 512, 16, replace(FP32, space=space))
+    tight = replace(LARGE, num_layers=1, moe=MoE(8, 2, 8192))
+    space = replace(ONE_PIPELINE.space, max_pipelines=None, micro_batch_sizes=(4,))
+    asked = PlanningProblem(tight, cluster("1.1 GiB", 2), 512, 16, replace(FP32, space=space))
     best = search(asked).best
     assert any(s.experts for p in best.plan.pipelines for s in p.stages) and not best.prediction.over
 
