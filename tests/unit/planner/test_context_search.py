@@ -138,7 +138,8 @@ def test_the_command_reports_context_and_its_plan_loads(tmp_path: Path, capsys: 
                     "links": {"inter_node": {"bandwidth": "50 GB/s"}}})
     )  # fmt: skip
     words = ["plan", "--model", "llama3-8b", "--cluster", str(where), "--seq-length", "32768", "--optimizer", "sgd"]
-    words += ["--global-batch-size", "1", "--context", "always", "--more-schedules", "never", "--no-baselines", "--quiet"]
+    words += ["--global-batch-size", "1", "--context", "always", "--more-schedules", "never"]
+    words += ["--no-baselines", "--quiet"]
     assert main.main([*words, "--out", str(out), "--json"]) == 0
     shown = capsys.readouterr()
     data = json.loads(shown.out)
