@@ -41,9 +41,9 @@ $(STAMP): setup.py constraints.txt
 demo: env  ## pretrain a small model on 4 unequal ranks of this machine (about 2 minutes)
 	examples/demo.sh
 
-# Lint and types take one core at a time, and most of the tests as well: they run side by side.
+# Lint and types beside the tests, shown at the end. Not by $(MAKE), for which make -n would run the whole line.
 test: env  ## lint, types, import contract, and all tests but the slow ones
-	@log=$$(mktemp); $(MAKE) --no-print-directory -j2 -O check > $$log 2>&1 & checks=$$!; code=0; \
+	@log=$$(mktemp); make --no-print-directory -j2 -O check > $$log 2>&1 & checks=$$!; code=0; \
 	trap 'kill $$checks 2> /dev/null; rm -f $$log' EXIT; \
 	echo "$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"; \
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS) || code=1; \

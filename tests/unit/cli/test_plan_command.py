@@ -150,7 +150,7 @@ def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
         ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], PLAIN, 1024),  # programs
         ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], PLAIN, 1024),  # islands
         ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], replace(PLAIN, context="always"), 4096),
-        ([("A100-80-SXM", 2, 2), ("L40S", 2, 2)], replace(PLAIN, offload="always"), 1024),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], replace(PLAIN, offload="always"), 1024),
     ],
 )
 def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: SearchSpace, length: int) -> None:
