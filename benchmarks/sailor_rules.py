@@ -78,7 +78,7 @@ class SailorCosts(CostModel):
 
 
 class _NoBounds(TemplateBounds):
-    def least(self, template: PlanTemplate) -> float:
+    def lower_bound(self, template: PlanTemplate) -> float:
         return 0.0  # ours would bound other rules
 
 
@@ -123,7 +123,6 @@ class SailorScorer(TemplateScorer):
         micro_batches: int,
         schedule: str,
         sharing: Sequence[int] | None = None,
-        exact: bool = True,
     ) -> float:
         pairs = list(zip(shape.stages, shape.stages[1:]))
         both = [self.tables.boundary(a, b, shape.micro_batch_size, False) for a, b in pairs]

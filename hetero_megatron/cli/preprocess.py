@@ -52,7 +52,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags; Megatron's others are refused by name."""
     parser = ArgumentParser("preprocess", "Tokenize JSON lines once: Megatron's .bin/.idx for --data-path.")
     add = parser.add_argument_group("data").add_argument
-    add("--input", required=True, metavar="PATH", help="a .jsonl file, a folder or a quoted glob of them")
+    add("--input", required=True, metavar="PATH", help="a .jsonl (.jsonl.gz) file, a folder or a quoted glob of them")
     add("--output-prefix", required=True, metavar="PATH", help="path of the output without _KEY_document.bin")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text; one output each (text)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
@@ -183,12 +183,10 @@ class Counts:
 
 
 def _records(corpus: Corpus, keys: Sequence[str]) -> Iterator[_Record]:
-    before = 0
-    for path in corpus.files:
+    for file, path in enumerate(corpus.files):
         for number, record, position in read_objects(path):
             where = f"{path}:{number}"
-            yield where, before + position[0], [text_of(record, key, where) for key in keys]
-        before += path.stat().st_size
+            yield where, corpus.bytes_before((file, *position)), [text_of(record, key, where) for key in keys]
 
 
 def _encode_all(

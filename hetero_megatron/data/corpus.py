@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_megatron.data.sources import jsonl, parquet, stdlib, text
+from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
 
 Cursor = tuple[int, ...]  # (file, *position in it); the empty tuple is the beginning
@@ -53,9 +54,10 @@ class Corpus:
         return f"{self.files[file]}:{position[-1]}" if self.kind == "jsonl" else str(self.files[file])
 
     def bytes_before(self, cursor: Cursor) -> int:
-        """Bytes of the files that were read by then, as far as known: of a parquet file, none before its end."""
+        """Bytes of the files that were read by then, as far as known: of a parquet or compressed file, none before its
+        end."""
         file, *position = cursor
-        within = position[0] if self.kind == "jsonl" else 0
+        within = position[0] if self.kind == "jsonl" and not is_compressed(self.files[file]) else 0
         return self._starts[file] + within
 
     @functools.cached_property
@@ -95,7 +97,7 @@ def may_have_keys(path: str) -> bool:
     """Whether documents of a path may have keys or columns; also True for paths that do not exist (yet)."""
     if path == stdlib.NAME or is_indexed(path):
         return False
-    return Path(path).suffix in _KEYED or not os.path.isfile(path)
+    return uncompressed_name(Path(path)).suffix in _KEYED or not os.path.isfile(path)
 
 
 def indexed_prefix(path: str) -> str:
@@ -144,10 +146,10 @@ def _hidden(path: Path) -> bool:
 
 
 def _kind(path: Path) -> str:
-    if path.suffix in _KEYED:
-        return _KEYED[path.suffix]
-    if path.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"):
+    suffix = uncompressed_name(path).suffix
+    if suffix in (".zst", ".zip", ".tar", ".tgz", ".7z") or (suffix == ".parquet" and is_compressed(path)):
         raise UserError(
-            "compressed files are not read", field="--data-path", value=str(path), accepted="the same file, unpacked"
-        )
-    return "text"
+            f"{suffix} files are not unpacked here", field="--data-path", value=str(path),
+            accepted="what is in it, as it is or as .gz, .bz2 or .xz",
+        )  # fmt: skip
+    return _KEYED.get(suffix, "text")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -14,10 +14,36 @@ class cached_method(Generic[P, T]):
     """``functools.cache`` for methods, as ``cached_property`` is for properties: the results live as long as their
     object. Arguments must be hashable."""
 
-    def __init__(self, function: Callable[Concatenate[Any, P], T]) -> None:
-        self.function, self.__doc__ = function, function.__doc__
+    def __init__(
+        self, function: Callable[Concatenate[Any, P], T], key: Callable[..., Hashable] | None = None
+    ) -> None:
+        self.function, self.key, self.__doc__ = function, key, function.__doc__
 
     def __get__(self, instance: object, owner: type) -> Callable[P, T]:
-        kept: Any = cache(self.function.__get__(instance))
+        method: Any = self.function.__get__(instance)
+        kept: Any = cache(method) if self.key is None else _by_key(method, self.key)
         instance.__dict__[self.function.__name__] = kept  # found there before this descriptor from now on
         return kept  # type: ignore[no-any-return]
+
+
+def cached_by(key: Callable[..., Hashable]) -> Callable[[Callable[Concatenate[Any, P], T]], cached_method[P, T]]:
+    """:class:`cached_method` for methods whose results only depend on ``key(*arguments)``, given by position."""
+    return lambda function: cached_method(function, key)
+
+
+def share_results(of: object, to: object, *methods: str) -> None:
+    """Make ``to`` use the kept results of ``of``, for methods that do not depend on what the two differ in."""
+    for name in methods:
+        to.__dict__[name] = getattr(of, name)
+
+
+def _by_key(method: Callable[..., T], key: Callable[..., Hashable]) -> Callable[..., T]:
+    known: dict[Hashable, T] = {}
+
+    def kept(*args: Any) -> T:
+        what = key(*args)
+        if what not in known:
+            known[what] = method(*args)
+        return known[what]
+
+    return kept

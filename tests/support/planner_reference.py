@@ -182,7 +182,7 @@ class Exhaustive:
         key = (shape, pipelines)
         if key not in self._afters:
             links = [(0.0, 0.0)] * (len(shape.stages) - 1)
-            self._afters[key] = self.scorer.bounds.sync_tail(shape.stages, shape.micro_batch_size, links, pipelines)
+            self._afters[key] = self.scorer.bounds.sync_tail(shape, links, pipelines)
         return self._afters[key]
 
     def _levels(self, stage: StageTemplate) -> list[StageTemplate]:

@@ -287,6 +287,20 @@ def test_words_that_name_no_module_make_no_circle(tmp_path: Path, text: str) -> 
     assert circles_of(tmp_path, {"p": "", "p.a": "import p.b", "p.b": text}) == []
 
 
+MAX_TRACKED_BYTES = 1 << 20
+
+
+def test_no_output_of_a_run_is_tracked() -> None:
+    """Weights, logs and the like: nothing large, and nothing that a program leaves where it was started."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    assert [f.name for f in files if f.stat().st_size > MAX_TRACKED_BYTES] == []
+    left = (".safetensors", ".out", ".log", ".pt", ".bin")
+    assert [f.name for f in files if f.suffix in left and (ROOT / "tests") not in f.parents] == []
+
+
 # Names that two packages' vocabularies share.
 SHARED_CLASS_NAMES = {"Capability", "Hop", "Optimizer", "StageTimes"}
 

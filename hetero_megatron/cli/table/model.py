@@ -160,9 +160,9 @@ FLAGS = (
             "--no-dsa-indexer-rotate-activation/--disable-dsa-indexer-rotate-activation "
             "--no-dsa-indexer-scoring-relu/--disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon= "
             "--dsa-indexer-k-norm-fp32 --linear-attention-freq= --linear-conv-kernel-dim= --linear-key-head-dim= "
-            "--linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads= --attention-output-gate "
-            "--enable-experimental",
+            "--linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads= --attention-output-gate",
             "sparse, linear and gated attention are not supported", "softmax attention, with --window-size perhaps"),
+    notice("--enable-experimental", "it permits other flags, and each of those is judged by itself"),
     *family(refused, "--is-hybrid-model --hybrid-layer-pattern= --hybrid-override-pattern= --hybrid-attention-ratio= "
             "--hybrid-mlp-ratio= --mamba-state-dim= --mamba-head-dim= --mamba-num-groups= --mamba-num-heads= "
             "--disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype= --mamba-inference-conv-states-dtype= "

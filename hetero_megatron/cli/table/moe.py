@@ -86,5 +86,5 @@ FLAGS = (
         _WHY,
         _REMEDY,
     ),
-    notice("--moe-permute-fusion", "it concerns mixtures of experts only"),
+    notice("--moe-permute-fusion", "operators are chosen per chip, not by this flag"),
 )

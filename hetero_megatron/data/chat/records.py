@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.sources import jsonl, parquet
+from hetero_megatron.data.sources.compressed import open_content
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import MAX_TEXT_BYTES, open_file
+from hetero_megatron.files import MAX_TEXT_BYTES
 
 HUB = "hub:"
 _NAME = re.compile(r"hub:(?P<name>[^:]+)(:(?P<config>[^:]+))?(:(?P<split>[^:]+))?")
@@ -98,7 +99,7 @@ class FileRecords:
 
 def _is_array(path: Path, field: str) -> bool:
     """Whether a JSON file is one list of objects, as ShareGPT data come."""
-    with open_file(path, field) as file:
+    with open_content(path, field) as file:
         return file.read(4096).lstrip()[:1] == b"["
 
 
@@ -107,8 +108,8 @@ def _array(path: Path, field: str) -> Iterator[Record]:
         problem = f"a JSON list of more than {_ARRAY_BYTES >> 30} GiB"
         raise UserError(problem, field=field, value=str(path), accepted="one object per line (jsonl)")
     try:
-        with open_file(path, field) as file:
-            values = json.load(file)
+        with open_content(path, field) as file:
+            values = json.loads(file.read(_ARRAY_BYTES + 1))
     except (ValueError, RecursionError):
         problem = "is not JSON, or cut off"
         raise UserError(problem, field=field, value=str(path), accepted="a JSON list of objects") from None

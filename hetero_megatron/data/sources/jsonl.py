@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hetero_megatron.data.sources.compressed import is_compressed, open_content
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file
 
 MAX_LINE = 256 << 20  # bytes: a file without line breaks would fill the memory
 _DIGITS = 1000  # of a number, which nobody reads
@@ -17,7 +17,7 @@ Position = tuple[int, ...]
 
 
 def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
-    """The string under ``key`` of each line. A position is (byte, number of lines before it)."""
+    """The string under ``key`` of each line; null counts as empty. A position is (byte, number of lines before it)."""
     for number, record, after in read_objects(path, position):
         yield text_of(record, key, f"{path}:{number}"), after
 
@@ -26,7 +26,7 @@ def read_objects(path: Path, position: Position = ()) -> Iterator[tuple[int, dic
     """(line number from 1, object, position after it); blank lines are skipped; UserError names file and line."""
     offset, number = position or (0, 0)
     try:
-        with open_file(path, "--data-path") as file:
+        with open_content(path) as file:
             file.seek(offset)
             while line := file.readline(MAX_LINE + 1):
                 offset, number = offset + len(line), number + 1
@@ -39,8 +39,14 @@ def read_objects(path: Path, position: Position = ()) -> Iterator[tuple[int, dic
 
 
 def check_end(path: Path, key: str) -> None:
-    """UserError if the last line is not one that ``read`` takes: a file that is cut off."""
-    with open_file(path, "--data-path") as file:
+    """UserError if the last line is not one that ``read`` takes: a file that is cut off.
+
+    Of a compressed file it is the first one: the last one cannot be had without reading all of it.
+    """
+    if is_compressed(path):
+        next(read(path, key, ()), None)
+        return
+    with open_content(path) as file:
         size, tail, step = file.seek(0, os.SEEK_END), b"", 1 << 16
         while len(tail) < min(size, MAX_LINE):
             step = min(2 * step, size)
@@ -55,12 +61,14 @@ def check_end(path: Path, key: str) -> None:
 
 
 def text_of(record: dict[str, Any], key: str, where: str) -> str:
-    """The string under ``key``."""
+    """The string under ``key``; of null, an empty one."""
     if key not in record:
-        keys = shown_names(record) or "no keys at all"
+        keys = _keys_of_text(record)
         raise UserError("the object has no such key", field="--json-keys", value=key, accepted=keys, where=where)
+    if record[key] is None:
+        return ""
     if not isinstance(record[key], str):
-        shown = json.dumps(record[key])[:80]  # null, not None
+        shown = json.dumps(record[key])[:80]
         raise UserError("the value is not a string", field=key, value=shown, accepted="a string", where=where)
     text = str(record[key])
     try:
@@ -71,6 +79,17 @@ def text_of(record: dict[str, Any], key: str, where: str) -> str:
             field=key, value=ascii(text[error.start : error.start + 20]), accepted="Unicode text", where=where,
         ) from None  # fmt: skip
     return text
+
+
+def _keys_of_text(record: dict[str, Any]) -> str:
+    """What --json-keys may name, of an object; and where conversations go."""
+    if keys := shown_names(key for key, value in record.items() if isinstance(value, str)):
+        return keys
+    lists = (value for value in record.values() if isinstance(value, list) and value)
+    if any(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn, *_ in lists):
+        return "objects with text; conversations are for hetero-megatron finetune"
+    has = shown_names(record)
+    return f"objects with a key that holds text{f' (it has {has})' if has else ''}"
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -100,4 +119,7 @@ def shown_names(names: Iterable[str], most: int = 12) -> str:
 
 def _bad(line: bytes, problem: str, where: str) -> UserError:
     shown = line[:80].decode("utf-8", "replace").rstrip()
-    return UserError(problem, field="line", value=shown, accepted="one JSON object per line", where=where)
+    accepted = "one JSON object per line"
+    if line.strip() in (b"[", b"{") or line.lstrip().startswith(b"[{"):  # a list, or objects over several lines
+        accepted += f" (jq -c {repr('.[]') if line.lstrip().startswith(b'[') else '.'} makes such lines)"
+    return UserError(problem, field="line", value=shown, accepted=accepted, where=where)

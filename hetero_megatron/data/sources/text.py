@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hetero_megatron.data.sources.compressed import open_content
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file
 
 MAX_BYTES = 2 << 30  # the lengths in an .idx file have 32 bits
 
@@ -15,18 +14,18 @@ Position = tuple[int, ...]
 
 
 def read(path: Path, key: str, position: Position, errors: str = "strict") -> Iterator[tuple[str, Position]]:
-    """The file as one document; UserError if it is not UTF-8 or cannot be read."""
+    """The file as one document, without a byte order mark; UserError if it is not UTF-8 or cannot be read."""
     if position:
         return
     try:
-        with open_file(path, "--data-path") as file:
-            if os.fstat(file.fileno()).st_size > MAX_BYTES:
-                raise UserError(
-                    f"one document of more than {MAX_BYTES >> 30} GiB", field="--data-path", value=str(path),
-                    accepted="smaller files, or *.jsonl",
-                )  # fmt: skip
-            content = file.read()
-        yield content.decode("utf-8", errors), (1,)
+        with open_content(path) as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(
+                f"one document of more than {MAX_BYTES >> 30} GiB", field="--data-path", value=str(path),
+                accepted="smaller files, or *.jsonl",
+            )  # fmt: skip
+        yield content.decode("utf-8", errors).removeprefix("\ufeff"), (1,)
     except UnicodeDecodeError as error:
         raise UserError(
             f"not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})",

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.stage_table import MANY_REPLICAS, StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.plan_template import StageTemplate
@@ -66,7 +67,6 @@ class _PriceBound:
         self.depth = _most_stages(scorer, model)
         self.options = {b: self._options(b) for b in self.sizes}
         self.prices = self._rates()
-        self._rising: dict[int, tuple[list[Floats], list[Floats]]] = {}
 
     def _options(self, size: int) -> list[StageOption]:
         found = []
@@ -86,13 +86,12 @@ class _PriceBound:
         )  # fmt: skip
         return self.tables.table(kind).seconds
 
+    @cached_method
     def rising(self, size: int) -> tuple[list[Floats], list[Floats]]:
         """(last stage, inner stage): :meth:`seconds` of every option, made non-decreasing in the number of layers."""
-        if size not in self._rising:
-            tables = [[self.seconds(o, size, head)[:, ::-1] for o in self.options[size]] for head in (True, False)]
-            last, inner = ([np.minimum.accumulate(t, axis=1)[:, ::-1] for t in of_kind] for of_kind in tables)
-            self._rising[size] = last, inner
-        return self._rising[size]
+        tables = [[self.seconds(o, size, head)[:, ::-1] for o in self.options[size]] for head in (True, False)]
+        last, inner = ([np.minimum.accumulate(t, axis=1)[:, ::-1] for t in of_kind] for of_kind in tables)
+        return last, inner
 
     def per_layer(self, option: StageOption, size: int) -> float:
         """Least seconds of one layer and micro-batch."""

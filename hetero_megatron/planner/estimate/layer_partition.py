@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.pipeline_time import Links
+from hetero_megatron.planner.estimate.pipeline_time import Links, closed_forms
 
 Floats = NDArray[np.float64]
 LISTED = 6000  # largest number of splits that are enumerated; above, bisection
@@ -83,42 +83,8 @@ def listed(
     if not len(ways):
         return ways, np.zeros(0), np.zeros((0, count))
     times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
-    worst = closed_forms(times, links, micro_batches)
-    if schedule == "1f1b" and any(map(any, links)):
-        worst = np.maximum(worst, _round_trips(times, links, micro_batches))
-    elif schedule == "gpipe" and forward is not None:
-        first = np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
-        there, back = (max((link[i] for link in links), default=0.0) for i in (0, 1))
-        phases = np.maximum(first.max(axis=1), there) + np.maximum((times - first).max(axis=1), back)
-        worst = np.maximum(worst, micro_batches * phases)
-    return ways, worst, times
-
-
-def closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
-    """Closed forms [ways] of pipelines with stage times [ways, stages]; inf where a stage does not fit."""
-    with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
-        return _closed_forms(times, links, micro_batches)
-
-
-def _closed_forms(times: Floats, links: Links, micro_batches: int) -> Floats:
-    steps = times.copy()
-    steps[:, :-1] += np.array([sum(link) for link in links])
-    before = np.cumsum(steps, axis=1) - steps
-    worst: Floats = np.max(before + micro_batches * times, axis=1)
-    return np.where(np.isnan(worst), np.inf, worst)
-
-
-def _round_trips(times: Floats, links: Links, m: int) -> Floats:
-    """[ways]: 1F1B bound for stage times [ways, stages]: stage i keeps P - i micro-batches in flight, each of which
-    travels to the last stage and back."""
-    with np.errstate(invalid="ignore"):
-        steps = times.copy()
-        steps[:, :-1] += np.array([sum(link) for link in links])
-        before = np.cumsum(steps, axis=1) - steps
-        trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
-        rounds = (m - 1) // np.arange(times.shape[1], 0, -1) + 1
-        worst: Floats = np.max(before + trips * rounds, axis=1)
-    return np.where(np.isnan(worst), np.inf, worst)
+    first = None if forward is None else np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
+    return ways, closed_forms(times, links, micro_batches, schedule, first), times
 
 
 def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
@@ -169,7 +135,7 @@ def _even_split(seconds: list[Floats], links: Links, m: int) -> tuple[float, tup
     if (split < least).any():
         return slowest, None
     found = tuple(int(n) for n in split)
-    value = float(closed_forms(each[np.arange(count), split][None, :], links, m)[0])
+    value = float(closed_forms(each[np.arange(count), split][None, :], links, m, "any")[0])
     return slowest, (value, found) if np.isfinite(value) else None
 
 
@@ -227,4 +193,4 @@ def _feasible(
         so_far -= found[-1]
     split = tuple(found[::-1])
     times = np.array([[seconds[i][n] for i, n in enumerate(split)]])
-    return float(closed_forms(times, links, m)[0]), split
+    return float(closed_forms(times, links, m, "any")[0]), split

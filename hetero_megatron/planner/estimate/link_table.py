@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.template.device_pool import DevicePool
@@ -15,29 +16,19 @@ class LinkTable:
 
     def __init__(self, pool: DevicePool, costs: CostModel) -> None:
         self.pool, self.model = pool, costs.links
-        self._known: dict[tuple[int, int, bool], LinkPrice | None] = {}
-        self._best: dict[tuple[int, bool], tuple[float, float]] = {}
 
+    @cached_method
     def between(self, g: int, h: int, same_node: bool = False) -> LinkPrice | None:
         """The price of a link between two nodes of these groups, or inside one node; None where there is no such link.
         """
-        key = (g, h, same_node)
-        if key not in self._known:
-            groups = self.pool.groups
-            there = self.pool.link(g, h, same_node) is not None and all(groups[i].ranks for i in (g, h))
-            name, other = groups[g].home, groups[h].home
-            self._known[key] = self.model.link(name, other, same_node, "all_to_all") if there else None
-        return self._known[key]
+        groups = self.pool.groups
+        there = self.pool.link(g, h, same_node) is not None and all(groups[i].ranks for i in (g, h))
+        return self.model.link(groups[g].home, groups[h].home, same_node, "all_to_all") if there else None
 
+    @cached_method
     def best(self, g: int, same_node: bool) -> tuple[float, float]:
         """(least seconds per byte of a node's port in either direction, least latency in seconds) over all links of a
         group."""
-        key = (g, same_node)
-        if key not in self._best:
-            self._best[key] = self._least(g, same_node)
-        return self._best[key]
-
-    def _least(self, g: int, same_node: bool) -> tuple[float, float]:
         others: Sequence[int] = [g] if same_node else range(len(self.pool.groups))
         out, into = (
             [price for price in found if price is not None]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.plan.memory import equal_shares, trained_elements
+from hetero_megatron.planner.cached_method import cached_by
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form
@@ -53,7 +54,6 @@ class TemplateBounds:
 
     def __init__(self, scorer: PipelineScorer, links: LinkTable) -> None:
         self.scorer, self.links = scorer, links
-        self._tails: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def lower_bound(self, template: PlanTemplate) -> float:
         """Lower bound (s) on the step of a template, wherever it is placed: per pipeline, the closed form over the
@@ -64,7 +64,7 @@ class TemplateBounds:
             forward, backward = self.scorer.stage_seconds(shape)
             link = [self._fastest_link(a, b, shape.micro_batch_size) for a, b in zip(stages, stages[1:])]
             compute = closed_form(forward, backward, link, part.num_micro_batches, template.schedule)
-            worst = max(worst, compute + self.sync_tail(stages, shape.micro_batch_size, link, template.pipelines))
+            worst = max(worst, compute + self.sync_tail(shape, link, template.pipelines))
         return worst
 
     def _fastest_link(self, a: StageTemplate, b: StageTemplate, size: int) -> Link:
@@ -72,22 +72,18 @@ class TemplateBounds:
         found = [self.scorer.tables.boundary(a, b, size, near) for near in places]
         return min(there for there, _ in found), min(back for _, back in found)
 
-    def sync_tail(self, stages: Sequence[StageTemplate], size: int, links: Links, pipelines: int) -> float:
-        """Lower bound (s) on the sync tail of a pipeline with these stages, in any plan of ``pipelines`` pipelines:
+    def sync_tail(self, shape: PipelineTemplate, links: Links, pipelines: int) -> float:
+        """Lower bound (s) on the sync tail of a pipeline, in any plan of ``pipelines`` pipelines:
         replicas have the best possible links, and other pipelines may own all optimizer states."""
-        after, drain, saved, last = 0.0, 0.0, 0.0, len(stages) - 1
+        after, drain, saved, last = 0.0, 0.0, 0.0, len(shape.stages) - 1
         update = self.update_seconds if pipelines > 1 else 0.0
-        for s, stage in enumerate(stages):
+        for s, stage in enumerate(shape.stages):
             reduce, latency, rest = self.stage_sync_tail(stage, pipelines, s == 0, s == last)
-            own = self.scorer.stage(stage, size, s == 0, s == last)
+            own = self.scorer.stage(stage, shape.micro_batch_size, s == 0, s == last)
             after, update = max(after, exposed(reduce, own.own, stage.layers) + latency - drain), max(update, rest)
             drain += own.own + (links[s][1] if s < last else 0.0)
             saved = max(saved, own.saved)
         return after + update - saved
-
-    def pipeline_sync_tail(self, shape: PipelineTemplate, links: Links, pipelines: int) -> float:
-        """:meth:`sync_tail` of a whole pipeline."""
-        return self.sync_tail(shape.stages, shape.micro_batch_size, links, pipelines)
 
     @cached_property
     def update_seconds(self) -> float:
@@ -107,19 +103,12 @@ class TemplateBounds:
             low, high = (low, middle) if most(middle) >= total else (middle, high)
         return low
 
+    @cached_by(lambda stage, *more: (stage.group, stage.tp, stage.dp, stage.layers, stage.offload, *more))
     def stage_sync_tail(
         self, stage: StageTemplate, pipelines: int, embed: bool, head: bool
     ) -> tuple[float, float, float]:
         """(least seconds that the stage's gradients travel, latency in seconds, least seconds from the end of reduction
         to updated parameters)."""
-        key = (stage.group, stage.tp, stage.dp, stage.layers, stage.offload, pipelines, embed, head)
-        if key not in self._tails:
-            self._tails[key] = self._compute_stage_tail(stage, pipelines, embed, head)
-        return self._tails[key]
-
-    def _compute_stage_tail(
-        self, stage: StageTemplate, pipelines: int, embed: bool, head: bool
-    ) -> tuple[float, float, float]:
         choice = self.scorer.tables.choice(stage, embed, head)
         # Other pipelines may own nearly all states.
         optimizer = self.scorer.costs.optimizer_seconds(choice, math.inf if pipelines > 1 else 1)
@@ -142,7 +131,6 @@ class SyncBounds:
 
     def __init__(self, bounds: TemplateBounds, layers: int) -> None:
         self.bounds, self.scorer, self.layers = bounds, bounds.scorer, layers
-        self._rows: dict[tuple[object, ...], Floats] = {}
 
     def sync_tail(
         self, stages: Sequence[StageTemplate], ways: NDArray[np.int32], backward: Floats, links: Links,
@@ -167,17 +155,15 @@ class SyncBounds:
             drain, most = drain + own + (links[s][1] if s < last else 0.0), np.maximum(most, saved)
         return np.asarray(after + update - most)
 
+    @cached_by(lambda stage, *more: (stage.group, stage.tp, stage.dp, *more))
     def _rows_of(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> Floats:
         """[4, layers + 1] seconds: the three of ``stage_sync_tail``, and what the first backward of a step saves."""
-        key = (stage.group, stage.tp, stage.dp, pipelines, embed, head)
-        if key not in self._rows:
-            made = [replace(stage, layers=n) for n in range(self.layers + 1)]
-            rows = [
-                (*self.bounds.stage_sync_tail(x, pipelines, embed, head), self.scorer.saved_seconds(x, embed, head))
-                for x in made
-            ]
-            self._rows[key] = np.array(rows).T
-        return self._rows[key]
+        made = [replace(stage, layers=n) for n in range(self.layers + 1)]
+        rows = [
+            (*self.bounds.stage_sync_tail(x, pipelines, embed, head), self.scorer.saved_seconds(x, embed, head))
+            for x in made
+        ]
+        return np.array(rows).T
 
 
 def exposed(reduce: float, backward: float, layers: int) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, seconds
+from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.stage_table import StageTables
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate
@@ -34,28 +35,20 @@ class StageSeconds:
 class PipelineScorer:
     """Times pipelines over one pool; results are cached by stage and by pipeline."""
 
-    def __init__(self, tables: StageTables, pool: DevicePool, like: PipelineScorer | None = None) -> None:
-        """Args:
-            like: a scorer over the same tables whose caches can be shared."""
+    def __init__(self, tables: StageTables, pool: DevicePool) -> None:
         self.tables, self.pool, self.costs = tables, pool, tables.costs
-        self._stages: dict[tuple[StageTemplate, int, bool, bool], StageSeconds] = like._stages if like else {}
-        self._pipelines: dict[tuple[object, ...], float] = like._pipelines if like else {}
 
+    @cached_method
     def stage(self, stage: StageTemplate, size: int, embed: bool, head: bool) -> StageSeconds:
         """Of one micro-batch of ``size`` sequences; ``embed``, ``head``: the stage has them."""
-        key = (stage, size, embed, head)
-        if key not in self._stages:
-            costs = self.costs
-            choice = self.tables.choice(stage, embed, head)
-            messages = costs.message_seconds(choice.chip) * ((not embed) + (not head))
-            own = costs.backward_seconds(choice, size)
-            bare, plain = (costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head))
-            layer = (bare - costs.action_seconds(choice.chip)) / stage.layers if stage.layers else 0.0
-            saved = costs.trained_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
-            self._stages[key] = StageSeconds(
-                costs.forward_seconds(choice, size) + messages, own + messages, own, layer, plain, saved
-            )
-        return self._stages[key]
+        costs = self.costs
+        choice = self.tables.choice(stage, embed, head)
+        messages = costs.message_seconds(choice.chip) * ((not embed) + (not head))
+        own = costs.backward_seconds(choice, size)
+        bare, plain = (costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head))
+        layer = (bare - costs.action_seconds(choice.chip)) / stage.layers if stage.layers else 0.0
+        saved = costs.trained_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
+        return StageSeconds(costs.forward_seconds(choice, size) + messages, own + messages, own, layer, plain, saved)
 
     def saved_seconds(self, stage: StageTemplate, embed: bool, head: bool) -> float:
         """By how much the first backward of a step is shorter than the others."""
@@ -79,26 +72,15 @@ class PipelineScorer:
             found.append(self.tables.boundary(a, b, shape.micro_batch_size, count == 0, max(1, count)))
         return found
 
+    @cached_method
     def pipeline_seconds(
-        self,
-        shape: PipelineTemplate,
-        micro_batches: int,
-        schedule: str,
-        sharing: Sequence[int] | None = None,
-        exact: bool = True,
+        self, shape: PipelineTemplate, micro_batches: int, schedule: str, sharing: tuple[int, ...] | None = None
     ) -> float:
+        """``sharing``: as in :meth:`links`."""
         forward, backward = self.stage_seconds(shape)
         link = self.links(shape, sharing)
-        if not exact:
-            return closed_form(forward, backward, link, micro_batches, schedule)
         if len(forward) * micro_batches <= EXACT:
             return seconds(forward, backward, link, micro_batches, schedule)
         few = max(8 * len(forward), EXACT // len(forward) // 2)
         a, b = (seconds(forward, backward, link, n, schedule) for n in (few, 2 * few))
         return b + (b - a) / few * (micro_batches - 2 * few)
-
-    def cached_pipeline_seconds(self, shape: PipelineTemplate, m: int, schedule: str, near: tuple[int, ...]) -> float:
-        key = (shape, m, schedule, near)
-        if key not in self._pipelines:
-            self._pipelines[key] = self.pipeline_seconds(shape, m, schedule, near)
-        return self._pipelines[key]

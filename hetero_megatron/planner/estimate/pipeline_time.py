@@ -1,4 +1,4 @@
-"""Seconds of one pipeline with stages of unlike speed: a closed-form lower bound, and the exact time of its schedule.
+"""Seconds of pipelines with stages of unlike speed: closed-form lower bounds, and the exact time of the schedule.
 
 ``seconds`` equals ``schedule.simulate`` on the lowered actions. The schedules in :data:`FAST` use a recurrence over
 micro-batches instead of an event queue, with the same result.
@@ -27,40 +27,44 @@ def _directions(link: Links) -> tuple[Times, Times]:
     return [there for there, _ in link], [back for _, back in link]
 
 
-def lower_bound(forward: Times, backward: Times, link: Links, micro_batches: int) -> float:
-    """Lower bound (s) on any schedule that respects the dependencies. Stage i waits for the first micro-batch to pass
-    the stages before it, then does all its work, and the last gradient still has to travel back to the first stage."""
-    before = worst = total = 0.0
-    for i, (f, b) in enumerate(zip(forward, backward)):
-        worst = max(worst, before + micro_batches * (f + b))
-        total += f + b
-        before += f + b
-        if i < len(link):
-            before += sum(link[i])
-            worst = max(worst, micro_batches * max(link[i]))
-    return max(worst, total + sum(map(sum, link)))
+def closed_forms(
+    times: Floats, link: Links, micro_batches: int, schedule: str = "1f1b", forward: Floats | None = None
+) -> Floats:
+    """Lower bounds (s) on pipelines with the same links, used for ranking -> [ways]; inf where a stage does not fit.
+
+    Stage i waits for the first micro-batch to pass the stages before it, then does all its work. 1f1b keeps P - i
+    micro-batches in flight at stage i, so each takes at least the round trip to the last stage divided by that. In
+    gpipe all forwards end before the last stage's first backward, and each phase is as long as its slowest stage or
+    transfer.
+
+    Args:
+        times: [ways, stages] forward and backward of one micro-batch (inf: does not fit).
+        schedule: any other than these two: what holds for all that respect the dependencies.
+        forward: [ways, stages] forward alone; only used for gpipe.
+    """
+    m, count = micro_batches, times.shape[1]
+    with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
+        steps = times.copy()
+        steps[:, :-1] += [sum(x) for x in link]
+        before = np.cumsum(steps, axis=1) - steps
+        worst = (before + m * times).max(axis=1)
+        if schedule == "1f1b" and any(map(any, link)):
+            trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
+            rounds = (m - 1) // np.arange(count, 0, -1) + 1
+            worst = np.maximum(worst, (before + trips * rounds).max(axis=1))
+        elif schedule == "gpipe" and forward is not None:
+            there, back = (max((x[i] for x in link), default=0.0) for i in (0, 1))
+            phases = np.maximum(forward.max(axis=1), there) + np.maximum((times - forward).max(axis=1), back)
+            worst = np.maximum(worst, m * phases)
+    return np.asarray(np.where(np.isnan(worst), np.inf, worst))
 
 
 def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
-    """Lower bound (s) on one schedule, used for ranking. In addition to :func:`lower_bound`: 1f1b keeps P - i
-    micro-batches in flight at stage i, so each takes at least the round trip to the last stage divided by that. In
-    gpipe all forwards end before the last stage's first backward, and each phase is as long as its slowest stage or
-    transfer."""
-    bound = lower_bound(forward, backward, link, micro_batches)
-    count, m = len(forward), micro_batches
-    if schedule == "gpipe":
-        there, back = _directions(link)
-        return max(bound, m * (max(*forward, *there, 0.0) + max(*backward, *back, 0.0)))
-    if schedule != "1f1b" or not any(map(any, link)):
-        return bound
-    trip = 0.0
-    before = [0.0] * count
-    for i in range(1, count):
-        before[i] = before[i - 1] + forward[i - 1] + backward[i - 1] + sum(link[i - 1])
-    for i in range(count - 1, -1, -1):
-        trip += forward[i] + backward[i] + (sum(link[i]) if i < count - 1 else 0.0)
-        bound = max(bound, before[i] + trip * ((m - 1) // (count - i) + 1))
-    return bound
+    """:func:`closed_forms` of one pipeline, whose transfers over a boundary in one direction are one after the other.
+    """
+    busiest = micro_batches * max(map(max, link), default=0.0)
+    first = np.array([forward])
+    return max(busiest, float(closed_forms(first + [backward], link, micro_batches, schedule, first)[0]))
 
 
 def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:

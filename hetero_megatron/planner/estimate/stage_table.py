@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.plan import supports
+from hetero_megatron.planner.cached_method import cached_by, cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.estimate.communicator_memory import StageCommunicators
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
@@ -48,9 +49,14 @@ class StageKind:
     beside: int = 0
 
     @property
-    def rows(self) -> int:
-        """Sequences of a micro-batch on a TP group; seconds and activations depend on these."""
-        return -(-self.micro_batch_size // self.dp)
+    def compute(self) -> tuple[int, int, int, bool, bool]:
+        """What seconds and activations depend on: the third is the sequences of a micro-batch on a TP group."""
+        return self.group, self.tp, -(-self.micro_batch_size // self.dp), self.embed, self.head
+
+    @property
+    def states(self) -> StageKind:
+        """The kind without what states and buckets do not depend on: micro-batch size and recompute."""
+        return replace(self, micro_batch_size=0, recompute=None)
 
 
 @dataclass(frozen=True)
@@ -121,13 +127,6 @@ class StageTables:
         self.links = costs.links
         self.communicators = StageCommunicators(costs, pool)
         self._layers = np.arange(layers + 1)
-        self._tables: dict[StageKind, StageTable] = {}
-        self._shallow: dict[tuple[StageKind, int], StageTable] = {}
-        self._seconds: dict[tuple[object, ...], _StageSeconds] = {}
-        self._rooms: dict[tuple[object, ...], Floats] = {}
-        self._links: dict[tuple[object, ...], Transfers] = {}
-        self._kept: dict[tuple[object, ...], Floats] = {}
-        self._fastest: dict[tuple[object, ...], StageTemplate | None] = {}
         self.first = supports("recompute.first")
 
     def for_pool(
@@ -150,51 +149,38 @@ class StageTables:
 
     def table(self, kind: StageKind, depth: int | None = None) -> StageTable:
         """The table of a kind; ``depth``: number of rows needed (None: all)."""
-        if kind in self._tables:
-            return self._tables[kind]
-        if depth is None or depth >= self.depth:
-            found = self._tables[kind] = self._make(kind, self.depth)
-            return found
-        if (kind, depth) not in self._shallow:
-            self._shallow[kind, depth] = self._make(kind, depth)
-        return self._shallow[kind, depth]
+        return self._make(kind, self.depth if depth is None else min(depth, self.depth))
 
+    @cached_method
     def fastest(
         self, stage: StageTemplate, size: int, embed: bool, head: bool, in_flight: int, replicas: float,
         beside: int = 0,
     ) -> StageTemplate | None:  # fmt: skip
         """The stage with the fastest recompute that fits; None when it does not fit."""
-        key = (stage, size, embed, head, in_flight, replicas, beside)
-        if key not in self._fastest:
-            table = self.table(
-                StageKind(
-                    stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload, beside=beside
-                )
-            )
-            made = None
-            if table.seconds[table.row(in_flight), stage.layers] < float("inf"):
-                recompute, first = table.choice(in_flight, stage.layers)
-                made = replace(stage, recompute=recompute, first=first)
-            self._fastest[key] = made
-        return self._fastest[key]
+        kind = StageKind(
+            stage.group, stage.tp, stage.dp, size, embed, head, replicas, offload=stage.offload, beside=beside
+        )
+        table = self.table(kind)
+        if not table.seconds[table.row(in_flight), stage.layers] < float("inf"):
+            return None
+        recompute, first = table.choice(in_flight, stage.layers)
+        return replace(stage, recompute=recompute, first=first)
 
+    @cached_by(lambda kind: kind.compute)
     def _affine_seconds(self, kind: StageKind) -> _StageSeconds:
-        key = (kind.group, kind.tp, kind.rows, kind.embed, kind.head)
-        if key not in self._seconds:
-            chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
+        chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
 
-            def line(method: str, recompute: str) -> tuple[float, float]:
-                stages = (self._stage(kind, recompute, n) for n in (1, 2))
-                one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
-                return 2 * one - two, two - one
+        def line(method: str, recompute: str) -> tuple[float, float]:
+            stages = (self._stage(kind, recompute, n) for n in (1, 2))
+            one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
+            return 2 * one - two, two - one
 
-            # Host time of sends and receives: one of each per neighbour and direction.
-            message = self.costs.message_seconds(chip) * ((not kind.embed) + (not kind.head))
-            found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
-            seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
-            layer_again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
-            self._seconds[key] = _StageSeconds(seconds[0], seconds[1:], layer_again)
-        return self._seconds[key]
+        # Host time of sends and receives: one of each per neighbour and direction.
+        message = self.costs.message_seconds(chip) * ((not kind.embed) + (not kind.head))
+        found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
+        seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
+        layer_again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
+        return _StageSeconds(seconds[0], seconds[1:], layer_again)
 
     def _stage(self, kind: StageKind, recompute: str, layers: int) -> StageChoice:
         group, offload = self.pool.groups[kind.group], kind.offload or self.offloads(kind.group)
@@ -208,6 +194,7 @@ class StageTables:
         one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, kind.replicas)) for s in stages)
         return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
+    @cached_method
     def _make(self, kind: StageKind, depth: int) -> StageTable:
         unit, room = self._affine_seconds(kind), self._room(kind)
         levels: tuple[str, ...] = RECOMPUTES
@@ -230,18 +217,13 @@ class StageTables:
         best += unit.forward
         return StageTable(best, unit.forward, levels, most, each, first)
 
+    @cached_by(lambda kind: kind.states)
     def _room(self, kind: StageKind) -> Floats:
-        """[layers] bytes that states and buckets leave for activations; -1 where these do not fit. Independent of
-        micro-batch size and recompute."""
-        key = (
-            kind.group, kind.tp, kind.dp, kind.embed, kind.head, kind.replicas, kind.offload, kind.buckets, kind.beside
-        )  # fmt: skip
-        if key not in self._rooms:
-            limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
-            free = limit - kind.beside - self._states(kind)
-            buffers = self._buffers(kind) if kind.buckets else 0
-            self._rooms[key] = np.where(buffers <= free, free, -1.0).astype(np.float64)
-        return self._rooms[key]
+        """[layers] bytes that states and buckets leave for activations; -1 where these do not fit."""
+        limit = self.costs.memory_limit(self.pool.groups[kind.group].chip)
+        free = limit - kind.beside - self._states(kind)
+        buffers = self._buffers(kind) if kind.buckets else 0
+        return np.where(buffers <= free, free, -1.0).astype(np.float64)
 
     def _buffers(self, kind: StageKind) -> Floats:
         moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
@@ -250,31 +232,25 @@ class StageTables:
         found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
         return np.asarray(found, np.float64)
 
+    @cached_by(lambda kind: kind.compute)
     def _activations(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:
         """(bytes of embedding and head, bytes per layer, working bytes of backward), each [levels of recompute, 1].
         Activations take ``in_flight x (ends + layers x per layer) + working`` bytes, whatever the number of replicas.
         """
-        key = (kind.group, kind.tp, kind.rows, kind.embed, kind.head)
-        if key not in self._kept:
-            rows = []
-            for recompute in RECOMPUTES:
-                stages = (self._stage(kind, recompute, n) for n in (1, 2))
-                (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
-                per = sum(two) - kept - working
-                rows.append((kept - per, per, working))
-            self._kept[key] = np.array(rows, np.float64).T[:, :, None]
-        ends, each, work = self._kept[key]
+        rows = []
+        for recompute in RECOMPUTES:
+            stages = (self._stage(kind, recompute, n) for n in (1, 2))
+            (kept, working), two = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in stages)
+            per = sum(two) - kept - working
+            rows.append((kept - per, per, working))
+        ends, each, work = np.array(rows, np.float64).T[:, :, None]
         return ends, each, work
 
+    @cached_by(lambda a, b, *more: (a.group, a.tp, a.dp, b.group, b.tp, b.dp, *more))
     def boundary(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int = 1) -> Transfers:
         """Seconds of one transfer from stage ``a`` to stage ``b``, and back; ``sharing``: concurrent transfers over a
         node's network cards."""
-        key = (a.group, a.tp, a.dp, b.group, b.tp, b.dp, size, same_node, sharing)
-        if key not in self._links:
-            self._links[key] = (
-                self._one_way(a, b, size, same_node, sharing), self._one_way(b, a, size, same_node, sharing)
-            )  # fmt: skip
-        return self._links[key]
+        return self._one_way(a, b, size, same_node, sharing), self._one_way(b, a, size, same_node, sharing)
 
     def _one_way(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int) -> float:
         inside = same_node or self.pool.link(a.group, b.group) is None

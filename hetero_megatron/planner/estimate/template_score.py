@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hetero_megatron.planner.cached_method import cached_by, cached_method, share_results
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
@@ -21,7 +22,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.device_pool import DevicePool, make_pool
 from hetero_megatron.planner.template.node_classes import NodeClasses, StageId, chips_key, node_classes
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
-from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
 
 DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most micro-batches in flight (and stages); the same above LARGE chips
 LEAST_DEPTH = 16  # for gpipe on few chips or with few layers
@@ -45,17 +46,16 @@ class TemplateScorer(PipelineScorer):
 
     def __init__(self, tables: StageTables, pool: DevicePool, like: TemplateScorer | None = None) -> None:
         """Args:
-            like: a scorer over the same tables whose caches can be shared."""
-        super().__init__(tables, pool, like)
+            like: a scorer over the same groups and costs, whose times and needs of stages can be shared."""
+        super().__init__(tables, pool)
+        if like is not None:
+            share_results(like, self, "stage", "pipeline_seconds", "_needs")
         self.link_table = LinkTable(pool, tables.costs)
         self.bounds = TemplateBounds(self, self.link_table)
         self.node = {
             r: (g, n) for g, group in enumerate(pool.groups) for n, ranks in enumerate(group.ranks) for r in ranks
         }
         self.evaluated = 0
-        self._classes: dict[tuple[object, ...], NodeClasses | None] = {}
-        self._needs: dict[tuple[object, ...], tuple[float, int]] = like._needs if like else {}
-        self._barriers: dict[tuple[int, ...], float] = {}
 
     def restricted(self, groups: Sequence[int]) -> TemplateScorer:
         """A scorer over the chips of some groups, renumbered."""
@@ -72,12 +72,13 @@ class TemplateScorer(PipelineScorer):
     def score(self, template: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
         """The score, or None when the TP groups do not pack into the nodes; ``limit``: for slower steps a lower bound
         is returned instead of the estimate."""
-        key = chips_key(template)
-        if key not in self._classes:
-            placed = place(template, self.pool)
-            self._classes[key] = None if placed is None else node_classes(placed, self.node)
-        classes = self._classes[key]
+        classes = self._classes(template)
         return None if classes is None else self._score(template, classes, limit)
+
+    @cached_by(chips_key)
+    def _classes(self, template: PlanTemplate) -> NodeClasses | None:
+        placed = place(template, self.pool)
+        return None if placed is None else node_classes(placed, self.node)
 
     def score_placed(self, placed: PlacedTemplate) -> TemplateScore:
         return self._score(placed.template, node_classes(placed, self.node))
@@ -86,14 +87,13 @@ class TemplateScorer(PipelineScorer):
         self.evaluated += 1
         by_part = [
             max(
-                self.cached_pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, near)
-                for near in rows
+                self.pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, near) for near in rows
             )
             for part, rows in zip(template.parts, classes.sharing, strict=True)
         ]
         if limit < math.inf:
             least = max(
-                x + self.bounds.pipeline_sync_tail(part.shape, self.links(part.shape), template.pipelines)
+                x + self.bounds.sync_tail(part.shape, self.links(part.shape), template.pipelines)
                 for part, x in zip(template.parts, by_part)
             )
             if least >= limit:
@@ -123,13 +123,13 @@ class TemplateScorer(PipelineScorer):
         """Seconds of the barrier before the update, as in :mod:`hetero_megatron.planner.simulate.step`: once around a
         ring of all ranks."""
         usage = template.usage(len(self.pool.groups))
-        used, ranks = tuple(g for g, n in enumerate(usage) if n), sum(usage)
-        if used not in self._barriers:
-            ways = [self.link_table.between(g, h) for g in used for h in used]
-            ways += [self.link_table.between(g, g, True) for g in used]
-            known = [way for way in ways if way is not None]
-            self._barriers[used] = max((way.single + way.message for way in known), default=0.0)
-        return (ranks - 1) * self._barriers[used]
+        return (sum(usage) - 1) * self._slowest_message(tuple(g for g, n in enumerate(usage) if n))
+
+    @cached_method
+    def _slowest_message(self, groups: tuple[int, ...]) -> float:
+        ways = [self.link_table.between(g, h) for g in groups for h in groups]
+        ways += [self.link_table.between(g, g, True) for g in groups]
+        return max((way.single + way.message for way in ways if way is not None), default=0.0)
 
     def _update_and_memory(
         self, template: PlanTemplate, loads: SyncLoads, classes: NodeClasses
@@ -144,17 +144,18 @@ class TemplateScorer(PipelineScorer):
             alive = in_flight(template.schedule, count, part.num_micro_batches)
             for s, stage in enumerate(part.shape.stages):
                 replicas = (stage.layers or 1) / loads.shared[p, s]
-                key = (stage, size, s == 0, s == count - 1, alive[s], replicas)
-                if key not in self._needs:
-                    choice = self.tables.choice(stage, s == 0, s == count - 1)
-                    needs = self.costs.memory_bytes(choice, size, alive[s], replicas)
-                    self._needs[key] = (
-                        self.costs.optimizer_seconds(choice, replicas),
-                        needs.total - self.costs.memory_limit(choice.chip),
-                    )
-                update[p, s], beyond = self._needs[key]
+                update[p, s], beyond = self._needs(stage, size, s == 0, s == count - 1, alive[s], replicas)
                 over = max(over, beyond + known.counted(part.shape.stages, s, reducing[p, s]))
         return update, over
+
+    @cached_method
+    def _needs(
+        self, stage: StageTemplate, size: int, embed: bool, head: bool, alive: int, replicas: float
+    ) -> tuple[float, int]:
+        """(seconds of the optimizer's step, bytes of memory beyond the chip's limit, negative where it fits)."""
+        choice = self.tables.choice(stage, embed, head)
+        needs = self.costs.memory_bytes(choice, size, alive, replicas)
+        return self.costs.optimizer_seconds(choice, replicas), needs.total - self.costs.memory_limit(choice.chip)
 
     def _backward_ends(self, template: PlanTemplate, by_part: Sequence[float]) -> dict[StageId, LastBackward]:
         """The last backward of every stage; the first stage's ends last."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -84,32 +85,28 @@ class ProgramInputs:
         self.scorer, self.pool, self.model, self.space = scorer, scorer.pool, problem.model, problem.space
         self.batch, self.counts = problem.global_batch_size, counts or scorer.pool.counts
         self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}
-        self._options: dict[tuple[int, int], list[StageOption]] = {}
-        self._rates: dict[tuple[int, int], list[tuple[int, float]]] = {}
 
     @property
     def most_pipelines(self) -> int:
         return max(1, min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts)))
 
+    @cached_method
     def options(self, group: int, size: int) -> list[StageOption]:
-        if (group, size) not in self._options:
-            found = options(self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4)
-            self._options[group, size] = [o for o in found if o.dp <= 4]
-        return self._options[group, size]
+        found = options(self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4)
+        return [o for o in found if o.dp <= 4]
 
+    @cached_method
     def rates(self, group: int, size: int) -> list[tuple[int, float]]:
         """(chips, layers per second and chip) of a group's options, with memory as with the most replicas."""
-        if (group, size) not in self._rates:
-            found = []
-            for o in self.options(group, size):
-                most = 4 ** int(math.log(self.most_pipelines, 4) + 1e-9)
-                kind = StageKind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
-                seconds = self.scorer.tables.table(kind, 1).seconds[0]
-                per = per_layer(seconds)
-                if np.isfinite(per) and per > 0:
-                    found.append((o.chips, 1 / (per * o.chips)))
-            self._rates[group, size] = found
-        return self._rates[group, size]
+        found = []
+        for o in self.options(group, size):
+            most = 4 ** int(math.log(self.most_pipelines, 4) + 1e-9)
+            kind = StageKind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
+            seconds = self.scorer.tables.table(kind, 1).seconds[0]
+            per = per_layer(seconds)
+            if np.isfinite(per) and per > 0:
+                found.append((o.chips, 1 / (per * o.chips)))
+        return found
 
     def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int]) -> tuple[Floats, Floats]:
         """Estimated seconds of (reducing gradients, spreading parameters), as ``holders``. The holders of a stage send
@@ -147,7 +144,6 @@ class LayersProgram:
         self.depth = min(tables.depth, inputs.model.num_layers + 2, sum(budget))
         self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # rounded down to a power of four: fewer tables
         self._most_depth = min(tables.depth, max(1, sum(inputs.counts) // self._replicas))
-        self._sync: dict[int, tuple[Floats, Floats]] = {}
         self.options = [[o for o in inputs.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: StageOption, embed: bool, head: bool) -> Floats:
@@ -169,15 +165,18 @@ class LayersProgram:
 
     def added_seconds(self, taus: Floats, mask: int) -> Floats:
         """:func:`added_seconds` of pipelines over the groups in ``mask``: ``taus`` [..., stages]."""
-        if mask not in self._sync:
-            groups = [g for g, n in enumerate(self.budget) if n and mask >> g & 1]
-            chips = sum(self.budget[g] for g in groups)
-            holders = self.replicas * chips / np.maximum(np.arange(self.depth + 1), 1)
-            elements = self.inputs.scorer.costs.most_trained(1, self.inputs.model.num_layers, True, True)
-            alone = self.replicas == 1 or not chips
+        return added_seconds(self._sync_seconds(mask), taus)
+
+    @cached_method
+    def _sync_seconds(self, mask: int) -> tuple[Floats, Floats]:
+        groups = [g for g, n in enumerate(self.budget) if n and mask >> g & 1]
+        chips = sum(self.budget[g] for g in groups)
+        if self.replicas == 1 or not chips:
             none = np.zeros(self.depth + 1)
-            self._sync[mask] = (none, none) if alone else self.inputs.sync_seconds(elements / chips, holders, groups)
-        return added_seconds(self._sync[mask], taus)
+            return none, none
+        holders = self.replicas * chips / np.maximum(np.arange(self.depth + 1), 1)
+        elements = self.inputs.scorer.costs.most_trained(1, self.inputs.model.num_layers, True, True)
+        return self.inputs.sync_seconds(elements / chips, holders, groups)
 
     def least_seconds(self, nominal: float) -> tuple[Bounds, Bounds]:
         """Lower bounds (s) for ``nominal`` micro-batches, and estimates of these with gradient reduction. For every

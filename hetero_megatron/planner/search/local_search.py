@@ -6,7 +6,7 @@ pipelines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
@@ -25,39 +25,44 @@ LEAST_GAIN = 1e-9
 
 
 class LocalSearch:
-    """Hill climbing from the best templates. ``effort``: neighbours evaluated per start; None: by the size of the
-    cluster."""
-
-    def __init__(self, effort: int | None = None) -> None:
-        self.effort = effort
+    """Hill climbing from the best templates."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        effort = self.effort
-        if effort is None:
-            effort = EFFORT if incumbent.scorer.pool.chips <= LARGE else EFFORT // 8
+        effort = EFFORT if incumbent.scorer.pool.chips <= LARGE else EFFORT // 8
         return all(self.climb(row, problem.space, incumbent, effort) for row in _starts(incumbent.rows))
 
     @staticmethod
     def climb(start: Row, space: SearchSpace, incumbent: Incumbent, effort: int) -> bool:
-        """Climb from one template, from neighbour to the first better one; False where the incumbent said to stop."""
+        """Climb from one template; False where the incumbent said to stop."""
         scorer, (best, _, template) = incumbent.scorer, start
-        seen, neighbours = {template}, _neighbours(template, space)
-        while effort and (near := next(neighbours, None)) is not None:
+
+        def neighbours(known: PlanTemplate) -> Iterator[PlanTemplate]:
+            fitted = (_fitted(scorer, near, space) for near in _neighbours(known, space))
+            return (near for near in fitted if near is not None)
+
+        def improves(near: PlanTemplate) -> bool:
+            nonlocal best
             limit = best * (1 - LEAST_GAIN)
-            slow = _compute_seconds(scorer, near) >= limit
-            other = near if slow else _fitted(scorer, near, space)
-            if other is None or other in seen:
-                continue
-            if incumbent.should_stop():
+            if incumbent.should_stop() or scorer.bounds.lower_bound(near) >= limit:
                 return False
-            seen.add(other)
-            effort -= 1
-            if slow or scorer.bounds.lower_bound(other) >= limit:
-                continue
-            score = incumbent.offer(other, limit)
-            if score is not None:
-                best, neighbours = score.step_seconds, _neighbours(other, space)
+            score = incumbent.offer(near, limit)
+            best = best if score is None else score.step_seconds
+            return score is not None
+
+        climb(template, neighbours, improves, effort)
         return not incumbent.should_stop()
+
+
+def climb(
+    start: PlanTemplate, neighbours: Callable[[PlanTemplate], Iterator[PlanTemplate]],
+    improves: Callable[[PlanTemplate], bool], most: int,
+) -> None:  # fmt: skip
+    """Hill climbing, from a template to the first neighbour that ``improves``, until ``most`` others were tried."""
+    seen, near = {start}, neighbours(start)
+    while len(seen) <= most and (other := next((x for x in near if x not in seen), None)) is not None:
+        seen.add(other)
+        if improves(other):
+            near = neighbours(other)
 
 
 def _starts(rows: Sequence[Row]) -> list[Row]:
@@ -66,20 +71,6 @@ def _starts(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         found.setdefault(tuple(sorted({len(part.shape.stages) for part in row[2].parts})), row)
     return list(dict.fromkeys([*rows[:STARTS], *list(found.values())[:STARTS]]))
-
-
-def _compute_seconds(scorer: TemplateScorer, template: PlanTemplate) -> float:
-    """Lower bound (s) on the step with any recompute: what stages compute for all micro-batches, after those before."""
-    worst = 0.0
-    for part in template.parts:
-        before, saved, last = 0.0, 0.0, len(part.shape.stages) - 1
-        for s, stage in enumerate(part.shape.stages):
-            plain = stage if stage.recompute == "none" else replace(stage, recompute="none", first=0)
-            x = scorer.stage(plain, part.shape.micro_batch_size, s == 0, s == last)
-            seconds, saved = x.forward + x.backward, max(saved, x.saved)
-            worst = max(worst, before + part.num_micro_batches * seconds - saved)
-            before += seconds
-    return worst
 
 
 def _neighbours(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:

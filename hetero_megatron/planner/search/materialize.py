@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.layer_partition import best_split
 from hetero_megatron.planner.estimate.stage_table import StageKind
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
@@ -34,7 +35,6 @@ class TemplateBuilder:
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
         self.scorer, self.tables, self.model = scorer, scorer.tables, problem.model
         self.batch, self.space = problem.global_batch_size, problem.space
-        self._shapes: dict[tuple[object, ...], PipelineTemplate | None] = {}
 
     def templates(self, outlines: Sequence[PipelineOutline], schedule: str) -> Iterator[PlanTemplate]:
         """Templates in both placement orders; nothing when a pipeline does not fit or the batch cannot be divided."""
@@ -61,14 +61,9 @@ class TemplateBuilder:
         for order in ("stage", "pipeline") if replicas > 1 else ("stage",):
             yield PlanTemplate(tuple(parts), schedule, order).merged()
 
+    @cached_method
     def shape(self, outline: PipelineOutline, m: int, replicas: int, schedule: str) -> PipelineTemplate | None:
         """The pipeline with exact layers and recompute for ``m`` micro-batches; None when it does not fit."""
-        key = (outline.stages, outline.size, m, replicas, schedule)
-        if key not in self._shapes:
-            self._shapes[key] = self._shape(outline, m, replicas, schedule)
-        return self._shapes[key]
-
-    def _shape(self, outline: PipelineOutline, m: int, replicas: int, schedule: str) -> PipelineTemplate | None:
         stages, last = outline.stages, len(outline.stages) - 1
         alive = in_flight(schedule, len(stages), m)
         if max(alive) > self.tables.depth:

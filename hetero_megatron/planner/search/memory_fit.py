@@ -24,6 +24,7 @@ from hetero_megatron.plan.memory import (
     state_bytes,
     trained_elements,
 )
+from hetero_megatron.planner.cached_method import cached_by
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
@@ -77,6 +78,11 @@ class _PlacedStage:
         return self.alive * level[2] + level[3]
 
 
+def _what_levels_depend_on(x: _PlacedStage) -> tuple[object, ...]:
+    stage = x.stage
+    return stage.group, stage.tp, stage.dp, stage.layers, stage.share, x.size, x.embed, x.head
+
+
 class MemoryFit:
     """Fits templates of one scorer whose parts are single pipelines.
 
@@ -92,8 +98,6 @@ class MemoryFit:
         self.scorer, self.recompute, self.shares = scorer, recompute, shares
         self.computed = 0
         self._known: dict[Key, dict[int, MemoryBytes]] = {}
-        self._levels: dict[Key, list[Level]] = {}
-        self._known_limits: dict[Key, tuple[int, int]] = {}
 
     def fits(self, placed: PlacedTemplate) -> tuple[list[PlanTemplate], PlanTemplate | None]:
         """(templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each
@@ -117,23 +121,20 @@ class MemoryFit:
             return [*found, _with_levels(template, shared)], None
         return found, _with_levels(template, least)
 
+    @cached_by(lambda x, ranks: (x.stage.group, x.stage.tp, x.stage.layers, x.embed, x.head, ranks))
     def limits(self, x: _PlacedStage, ranks: int) -> tuple[int, int]:
         """(bytes for activations on the stage's fullest rank if it owns no states, the same if it owns all that it
         holds and receives its largest buckets from all ``ranks`` at once)."""
-        stage = x.stage
-        key = (stage.group, stage.tp, stage.layers, x.embed, x.head, ranks)
-        if key not in self._known_limits:
-            costs = self.scorer.costs
-            choice = self.scorer.tables.choice(stage, x.embed, x.head)
-            held, trained = costs.held_elements(choice), costs.trained_elements(choice)
-            rest = costs.item, costs.options.moments, trained, costs.saved_bytes(choice)
-            weights, gradients, optimizer = state_bytes(held, trained, *rest)
-            free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
-            known = [bucket_elements(costs.model, x.embed, x.head, n) for n in equal_shares(costs.model, stage.tp)]
-            buckets = min(trained, max(together for _, together in known)) * costs.wide * ranks if ranks > 1 else 0
-            room = free - optimizer
-            self._known_limits[key] = free, room if buckets <= room else -1
-        return self._known_limits[key]
+        costs = self.scorer.costs
+        choice = self.scorer.tables.choice(x.stage, x.embed, x.head)
+        held, trained = costs.held_elements(choice), costs.trained_elements(choice)
+        rest = costs.item, costs.options.moments, trained, costs.saved_bytes(choice)
+        weights, gradients, optimizer = state_bytes(held, trained, *rest)
+        free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
+        known = [bucket_elements(costs.model, x.embed, x.head, n) for n in equal_shares(costs.model, x.stage.tp)]
+        buckets = min(trained, max(together for _, together in known)) * costs.wide * ranks if ranks > 1 else 0
+        room = free - optimizer
+        return free, room if buckets <= room else -1
 
     @cached_property
     def all_states(self) -> int:
@@ -174,24 +175,21 @@ class MemoryFit:
         """The fastest recompute level whose activations take at most ``room`` bytes; None if none does."""
         return next((row for row in self.levels(x) if x.memory(row) <= room), None) if room >= 0 else None
 
+    @cached_by(_what_levels_depend_on)
     def levels(self, x: _PlacedStage) -> list[Level]:
         """All recompute levels of a stage, fastest first."""
-        stage = x.stage
-        key = (stage.group, stage.tp, stage.dp, stage.layers, stage.share, x.size, x.embed, x.head)
-        if key not in self._levels:
-            tables, costs = self.scorer.tables, self.scorer.costs
-            kinds = [("none", 0), ("selective", 0), ("full", 0)]
-            if tables.first:
-                kinds += [("first", n) for n in range(1, stage.layers)]
-            if self.recompute is not None:
-                kinds = [(self.recompute, 0)]
-            found = []
-            for recompute, first in kinds if stage.layers else kinds[:1]:
-                made = replace(stage, recompute=recompute, first=first)
-                choice = tables.choice(made, x.embed, x.head)
-                found.append((costs.backward_seconds(choice, x.size), made, *costs.activation_bytes(choice, x.size)))
-            self._levels[key] = sorted(found, key=lambda level: level[0])
-        return self._levels[key]
+        stage, tables, costs = x.stage, self.scorer.tables, self.scorer.costs
+        kinds = [("none", 0), ("selective", 0), ("full", 0)]
+        if tables.first:
+            kinds += [("first", n) for n in range(1, stage.layers)]
+        if self.recompute is not None:
+            kinds = [(self.recompute, 0)]
+        found = []
+        for recompute, first in kinds if stage.layers else kinds[:1]:
+            made = replace(stage, recompute=recompute, first=first)
+            choice = tables.choice(made, x.embed, x.head)
+            found.append((costs.backward_seconds(choice, x.size), made, *costs.activation_bytes(choice, x.size)))
+        return sorted(found, key=lambda level: level[0])
 
 
 class _OneFit:

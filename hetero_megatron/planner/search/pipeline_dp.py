@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.islands_dp import divide_into_islands
@@ -29,7 +30,6 @@ from hetero_megatron.planner.search.layers_program import (
 )
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.materialize import PipelineOutline
-from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.planner.time_budget import ShouldStop, never
 
@@ -105,7 +105,6 @@ class Programs:
         self.everything = sum(1 << g for g, n in enumerate(inputs.counts) if n)
         self.families: list[PipelineFamily] = []
         self.programs: dict[tuple[tuple[int, ...], int, int], LayersProgram] = {}
-        self._traced: dict[PipelineFamily, tuple[StageTemplate, ...]] = {}
 
     def proposals(self) -> Iterator[list[PipelineOutline]]:
         """Pipelines side by side, most promising first, without duplicates: islands, then equal pipelines."""
@@ -206,11 +205,11 @@ class Programs:
                 late = max(late, float(added_seconds(sync, np.full(1, family.tau))[0]))
         return family.seconds(self._nominal(family)) + late
 
+    @cached_method
     def _outline(self, family: PipelineFamily) -> PipelineOutline:
-        if family not in self._traced:
-            budget = tuple(n // family.replicas for n in self.inputs.counts)
-            self._traced[family] = self.programs[budget, family.size, family.replicas].trace(family)
-        return PipelineOutline(self._traced[family], family.size, family.replicas)
+        budget = tuple(n // family.replicas for n in self.inputs.counts)
+        stages = self.programs[budget, family.size, family.replicas].trace(family)
+        return PipelineOutline(stages, family.size, family.replicas)
 
     def _islands(self) -> Iterator[list[PipelineOutline]]:
         """The best division of the groups into islands."""

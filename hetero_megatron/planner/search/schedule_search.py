@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, supports, validate
@@ -20,7 +21,7 @@ from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
-from hetero_megatron.planner.search.local_search import inner_replicas_as_pipelines, shapes_near
+from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
 from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
@@ -151,11 +152,7 @@ class ScheduleSearch:
             best, plain = found, start
             return True
 
-        seen, near = {best.template}, _near(best.template, problem.space)
-        while len(seen) <= moves and (template := next((t for t in near if t not in seen), None)) is not None:
-            seen.add(template)
-            if improves(template):
-                near = _near(template, problem.space)
+        climb(best.template, partial(_near, space=problem.space), improves, moves)
         if plain is None or best.step_seconds > incumbent.plans[0].step_seconds:
             return not incumbent.should_stop()
         if not plain.prediction.over:

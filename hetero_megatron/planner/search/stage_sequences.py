@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.layer_partition import LISTED, Floats, best_split, count_splits, listed
 from hetero_megatron.planner.estimate.lower_bounds import AffineBound, SyncBounds, affine_lower_bound, split_lower_bound
 from hetero_megatron.planner.estimate.pipeline_time import Link, many
@@ -141,8 +142,6 @@ class StageSequences:
         self.skipped = math.inf
         self.simulated = 0
         self._sync = SyncBounds(scorer.bounds, problem.model.num_layers)
-        self._tables: dict[StageKind, tuple[StageTable, list[AffineBound]]] = {}
-        self._saved: dict[tuple[int, int, bool, bool], float] = {}
 
     def columns(self, several: bool, unequal: bool, best: float) -> dict[Usage, ColumnPool]:
         """Columns by usage, for plans of one or of ``several`` pipelines that are faster than ``best`` seconds;
@@ -202,14 +201,14 @@ class StageSequences:
 
     def _least_sync_tail(self, stages: list[StageTemplate]) -> float:
         """Lower bound (s) on the sync tail, whatever the layers of the stages."""
-        last, found = len(stages) - 1, []
-        for s, x in enumerate(stages):
-            key = (x.group, x.tp, s == 0, s == last)
-            if key not in self._saved:
-                whole = replace(x, dp=1, layers=self.model.num_layers)
-                self._saved[key] = self.scorer.saved_seconds(whole, s == 0, s == last)
-            found.append(self._saved[key])
-        return (self.scorer.bounds.update_seconds if self.several else 0.0) - max(found)
+        last = len(stages) - 1
+        most = max(self._most_saved(x.group, x.tp, s == 0, s == last) for s, x in enumerate(stages))
+        return (self.scorer.bounds.update_seconds if self.several else 0.0) - most
+
+    @cached_method
+    def _most_saved(self, group: int, tp: int, embed: bool, head: bool) -> float:
+        """Seconds that the first backward saves with all layers."""
+        return self.scorer.saved_seconds(StageTemplate(group, tp, 1, self.model.num_layers), embed, head)
 
     def _table(self, stages: list[StageTemplate], s: int, size: int) -> tuple[StageTable, list[AffineBound]]:
         """(table of stage ``s``, affine lower bounds of its rows). For lower bounds, buckets take no memory, no
@@ -222,10 +221,12 @@ class StageSequences:
             stage.group, stage.tp, stage.dp, size, s == 0, s == len(stages) - 1, replicas, self.space.recompute,
             buckets=False, beside=self.tables.communicators.counted(stages, s, ()),
         )  # fmt: skip
-        if kind not in self._tables:
-            table = self.tables.table(kind)
-            self._tables[kind] = table, [affine_lower_bound(seconds) for seconds in table.seconds]
-        return self._tables[kind]
+        return self._bounded(kind)
+
+    @cached_method
+    def _bounded(self, kind: StageKind) -> tuple[StageTable, list[AffineBound]]:
+        table = self.tables.table(kind)
+        return table, [affine_lower_bound(seconds) for seconds in table.seconds]
 
     def _promising(self, sequence: StageSequence, m: int, alive: Usage) -> Iterator[tuple[Usage, float]]:
         """(layers, exact seconds with the least sync tail) of the splits that are below the best plan, fastest first.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_megatron.plan import MegatronParallel
+from hetero_megatron.planner.estimate.pipeline_time import closed_form
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
@@ -141,7 +142,8 @@ def top_uniform_plans(
 def closed_seconds(scorer: TemplateScorer, template: PlanTemplate) -> float:
     """Closed-form seconds of the pipelines of a uniform plan."""
     return max(
-        scorer.pipeline_seconds(part.shape, part.num_micro_batches, "1f1b", exact=False) for part in template.parts[:8]
+        closed_form(*scorer.stage_seconds(part.shape), scorer.links(part.shape), part.num_micro_batches)
+        for part in template.parts[:8]
     )
 
 

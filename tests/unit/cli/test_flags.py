@@ -345,6 +345,30 @@ def test_all_refusals_stand_in_one_message() -> None:
     assert caught.value.field == "--use-checkpoint-args"
 
 
+@pytest.mark.parametrize(
+    ("dropped", "successor"),
+    [
+        ("--batch-size 4", "--micro-batch-size"), ("--warmup 0.1", "--lr-warmup-fraction"),
+        ("--model-parallel-size 2", "--tensor-model-parallel-size"),
+        ("--checkpoint-activations", "--recompute-granularity"),
+        ("--distribute-checkpointed-activations", "--recompute-granularity"),
+        ("--checkpoint-num-layers 2", "--recompute-granularity"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_megatron_dropped_names_its_successor_alone(dropped: str, successor: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config(f"{TINY} {dropped}")
+    assert (caught.value.field, caught.value.accepted) == (dropped.split()[0], successor)
+
+
+def test_a_permission_for_other_flags_says_nothing_itself() -> None:
+    """Megatron's recipe of DeepSeek-V3 has it for a fused loss; what it permits is refused where it stands."""
+    (notice,) = config(f"{TINY} --enable-experimental").notices
+    assert notice.startswith("--enable-experimental has no effect")
+    with refused("--attention-output-gate"):
+        config(f"{TINY} --enable-experimental --attention-output-gate")
+
+
 # The script
 
 

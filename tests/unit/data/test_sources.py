@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -68,6 +71,32 @@ def test_text_jsonl_and_parquet_give_the_same_documents(tmp_path: Path) -> None:
 def test_blank_lines_byte_order_mark_and_another_key(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"body": "a"}\r\n\n  \n{"body": "b"}')
     assert documents(opened(tmp_path / "d.jsonl", key="body")) == ["a", "b"]
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_compressed_files_hold_the_same_documents(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    plain, pack = write_jsonl(tmp_path / "d.jsonl", TEXTS).read_bytes(), PACKERS[suffix]
+    for number in range(2):
+        (tmp_path / "lines" / f"{number}.jsonl{suffix}").write_bytes(pack(plain))
+    (tmp_path / f"d.txt{suffix}").write_bytes(pack(b"a text"))
+    assert documents(opened(tmp_path / "lines")) == 2 * [t for t in TEXTS if t]
+    assert documents(opened(tmp_path / f"d.txt{suffix}")) == ["a text"]
+    corpus = find_corpus(str(tmp_path / "lines"))
+    corpus.check_ends()
+    read = list(corpus.documents())
+    for i, (_, cursor) in enumerate(read):  # a stream goes on from any place
+        assert list(corpus.documents(cursor)) == read[i + 1 :]
+        assert corpus.bytes_before(cursor) <= corpus.num_bytes()
+
+
+def test_a_byte_order_mark_is_no_text_and_null_is_an_empty_document(tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbfa")
+    (tmp_path / "d.jsonl").write_text('{"text": null}\n{"text": "a"}\n')
+    assert documents(opened(tmp_path / "d.txt")) == documents(opened(tmp_path / "d.jsonl")) == ["a"]
 
 
 def test_globs_are_sorted_and_hidden_files_left_out(tmp_path: Path) -> None:
@@ -216,8 +245,18 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "lone surrogate": (file("d.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n'), ["d.jsonl:2", "surrogate"]),
     "missing key": (file("d.jsonl", b'{"body": "a"}\n'), ["d.jsonl:1", "text", "body"]),
     "value is no string": (file("d.jsonl", b'{"text": 5}\n'), ["d.jsonl:1", "text = 5", "string"]),
-    "value is null": (file("d.jsonl", b'{"text": null}\n'), ["d.jsonl:1", "text = null", "string"]),
-    "compressed": (file("d.jsonl.gz", b"\x1f\x8b"), ["d.jsonl.gz", "compressed"]),
+    "only nulls": (file("d.jsonl", b'{"text": null}\n'), ["d.jsonl", "empty"]),
+    "nothing but conversations": (
+        file("d.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n'), ["d.jsonl:1", "finetune"],
+    ),
+    "no key of text": (file("d.jsonl", b'{"data": {"text": "a"}}\n'), ["d.jsonl:1", "a key that holds text", "data"]),
+    "a list": (file("d.json", b'[\n {"text": "a"}\n]\n'), ["d.json:1", "one JSON object per line", "'.[]'"]),
+    "indented objects": (file("d.json", b'{\n "text": "a"\n}\n'), ["d.json:1", "one JSON object per line", "jq -c ."]),
+    "an archive": (file("d.tar.gz", gzip.compress(b"a")), ["d.tar.gz", ".tar"]),
+    "zstd": (file("d.jsonl.zst", b"a"), ["d.jsonl.zst", ".gz"]),
+    "cut off gzip": (file("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9]), ["d.jsonl.gz", "cut off"]),
+    "no gzip": (file("d.txt.gz", b"text"), ["d.txt.gz", "damaged"]),
+    "cut off xz": (file("d.txt.xz", lzma.compress(b"a" * 99)[:-9]), ["d.txt.xz", "cut off"]),
     "not parquet": (file("d.parquet", b"hello"), ["d.parquet", "parquet", "Accepted"]),
     "no such column": (parquet("body", ["a"]), ["d.parquet", "text", "body"]),
     "column of numbers": (parquet("text", [1]), ["d.parquet", "text", "string"]),
