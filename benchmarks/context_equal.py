@@ -24,16 +24,15 @@ def ranked_equal(problem: ContextProblem) -> Ranked:
 
 
 def few_equal(problem: ContextProblem, each: int) -> tuple[Ranked, int]:
-    """The best ``each`` of every kind, with unlike placement, transport or groups, each with its best block; and how
+    """The best ``each`` of every kind, with unlike placement or groups, each with its best block; and how
     many layouts are legal."""
     ranked = ranked_equal(problem)
     taken: Counter[str] = Counter()
-    seen: set[tuple[str, str]] = set()
+    seen: set[str] = set()
     few: Ranked = []
     for layout, found in ranked:
-        key = (layout.name, layout.transport)
-        if key not in seen and taken[kind_of(layout)] < each:
-            seen.add(key)
+        if layout.name not in seen and taken[kind_of(layout)] < each:
+            seen.add(layout.name)
             taken[kind_of(layout)] += 1
             few.append((layout, found))
     return few, len(ranked)

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,6 +34,22 @@ def pytest_configure() -> None:
     gc.disable()  # nothing that is imported or collected is garbage
 
 
+def testbed_kind(item: pytest.Item) -> str:
+    """Empty: the test emulates no cluster."""
+    mark = item.get_closest_marker("testbed")
+    return "" if mark is None else "".join(mark.args) or "testbed"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Ours in place of ``--dist loadscope``."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from tests.support.scopes import Scopes
+
+    return Scopes(config, log)
+
+
 def pytest_collection_finish() -> None:
     """A million objects of modules and tests live to the end: no garbage collection looks at them again."""
     gc.freeze()
@@ -47,10 +64,10 @@ def pools_end_with_their_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_testbed_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests run in several processes, and those of the testbed look for what is left of theirs on this host."""
-    if not request.node.get_closest_marker("testbed"):
+    """Of a kind: tests run in several processes, and those of the testbed look for what is left of theirs here."""
+    if not (kind := testbed_kind(request.node)):
         yield
         return
-    with (Path(tempfile.gettempdir()) / "hetero_megatron_tests_testbed.lock").open("w") as file:
+    with (Path(tempfile.gettempdir()) / f"hetero_megatron_tests_{kind}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -15,11 +15,11 @@ from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml
+from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.validate import validate
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import one_stage_plan, stage_entry
+from hetero_megatron.planner.context.io import one_stage_plan
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
 from hetero_megatron.spec import load_model
@@ -100,7 +100,7 @@ def report(problem: ContextProblem, choice: ContextChoice, plan: Plan, notices: 
     tokens = problem.seq_length * problem.options.micro_batch
     baseline = choice.baseline
     return {
-        "stage": stage_entry(problem, choice.layout),
+        "stage": to_dict(plan)["pipelines"][0]["stages"][0],
         "fingerprint": plan.fingerprint(),
         "micro_batch_seconds": choice.seconds,
         "num_micro_batches": micro_batches,

@@ -1,6 +1,8 @@
 """Every ```bash block of README.md and docs/ runs here, unless a comment before it says why not.
 
-A block is left out by ``<!-- not run: reason -->`` on the line before it, or with one blank line between.
+A block is left out by ``<!-- not run: reason -->`` on the line before it, or with one blank line between. What another
+block says too, line by line, is run as a part of that one. Blocks of a page go on where those before them ended: one
+process of pytest runs them, in their order (``tests/support/scopes.py``).
 """
 
 from __future__ import annotations
@@ -43,9 +45,20 @@ def all_blocks() -> list[Block]:
     return [block for page, text in texts.items() for block in find_blocks(text, page)]
 
 
+def without_repeated(blocks: list[Block]) -> list[Block]:
+    """The blocks whose lines are no part of another's; of equal ones the first."""
+
+    def repeats(i: int, j: int) -> bool:
+        mine, its = blocks[i].code, blocks[j].code
+        return "\n" + mine in "\n" + its and (mine != its or j < i)
+
+    every = range(len(blocks))
+    return [blocks[i] for i in every if not any(repeats(i, j) for j in every if j != i)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("block", [b for b in all_blocks() if b.reason is None], ids=str)
+@pytest.mark.parametrize("block", without_repeated([b for b in all_blocks() if b.reason is None]), ids=str)
 def test_block_runs(block: Block) -> None:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     kept["PATH"] = f"{ROOT / '.venv' / 'bin'}:{kept['PATH']}"
@@ -67,6 +80,12 @@ def test_blocks_are_found_with_their_reasons() -> None:
         Block("p.md", 4, "make demo\n", None),
         Block("p.md", 9, "false\n", "needs a GPU"),
     ]
+
+
+def test_what_another_block_runs_is_not_run_again() -> None:
+    texts = ("b\n", "a\nb\n", "a\nb\n", "c\n", "cc\n")
+    part, one, same, other, longer = (Block("p.md", i, text, None) for i, text in enumerate(texts))
+    assert without_repeated([part, one, same, other, longer]) == [one, other, longer]
 
 
 def test_what_is_not_run_says_why() -> None:

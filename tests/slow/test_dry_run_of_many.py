@@ -36,8 +36,7 @@ def spelled(shapes: list[Shape], counts: list[int], islands: int = 0) -> dict[st
 
 PLANS = {
     "equal": (spelled([EQUAL], [8]), 3),
-    "unlike pipelines": (spelled([*UNLIKE], [8]), 0),
-    "uneven micro-batches": (spelled([*UNLIKE], [8, 9, 5, 13]), 2047),
+    "unlike pipelines, uneven micro-batches": (spelled([*UNLIKE], [8, 9, 5, 13]), 2047),
     "four islands": (spelled([*UNLIKE], [8], islands=4), 1024),
 }
 

@@ -14,7 +14,7 @@ from tests.slow.test_commands import find_blocks
 from tests.support.namespace_hosts import NamespaceHosts, missing
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.testbed]
+pytestmark = [pytest.mark.slow, pytest.mark.testbed("hosts")]
 
 
 def test_the_tutorial(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
-"""A clone of HEAD on this machine installs with `make env` alone, and what was installed starts."""
+"""A clone of HEAD on this machine installs with `make env` alone, and what was installed starts.
+
+The emulated vendor's library is the one that this environment was made with: nothing new would be seen of its compiler.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,7 @@ def run(command: list[str], folder: Path) -> str:
         for key, value in os.environ.items()
         if not key.startswith(("MAKE", "MFLAGS", "VIRTUAL_ENV"))
     }
+    kept.setdefault("HETERO_EMULATED_CACHE", str(Path(sys.prefix, "cache", "hetero_emulated_vendor")))
     done = subprocess.run(
         command,
         cwd=folder,

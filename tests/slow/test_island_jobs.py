@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hetero_megatron.testbed import state
 from hetero_megatron.testbed.machine import examine
 from tests.distributed.training.test_supervise import assert_same_losses, run_alone
 from tests.slow.test_cut_links import SMALL
@@ -78,6 +79,7 @@ def check(tmp_path: Path, cluster: str, *words: str, before: str = "") -> subpro
     return subprocess.Popen(started, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.quiet
 def test_comm_check_finds_a_link_that_is_slower_than_the_cluster_file_says(tmp_path: Path) -> None:
     build_emulated()
     promised = tmp_path / "promised.yaml"
@@ -97,7 +99,9 @@ def test_comm_check_names_a_pair_that_cannot_connect(tmp_path: Path) -> None:
     waits = f"while [ ! -e {tmp_path / 'go'} ]; do touch {tmp_path}/ready-$RANK; sleep 0.1; done;"
     job = check(tmp_path, unlike_vendors(), "--timeout", "8", before=waits)
     until(lambda: len(list(tmp_path.glob("ready-*"))) == 3, "the ranks")
-    cut = subprocess.run(hetero("fault", "cut", "slow-0", "slow-1"), cwd=ROOT, capture_output=True, text=True)
+    (bed,) = (bed for bed in state.all_testbeds() if bed.launcher == job.pid)
+    words = hetero("fault", "--testbed", bed.id, "cut", "slow-0", "slow-1")
+    cut = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     (tmp_path / "go").touch()
     output = job.communicate(timeout=300)[0]
     assert cut.returncode == 0 and job.returncode == 3, cut.stderr + output

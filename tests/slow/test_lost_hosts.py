@@ -17,7 +17,7 @@ import pytest
 from tests.support.namespace_hosts import NamespaceHosts, missing
 from tests.support.programs import inside
 
-pytestmark = [pytest.mark.slow, pytest.mark.testbed]
+pytestmark = [pytest.mark.slow, pytest.mark.testbed("hosts")]
 STEPS = 240
 PLAN = """
 version: 1

@@ -10,7 +10,10 @@ from hetero_megatron.cli.main import main
 from tests.support import browser
 from tests.unit.training.test_report import run_dir  # noqa: F401
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browser.find() is None, reason="no browser here (apt-get install chromium)"),
+]
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(21, 24, 28)"
 
 
@@ -27,8 +30,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def looks_right(page: str, width: int, dark: bool) -> None:
-    if browser.find() is None:
-        pytest.skip("no browser here (apt-get install chromium)")
     found = browser.look(page, width, dark)
     assert found["errors"] == [] and found["wide"] == [] and found["canvases"] >= 1
     assert found["background"] == (DARK if dark else LIGHT)
@@ -49,8 +50,6 @@ def test_page_of_a_run(run_dir: Path, width: int, dark: bool) -> None:  # noqa: 
 
 
 def test_the_browser_finds_errors_and_what_sticks_out() -> None:
-    if browser.find() is None:
-        pytest.skip("no browser here (apt-get install chromium)")
     body = "<div style='width:900px' class='x'>a</div><script>nothing.at.all</script>"
     page = f"<html><head></head><body>{body}</body></html>"
     found = browser.look(page, 360, dark=False)

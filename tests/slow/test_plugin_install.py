@@ -1,4 +1,5 @@
-"""``plugins new acme && pip install -e acme && plugins check acme``, in a new environment, found by its entry point."""
+"""``plugins new acme && pip install -e acme`` in a new environment: found by its entry point, and trains. That it
+conforms and passes its own tests is run by docs/vendor_plugin.md."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_new_install_check(tmp_path: Path) -> None:
+def test_a_new_plugin_is_installed_found_and_trains(tmp_path: Path) -> None:
     run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], tmp_path)
     python = str(tmp_path / "env" / "bin" / "python")
     inner = Path(run([python, "-c", "import site; print(site.getsitepackages()[0])"], tmp_path).strip())
@@ -32,12 +33,9 @@ def test_new_install_check(tmp_path: Path) -> None:
     hetero = [python, "-m", "hetero_megatron.cli.main", "plugins"]
     run([*hetero, "new", "acme"], tmp_path)
     run([python, "-m", "pip", "install", "--quiet", "--no-build-isolation", "-e", "acme"], tmp_path)
-    report = json.loads(run([*hetero, "check", "acme", "--json"], tmp_path))
-    assert report["ok"] and report["platform"] == "acme" and len(report["findings"]) > 200
     listed = json.loads(run([*hetero, "list", "--json"], tmp_path))
     (mine,) = [p for p in listed["plugins"] if p["name"] == "acme"]
     assert mine["origin"] == "entry point" and mine["version"] == "0.1.0" and not mine["error"]
-    run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "acme"], tmp_path)
     command = [python, str(ROOT / "pretrain_gpt.py"), "--platform", "acme", "--model", "tiny", "--mock-data",
                "--seq-length", "32", "--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "1",
                "--lr", "1e-3"]  # fmt: skip

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 from tests.support.programs import inside
 from tests.support.slurm import Slurm, missing
 
-pytestmark = [pytest.mark.slow, pytest.mark.testbed]
+pytestmark = [pytest.mark.slow, pytest.mark.testbed("hosts")]
 PLAN = """
 version: 1
 seq_length: 48

@@ -21,7 +21,7 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def exact_context(problem: ContextProblem, blocks: Sequence[int]) -> tuple[ContextLayout, LayoutCost]:
-    """The best of all groupings x token shares (in units of ``problem.unit``) x head shares x transports x ``blocks``.
+    """The best of all groupings x token shares (in units of ``problem.unit``) x head shares x ``blocks``.
 
     Groups without tokens are left out, as no ring passes through them; their members are idle in the first group.
 
@@ -51,8 +51,7 @@ def _layouts(problem: ContextProblem, units: int, blocks: Sequence[int]) -> Iter
         if len(grouping) == 1:
             ways: list[tuple[str, int]] = [("a2a", 0)]
         else:
-            ways = [("ring", b) for b in blocks] if "ring" in problem.options.transports else []
-            ways += [("gather", 0)] if "gather" in problem.options.transports else []
+            ways = [("ring", b) for b in blocks]
         flat = [m for group in grouping for m in group]
         choices = [list(compositions(heads, len(group))) for group in grouping]
         for shares in compositions(units, world):

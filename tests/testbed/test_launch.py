@@ -237,6 +237,7 @@ def test_the_reaper_is_replaced(start: Callable[..., Running], tmp_path: Path) -
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_links_are_as_fast_as_asked(start: Callable[..., Running], tmp_path: Path) -> None:
     """Also both ways: what goes to one node does not count for another, up to the node's fastest link."""
     wanted = {"0-1": 40e6, "1-2": 20e6, "3-0": 20e6, "3-2": 40e6}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.namespace_hosts import NamespaceHosts, missing
 
-pytestmark = [pytest.mark.testbed]
+pytestmark = [pytest.mark.testbed("hosts")]
 PROGRAM = "import os; print({k: os.environ[k] for k in ('RANK', 'HETERO_NODE', 'WORLD_SIZE')}, flush=True)"
 
 

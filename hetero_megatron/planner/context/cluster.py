@@ -37,7 +37,7 @@ def problem_from_cluster(
 
     Args:
         tp: ranks per member, in one node.
-        options: ``item`` and ``wide`` are overwritten according to ``dtype``.
+        options: ``item`` is overwritten according to ``dtype``.
         rates: of the cluster in ``dtype``; None: from the cluster file, or data sheets x default efficiencies.
         cards_shared: bandwidths between nodes are those of all network cards of a node together (as the planner reads
             cluster files); False: of each chip.
@@ -62,8 +62,7 @@ def problem_from_cluster(
         members.append(replace(speeds[first.group], ranks=block, node=node, kind=groups.index(first.group)))
     used = sorted({member.kind for member in members})
     fabric = _fabric(rates, groups, members, tp, cards_shared)
-    item = ITEM_BYTES[dtype]
-    options = replace(options or ContextOptions(), item=item, wide=max(item, 4))
+    options = replace(options or ContextOptions(), item=ITEM_BYTES[dtype])
     members = [replace(m, kind=used.index(m.kind)) for m in members]
     return ContextProblem(model, seq_length, tuple(members), fabric, options)
 

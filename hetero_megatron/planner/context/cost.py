@@ -9,9 +9,8 @@ arXiv 2605.07569, and extended):
 
 The all-to-all is ragged: member i sends s_i (h_j + 2 kv_j) numbers to j. A ring moves at the pace of its slowest hop,
 because every block passes every hop, and in rounds of one block per group, so blocks of unequal size cost time
-(:func:`unevenness`); block sizes need not match ownership. ``gather`` fetches all keys and values before
-computing. Members' own links and the network cards of a node work at the same time; the cards are shared by the members
-of a node if the fabric says so.
+(:func:`unevenness`); block sizes need not match ownership. Members' own links and the network cards of a node work at
+the same time; the cards are shared by the members of a node if the fabric says so.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class GroupParts:
     Attributes:
         tokens: owned by the group.
         linear, linear_backward: outside attention; head: output head; attention, attention_backward: the core.
-        scatter, queries, collect: all-to-alls of q, k and v; of q alone; of the output.
+        scatter, collect: all-to-alls of q, k and v; of the output.
         floor: least seconds (forward, backward) by kernel launches.
         visit: (forward, backward) seconds per block of keys besides its FLOPs.
         bytes: [members] without exchange buffers; kv: [members] KV heads.
@@ -52,7 +51,6 @@ class GroupParts:
     linear_backward: float
     head: float
     scatter: float
-    queries: float
     collect: float
     attention: float
     attention_backward: float
@@ -71,14 +69,12 @@ class LayoutCost:
         fits: every member's bytes are within its memory.
         group_seconds: the same per group, if it did not wait for others.
         memory: bytes per member, in the problem's order.
-        exchange: seconds per layer and forward that keys and values travel between groups.
     """
 
     seconds: float
     fits: bool
     group_seconds: tuple[float, ...]
     memory: tuple[float, ...]
-    exchange: float
     parts: tuple[GroupParts, ...]
 
     @property
@@ -190,7 +186,6 @@ class ContextCosts:
             linear_backward=float((linear + self.products[d] * s).max()),
             head=float((self.head[d] * s).max()),
             scatter=self._all_to_all(d, s, h + 2 * kv),
-            queries=self._all_to_all(d, s, h),
             collect=self._all_to_all(d, h, s),
             attention=float(attention.max()),
             attention_backward=float((attention * self.backward[d]).max()),
@@ -271,12 +266,6 @@ class ContextCosts:
             rate = max(rate, max(hop.own_card for hop in hops))
         return rate, max(hop.alpha for hop in hops), 2 * max(hop.messages for hop in hops)
 
-    def gather(self, groups: Sequence[MemberGroup], parts: Sequence[GroupParts]) -> float:
-        """Seconds of one all-to-all that gives every member the keys and values of all tokens, for its heads."""
-        members = np.array([m for g in groups for m in g.members])
-        tokens = np.array([n for g in groups for n in g.tokens], dtype=np.float64)
-        return self._all_to_all(members, tokens, 2 * np.concatenate([p.kv for p in parts]))
-
     def evaluate(self, layout: ContextLayout) -> LayoutCost:
         """Seconds of one micro-batch, and bytes per member."""
         problem, options = self.problem, self.problem.options
@@ -287,9 +276,8 @@ class ContextCosts:
         attention_b = np.array([p.attention_backward for p in parts])
         linear = np.array([p.linear for p in parts])
         linear_b = np.array([p.linear_backward for p in parts])
-        gather = layout.transport == "gather"
-        exchange = np.array([(p.queries if gather else p.scatter) + p.collect for p in parts])
-        forward_core, backward_core, travel = self._core(layout, parts, tokens, attention, attention_b)
+        exchange = np.array([p.scatter + p.collect for p in parts])
+        forward_core, backward_core = self._core(layout, parts, tokens, attention, attention_b)
         floor = np.array([p.floor for p in parts])
         forward = np.maximum(linear + exchange + forward_core, floor[:, 0])
         backward = np.maximum(linear_b + exchange + backward_core, floor[:, 1])
@@ -302,27 +290,22 @@ class ContextCosts:
         alone = layers * (runs * forward + backward + again) + head
         fits, memory = self._memory(layout, parts)
         seconds = layers * per_layer + float(head.max())
-        return LayoutCost(seconds, fits, tuple(alone.tolist()), memory, travel, tuple(parts))
+        return LayoutCost(seconds, fits, tuple(alone.tolist()), memory, tuple(parts))
 
     def _core(
         self, layout: ContextLayout, parts: Sequence[GroupParts], tokens: Floats, forward: Floats, backward: Floats
-    ) -> tuple[Floats, Floats, float]:
-        """(forward, backward, exchange) seconds of attention, including what of the exchange of keys and values is not
-        hidden."""
+    ) -> tuple[Floats, Floats]:
+        """(forward, backward) seconds of attention, including what of the exchange of keys and values is not hidden."""
         problem, options = self.problem, self.problem.options
         if len(parts) == 1:
-            return forward, backward, 0.0
-        if layout.transport == "ring":
-            slower, count = unevenness(tokens, layout.block), float(np.ceil(tokens / layout.block).sum())
-            visit = np.array([p.visit for p in parts])
-            forward, backward = forward * slower + count * visit[:, 0], backward * slower + count * visit[:, 1]
+            return forward, backward
+        assert layout.transport == "ring" and layout.block > 0, layout.transport
+        slower, count = unevenness(tokens, layout.block), float(np.ceil(tokens / layout.block).sum())
+        visit = np.array([p.visit for p in parts])
+        forward, backward = forward * slower + count * visit[:, 0], backward * slower + count * visit[:, 1]
         once = 2 * self.byte  # K and V
         wide = once * (1 + options.wide / options.item)  # and their gradients on the way back
         foreign = problem.seq_length - tokens
-        if layout.transport == "gather":
-            first = self.gather(layout.groups, parts)
-            return forward + first, backward + first * options.wide / options.item, first
-        assert layout.transport == "ring" and layout.block > 0, layout.transport
         rate, alpha, messages = self.ring(layout.groups)
         blocks = np.ceil(foreign / layout.block)
         host = blocks * messages * float(self.message.max())
@@ -331,9 +314,8 @@ class ContextCosts:
         for work, size in ((forward, once), (backward, wide)):
             busy = work + host
             moving = float((blocks * alpha + foreign * rate * size).max())
-            exposed = np.maximum(busy, moving + work * last)
-            cores.append(exposed + (1 - options.overlap) * np.minimum(busy, moving))
-        return cores[0], cores[1], float((blocks * alpha + foreign * rate * once).max())
+            cores.append(np.maximum(busy, moving + work * last))
+        return cores[0], cores[1]
 
     def _state_seconds(self) -> float:
         """Seconds to gather one layer's sharded weights (hidden behind the layer's compute); 0 without sharding."""

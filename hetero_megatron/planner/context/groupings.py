@@ -145,9 +145,8 @@ def equal_layouts(problem: ContextProblem) -> list[ContextLayout]:
             if r == 1:
                 found.append(ContextLayout(built, "a2a", 0, label))
                 continue
-            for transport in problem.options.transports:
-                blocks = block_sizes([sum(g.tokens) for g in built]) if transport == "ring" else [0]
-                found += [ContextLayout(built, transport, block, label) for block in blocks]
+            blocks = block_sizes([sum(g.tokens) for g in built])
+            found += [ContextLayout(built, "ring", block, label) for block in blocks]
     return found
 
 

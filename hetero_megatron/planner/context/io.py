@@ -1,43 +1,14 @@
-"""Context layouts as plan-file stages, and as plans of one stage."""
+"""Context layouts as stages of plans, and as plans of one stage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Stage
 from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
 from hetero_megatron.plan.context import nested_zigzag
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
-
-
-def stage_entry(problem: ContextProblem, layout: ContextLayout, first_layer: int = 0) -> dict[str, Any]:
-    """The stage as plan-file data: ranks, layers, ``context`` groups, ``kv`` if there are several, recompute."""
-    members = problem.members
-    flat = all(len(member.ranks) == 1 for member in members)
-    groups = []
-    for group in layout.groups:
-        ranks = [list(members[m].ranks) for m in group.members]
-        groups.append(
-            {
-                "ranks": [r[0] for r in ranks] if flat else ranks,
-                "tokens": list(group.tokens),
-                "heads": list(group.heads),
-            }
-        )
-    entry: dict[str, Any] = {
-        "ranks": [rank for g in layout.groups for m in g.members for rank in members[m].ranks],
-        "layers": [first_layer, first_layer + problem.layers],
-        "context": groups,
-    }
-    if len(groups) > 1:
-        entry["kv"] = {"transport": layout.transport}
-        if layout.block:
-            entry["kv"]["block"] = layout.block
-    if problem.options.recompute != "none":
-        entry["recompute"] = problem.options.recompute
-    return entry
 
 
 def plan_stage(

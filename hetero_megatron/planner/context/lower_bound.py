@@ -7,14 +7,17 @@ from numpy.typing import NDArray
 
 from hetero_megatron.planner.context.problem import ContextProblem
 
+Floats = NDArray[np.float64]
 
-def speed_bound(problem: ContextProblem) -> float:
-    """Lower bound (s) on a micro-batch: work is divided freely and nothing is communicated. A linear program: every
-    member divides its time between matrix products and attention. In the optimum the members that are relatively best
-    at attention do attention."""
-    members, layers, tokens = problem.members, problem.layers, float(problem.seq_length)
-    runs = problem.options.forwards
-    linear, attention = token_seconds(problem)
+
+def work_seconds(linear: Floats, attention: Floats, tokens: float) -> float:
+    """Least seconds in which members together do the work of ``tokens`` tokens, divided freely and without
+    communication. A linear program: every member divides its time between matrix products and attention. In the optimum
+    the members that are relatively best at attention do attention.
+
+    Args:
+        linear, attention: [members] seconds of one token's matrix products, and of its attention, on one member alone.
+    """
     order = np.argsort(attention / linear)
     a, p = 1 / attention[order], 1 / linear[order]  # tokens per second, of each kind of work
     low, high = 0.0, tokens * float(linear.min() + attention.min())
@@ -30,17 +33,16 @@ def speed_bound(problem: ContextProblem) -> float:
         low, high = (seconds, high) if products < tokens else (low, seconds)
         if high - low <= 1e-12 * high:
             break
-    host = runs * min(m.layer_seconds for m in members) + min(m.layer_backward_seconds for m in members)
-    return max(low, layers * host)
+    return low
 
 
-def token_seconds(problem: ContextProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """([members] seconds of one token's matrix products including TP collectives, [members] of its attention), each on
-    one member alone."""
-    members, layers = problem.members, problem.layers
-    runs, again = problem.options.forwards, problem.options.core_again
+def speed_bound(problem: ContextProblem) -> float:
+    """Lower bound (s) on a micro-batch of a stage."""
+    members, layers, options = problem.members, problem.layers, problem.options
+    runs, again = options.forwards, options.core_again
     linear_work = layers * (runs + 2) * problem.linear_flops + 3 * problem.head_flops
     attention_work = layers * problem.pair_flops * problem.model.num_heads
     linear = [linear_work / m.gemm_flops + layers * (runs + 1) * m.token_seconds for m in members]
     attention = [attention_work * (runs + again + m.attention_backward) / m.attention_flops for m in members]
-    return np.array(linear, np.float64), np.array(attention, np.float64)
+    host = runs * min(m.layer_seconds for m in members) + min(m.layer_backward_seconds for m in members)
+    return max(work_seconds(np.array(linear), np.array(attention), float(problem.seq_length)), layers * host)

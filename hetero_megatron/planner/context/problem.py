@@ -12,7 +12,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_matmul_flops, mean_attention_pairs
 
-TRANSPORTS = ("ring", "gather")  # between groups; a single group only uses all-to-all
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -72,13 +71,11 @@ class ContextOptions:
         embed, head: the stage has the embedding; the output head and loss.
         replicas: pipelines that hold these layers and share the optimizer states.
         recompute: none | selective | full; full also repeats forward's communication.
-        item: bytes of an activation; wide: bytes of an accumulated gradient.
-        overlap: share of the smaller of computing and ring transfer that is hidden behind the larger.
+        item: bytes of an activation.
         token_unit: granularity of token shares (0: chosen by length).
         micro_batch: sequences per micro-batch.
         in_flight: micro-batches whose activations are alive at once.
         shard_states: weights and gradients are also divided over the members (ZeRO-3 / FSDP), gathered per layer.
-        transports: those allowed between groups.
         loss_chunk: tokens whose logits exist at one time.
     """
 
@@ -88,14 +85,16 @@ class ContextOptions:
     replicas: int = 1
     recompute: str = "full"
     item: int = 2
-    wide: int = 4
-    overlap: float = 1.0
     token_unit: int = 0
     micro_batch: int = 1
     in_flight: int = 1
     shard_states: bool = False
-    transports: tuple[str, ...] = TRANSPORTS
     loss_chunk: int = 1024
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an accumulated gradient."""
+        return max(self.item, 4)
 
     @property
     def forwards(self) -> float:
@@ -170,11 +169,6 @@ def _check(problem: ContextProblem) -> None:
         raise UserError("a sequence has a token", field="seq_length", value=problem.seq_length, accepted="1 or more")
     if options.recompute not in RECOMPUTE:
         raise UserError("unknown recompute", field="recompute", value=options.recompute, accepted=" | ".join(RECOMPUTE))
-    unknown = [t for t in options.transports if t not in TRANSPORTS]
-    if unknown:
-        raise UserError("unknown transport", field="kv.transport", value=unknown[0], accepted=" | ".join(TRANSPORTS))
-    if not 0 <= options.overlap <= 1:
-        raise UserError("not a share", field="overlap", value=options.overlap, accepted="0 to 1")
     for member in problem.members:
         if member.gemm_flops <= 0 or member.attention_flops <= 0:
             raise UserError("a member has no speed", field="members", value=member.ranks, accepted="FLOP/s above 0")
@@ -192,8 +186,7 @@ class MemberGroup:
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """Groups in ring order; ``transport`` between them: ring, gather, or a2a for a single group; ``block`` in tokens.
-    """
+    """Groups in ring order; ``transport`` between them: ring, or a2a for a single group; ``block`` in tokens."""
 
     groups: tuple[MemberGroup, ...]
     transport: str

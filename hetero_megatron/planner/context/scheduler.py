@@ -29,7 +29,6 @@ from hetero_megatron.planner.context.problem import ContextLayout, ContextProble
 
 SMALL = 6  # up to so many members all groupings are tried
 KEPT = 3  # layouts of which all block sizes are tried
-MOST_GATHERED = 64  # most groups for which gather is tried: it sends a message per pair of members
 
 
 @dataclass(frozen=True)
@@ -114,24 +113,11 @@ def schedule_context(problem: ContextProblem, exhaustive: bool | None = None) ->
 
 
 def _balanced(search: _LayoutSearch, groupings: Iterable[Grouping]) -> dict[Grouping, float]:
-    """Evaluate the balanced shares of every grouping, with heads by speed and, where members of a group differ, equal
-    heads; between groups the first transport that serves so many.
-
-    Returns:
-        Seconds by grouping; inf where none of its layouts fits.
-    """
-    problem, found, types = search.problem, dict[Grouping, float](), search.costs.type
+    """Evaluate the balanced shares of every grouping: seconds by grouping; inf where they do not fit."""
+    found = {}
     for grouping in groupings:
-        count, seconds = len(grouping), math.inf
-        transports = [t for t in problem.options.transports if t != "gather" or count <= MOST_GATHERED]
-        mixed = any(len({types[m] for m in group}) > 1 for group in grouping)
-        for transport in ["a2a"] if count == 1 else transports[:1]:
-            for equal in (False, True)[: 1 + mixed]:
-                layout = search.balancer.balance(grouping, transport, _first_block(problem, count), equal)
-                evaluation = search.add(layout)
-                if evaluation is not None and evaluation.fits:
-                    seconds = min(seconds, evaluation.seconds)
-        found[grouping] = seconds
+        cost = search.add(search.balancer.balance(grouping, _first_block(search.problem, len(grouping))))
+        found[grouping] = cost.seconds if cost is not None and cost.fits else math.inf
     return found
 
 

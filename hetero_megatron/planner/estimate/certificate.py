@@ -27,7 +27,7 @@ from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.stage_table import MANY_REPLICAS, StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import SearchSpace, StageOption, batch_sizes, options, tp_degrees
+from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.time_budget import ShouldStop, never
 from hetero_megatron.spec import ModelSpec
 
@@ -68,14 +68,14 @@ class _PriceBound:
         self.options = {b: self._options(b) for b in self.sizes}
         self.prices = self._rates()
 
-    def _options(self, size: int) -> list[StageOption]:
+    def _options(self, size: int) -> list[StageTemplate]:
         found = []
         for g, group in enumerate(self.pool.groups):
             every = group.per_node <= 4 or self.enumerated
             found += [o for o in options(self.pool, g, self.model, self.space, size, every) if o.dp <= MOST_INNER]
         return found
 
-    def seconds(self, option: StageOption, size: int, head: bool) -> Floats:
+    def seconds(self, option: StageTemplate, size: int, head: bool) -> Floats:
         """[in flight, layers] seconds of an inner stage (``head``: the last stage), with states divided among the most
         replicas that there can be."""
         # The enumeration allows unequal shares of states, down to none, and smaller buckets than assumed here.
@@ -93,7 +93,7 @@ class _PriceBound:
         last, inner = ([np.minimum.accumulate(t, axis=1)[:, ::-1] for t in of_kind] for of_kind in tables)
         return last, inner
 
-    def per_layer(self, option: StageOption, size: int) -> float:
+    def per_layer(self, option: StageTemplate, size: int) -> float:
         """Least seconds of one layer and micro-batch."""
         return per_layer(self.seconds(option, size, False)[0])
 

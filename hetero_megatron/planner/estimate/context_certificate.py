@@ -2,20 +2,18 @@
 
 Every layer's matrix products and every visible query-key pair are computed once in forward and again in backward by
 some chip. The least time in which all chips together do this work is a linear program with a known optimum
-(:func:`speed_bound`); recompute, communication, bubbles, head, embedding, host and optimizer can only add to it. It
+(:func:`work_seconds`); recompute, communication, bubbles, head, embedding, host and optimizer can only add to it. It
 takes milliseconds for any number of chips.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.context.lower_bound import speed_bound, token_seconds
-from hetero_megatron.planner.context.problem import ContextMember, ContextOptions, ContextProblem, Fabric
+from hetero_megatron.planner.context.lower_bound import work_seconds
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.operator_cost import Operators
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
@@ -27,11 +25,10 @@ ROWS, DEGREES, PARTS = (1, 4, 32), (1, 2, 4, 8), (1, 2, 8, 64)
 
 def work_bound(scorer: TemplateScorer, model: ModelSpec, batch: int) -> float:
     """Seconds below which no plan computes ``batch`` sequences."""
-    best = {group.chip: _fastest(model, scorer.costs, group.chip) for group in scorer.pool.groups}
-    members = [
-        replace(best[group.chip], ranks=(rank,)) for group in scorer.pool.groups for n in group.ranks for rank in n
-    ]
-    return batch * speed_bound(_problem(model, scorer.costs, members))
+    costs = scorer.costs
+    best = {group.chip: _token_seconds(model, costs, group.chip) for group in scorer.pool.groups}
+    linear, attention = np.array([best[group.chip] for group in scorer.pool.groups for _ in range(group.chips)]).T
+    return batch * work_seconds(linear, attention, float(costs.seq_length))
 
 
 def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -46,21 +43,15 @@ def most_tokens(costs: CostModel, chips: Sequence[str], counts: NDArray[np.float
     Returns:
         [rows] tokens per second.
     """
-    members = [replace(_fastest(costs.model, costs, chip), ranks=(i,)) for i, chip in enumerate(chips)]
-    linear, attention = token_seconds(_problem(costs.model, costs, members))
+    linear, attention = np.array([_token_seconds(costs.model, costs, chip) for chip in chips]).T
     # The minimum is at a price at which some chip type earns the same with either.
     share = (linear / (linear + attention))[:, None]
     earned = np.maximum(share / linear, (1 - share) / attention)  # [prices, types]
     return np.asarray((counts @ earned.T).min(axis=1))
 
 
-def _problem(model: ModelSpec, costs: CostModel, members: Sequence[ContextMember]) -> ContextProblem:
-    fabric = Fabric(((0.0, 0.0),), (((0.0, 0.0),),))
-    options = ContextOptions(head=False, embed=False, recompute="none")
-    return ContextProblem(model, costs.seq_length, tuple(members), fabric, options)
-
-
-def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
+def _token_seconds(model: ModelSpec, costs: CostModel, chip: str) -> tuple[float, float]:
+    """Least seconds of one token's matrix products, and of its attention, forward and backward through all layers."""
     kinds: list[Operators] = [costs.operators(chip, fp8) for fp8 in {False, chip in costs.rates.fp8}]
     flops = layer_matmul_flops(model)
     pairs = layer_attention_flops(model, mean_attention_pairs(model, costs.seq_length))
@@ -76,4 +67,5 @@ def _fastest(model: ModelSpec, costs: CostModel, chip: str) -> ContextMember:
                     seconds = operators.attention(1 / tp, rows, costs.seq_length)
                     core = max(core, pairs * rows / tp / (seconds[0] * ratio[0]))
                     back = max(back, pairs * rows / tp / (seconds[1] * ratio[1]))
-    return ContextMember((0,), 0, 0, gemm, core, 0.0, attention_backward=core / back)
+    each = pairs / costs.seq_length
+    return model.num_layers * 3 * flops / gemm, model.num_layers * each * (1 / core + 1 / back)

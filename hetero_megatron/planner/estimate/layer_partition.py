@@ -40,10 +40,8 @@ def splits(layers: int, stages: int) -> NDArray[np.int32]:
 
 
 def count_splits(layers: int, stages: int) -> int:
-    from math import comb
-
     inner = max(0, stages - 2)
-    return comb(layers - inner + stages - 1, stages - 1) if layers >= inner else 0
+    return math.comb(layers - inner + stages - 1, stages - 1) if layers >= inner else 0
 
 
 def best_split(

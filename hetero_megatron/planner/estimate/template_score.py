@@ -49,7 +49,7 @@ class TemplateScorer(PipelineScorer):
             like: a scorer over the same groups and costs, whose times and needs of stages can be shared."""
         super().__init__(tables, pool)
         if like is not None:
-            share_results(like, self, "stage", "pipeline_seconds", "_needs")
+            share_results(like, self, "stage", "pipeline_seconds", "needs")
         self.link_table = LinkTable(pool, tables.costs)
         self.bounds = TemplateBounds(self, self.link_table)
         self.node = {
@@ -144,12 +144,12 @@ class TemplateScorer(PipelineScorer):
             alive = in_flight(template.schedule, count, part.num_micro_batches)
             for s, stage in enumerate(part.shape.stages):
                 replicas = (stage.layers or 1) / loads.shared[p, s]
-                update[p, s], beyond = self._needs(stage, size, s == 0, s == count - 1, alive[s], replicas)
+                update[p, s], beyond = self.needs(stage, size, s == 0, s == count - 1, alive[s], replicas)
                 over = max(over, beyond + known.counted(part.shape.stages, s, reducing[p, s]))
         return update, over
 
     @cached_method
-    def _needs(
+    def needs(
         self, stage: StageTemplate, size: int, embed: bool, head: bool, alive: int, replicas: float
     ) -> tuple[float, int]:
         """(seconds of the optimizer's step, bytes of memory beyond the chip's limit, negative where it fits)."""

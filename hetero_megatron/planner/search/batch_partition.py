@@ -1,4 +1,4 @@
-"""Dividing a batch over thousands of pipelines, or layers over stages, such that the slowest is as fast as possible."""
+"""Dividing a batch over thousands of pipelines such that the slowest is as fast as possible."""
 
 from __future__ import annotations
 
@@ -71,12 +71,3 @@ def _drop_surplus(kinds: Sequence[AffinePipelines], of: Sequence[int], counts: l
                     counts[q] += (size - surplus) // other
                     return 0
     return surplus
-
-
-def divide_units(units: int, each: Sequence[float], fixed: Sequence[float]) -> list[int]:
-    """Numbers of units (layers, heads), at least one each, such that the largest ``fixed + number x each`` is least."""
-    counts = [1] * len(each)
-    for _ in range(units - len(each)):
-        i = min(range(len(each)), key=lambda i: ((counts[i] + 1) * each[i] + fixed[i], i))
-        counts[i] += 1
-    return counts

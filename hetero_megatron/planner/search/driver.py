@@ -10,9 +10,7 @@ compared with those.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
@@ -31,12 +29,12 @@ from hetero_megatron.planner.search.incumbent import (
     JudgedPlan,
     Progress,
     Proposer,
-    Row,
     judge,
     judge_template,
 )
 from hetero_megatron.planner.search.infeasible import refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
+from hetero_megatron.planner.search.offloaded import Offloaded
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
 from hetero_megatron.planner.search.schedule_search import ScheduleSearch
 from hetero_megatron.planner.search.uniform import UniformSeeds
@@ -47,7 +45,6 @@ from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
 
 MARGIN = 0.1  # largest share of memory kept free in retries when no template fits as a concrete plan
-EVERY_SUBSET = 3  # up to so many chip types, every subset is tried with optimizers in host memory
 
 
 @dataclass
@@ -109,49 +106,60 @@ def search(
     """
     problem.check()
     budget, started = budget or TimeBudget(problem.options.time_limit), time.monotonic()
-    if problem.options.costs.fp8 is not None:
-        return _search_in_fp8(problem, scorer, budget, progress, started)
-    return _search_all(problem, scorer, budget, progress, started)
-
-
-def _search_all(
-    problem: PlanningProblem, scorer: TemplateScorer | None, budget: TimeBudget, progress: Progress | None,
-    started: float,
-) -> SearchResult:  # fmt: skip
-    result = _search(problem, scorer or make_scorer(problem), budget, progress)
-    if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
-        with budget.catching():
-            _add_types_alone(result, problem, budget)
-            _add_unlike_groups(result, problem, budget)
-    with budget.catching():
-        _add_schedules(result, problem, budget)
-    result.complete = result.complete and not budget.cut
+    run = _search_all if problem.options.costs.fp8 is None else _search_in_fp8
+    result = run(problem, scorer or make_scorer(problem), budget, progress)
     result.seconds = time.monotonic() - started
     return result
 
 
+def _search_all(
+    problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None
+) -> SearchResult:
+    result = _search(problem, scorer, budget, progress)
+    if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
+        with budget.catching():
+            _add_types_alone(result, problem, budget)
+            result.unlike_groups = problem.space.unlike_tp and _improve(result, HeteroTP(), problem, budget)
+    with budget.catching():
+        result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget)
+    result.complete = result.complete and not budget.cut
+    return result
+
+
+def _improve(result: SearchResult, proposer: Proposer, problem: PlanningProblem, budget: TimeBudget) -> bool:
+    """Whether a proposer of plans that the bound of the enumeration does not cover found a better one than the
+    result's, which it then is."""
+    if budget.over():
+        return False
+    incumbent = Incumbent(problem, result.scorer, budget)
+    incumbent.plans[:] = [result.best, *result.others]
+    proposer.propose(problem, incumbent)
+    if incumbent.plans[0] is result.best:
+        return False
+    result.best, result.others, result.lower_bound = incumbent.plans[0], incumbent.plans[1:], 0.0
+    return True
+
+
 def _search_in_fp8(
-    problem: PlanningProblem, scorer: TemplateScorer | None, budget: TimeBudget, progress: Progress | None,
-    started: float,
-) -> SearchResult:  # fmt: skip
+    problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None
+) -> SearchResult:
     """The best plan whose stages may be in fp8, or the best one without it where that is faster: what fp8 needs of
     memory for a while may be missing, and the search is no complete one."""
-    scorer = scorer or make_scorer(problem)
     plain = problem.without_fp8()
+    unquantised = make_scorer(plain)
     try:
-        result = _search_all(problem, scorer, budget, progress, started)
+        result = _search_all(problem, scorer, budget, progress)
     except UserError:
-        result = _search_all(plain, None, budget, progress, started)
+        result = _search_all(plain, unquantised, budget, progress)
         result.best, result.scorer, result.others = _unquantised(result.best, problem, scorer), scorer, []
         return result
-    beaten = result.best.step_seconds <= work_bound(make_scorer(plain), problem.model, problem.global_batch_size)
+    beaten = result.best.step_seconds <= work_bound(unquantised, problem.model, problem.global_batch_size)
     if not beaten and not budget.over():
         with budget.catching():
-            found = _unquantised(_search_all(plain, None, budget, None, started).best, problem, scorer)
+            found = _unquantised(_search_all(plain, unquantised, budget, None).best, problem, scorer)
             if found.step_seconds < result.best.step_seconds:
                 result.best, result.others = found, [result.best, *result.others]
                 result.lower_bound = 0.0
-        result.seconds = time.monotonic() - started
     return result
 
 
@@ -176,19 +184,19 @@ def _search(
     known = tuple(s for s in problem.space.schedules if supports(f"schedule.{s}"))
     tried = problem.with_space(schedules=known)
     found = _templates(tried, scorer, budget, progress, plain)
-    found.incumbent.plans[:] = judge(found.rows, tried, scorer, budget)
+    found.incumbent.plans[:] = judge(found.incumbent.ranked(), tried, scorer, budget)
     context = ContextStages()
     context.propose(tried, found.incumbent)
     experts = ExpertStages()
     experts.propose(tried, found.incumbent)
     plans, evaluated, margin = found.incumbent.plans, scorer.evaluated, problem.options.costs.margin
-    while not plans and found.rows and margin < MARGIN:
+    while not plans and found.incumbent.ranked() and margin < MARGIN:
         # States placed exactly take slightly more than the scorer's mean: search again with more memory kept free.
         margin += MARGIN / 2
         roomy = make_scorer(tried.with_margin(margin))
         found = _templates(tried, roomy, budget, progress, plain)
         found.bound = 0.0  # it assumes less memory than plans may use
-        plans, evaluated = judge(found.rows, tried, scorer, budget), evaluated + roomy.evaluated
+        plans, evaluated = judge(found.incumbent.ranked(), tried, scorer, budget), evaluated + roomy.evaluated
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
     if not plans and problem.space.offload == "auto" and problem.can_offload:
@@ -212,12 +220,10 @@ class _Templates:
     """Result of the template proposers.
 
     Attributes:
-        rows: templates to simulate.
         bound: seconds that no plan of the space beats; 0: unknown.
     """
 
     incumbent: Incumbent
-    rows: list[Row]
     complete: bool
     method: str
     bound: float
@@ -231,7 +237,8 @@ def _templates(
     enumerate_all = problem.options.exhaustive is not False and not many and Enumeration.possible(problem, scorer)
     proposers: list[Proposer] = []
     if plain:
-        proposers += [UniformSeeds(), *_by_programs(many, not enumerate_all), *([enumeration] if enumerate_all else [])]
+        proposers = [UniformSeeds(), GraphPartition() if many else PipelineDP(), LocalSearch()]
+        proposers += [enumeration] if enumerate_all else [] if many else [EachTypeDP()]
     if problem.space.offload == "always":
         proposers.append(Offloaded())
     complete = True
@@ -242,61 +249,7 @@ def _templates(
     complete = complete and not budget.cut
     method = "enumeration" if enumerate_all else "islands" if many else "programs"
     proven = enumerate_all and complete and problem.space.offload != "always"
-    return _Templates(incumbent, incumbent.ranked(), complete, method, enumeration.bound if proven else 0.0)
-
-
-def _by_programs(many: bool, alone: bool) -> list[Proposer]:
-    """Dynamic programs and local search. ``many``: many kinds of nodes, which are partitioned first; ``alone``: also on
-    each chip type alone."""
-    if many:
-        return [GraphPartition(), LocalSearch()]
-    return [PipelineDP(), LocalSearch(), *([EachTypeDP()] if alone else [])]
-
-
-class Offloaded:
-    """Proposes plans with the optimizers of all, then of some chip types in host memory, then moves single stages."""
-
-    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        pool = incumbent.scorer.pool
-        many, chips = len(pool.groups) > MOST_GROUPS, sorted({g.chip for g in pool.groups})
-        for away in self._sets(chips):
-            there = incumbent.on(incumbent.scorer.offloading(away))
-            proposers: list[Proposer] = [GraphPartition() if many else PipelineDP()]
-            if len(away) == len(chips) and not many:  # results for single types do not depend on the set
-                proposers.append(EachTypeDP(incumbent))
-            if not all(proposer.propose(problem, there) for proposer in proposers):
-                return False
-        return LocalSearch().propose(problem, incumbent)
-
-    @staticmethod
-    def _sets(chips: Sequence[str]) -> list[frozenset[str]]:
-        counts = range(len(chips), 0, -1) if len(chips) <= EVERY_SUBSET else (len(chips), 1)
-        return [frozenset(x) for n in counts for x in itertools.combinations(chips, n)]
-
-
-def _add_schedules(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:
-    """The best plans under schedules that split backwards or stages, where that is faster."""
-    if budget.over():
-        return
-    incumbent = Incumbent(problem, result.scorer, budget)
-    incumbent.plans[:] = [result.best, *result.others]
-    ScheduleSearch(result.by_groups).propose(problem, incumbent)
-    if incumbent.plans[0] is not result.best:
-        result.best, result.others = incumbent.plans[0], incumbent.plans[1:]
-        result.lower_bound, result.more_schedules = 0.0, True  # the enumeration's bound does not cover these
-
-
-def _add_unlike_groups(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:
-    """Replace the best plan by one with TP groups of unlike chips, if that is faster."""
-    if not problem.space.unlike_tp or budget.over():
-        return
-    incumbent = Incumbent(problem, result.scorer, budget)
-    incumbent.plans[:] = [result.best]
-    HeteroTP().propose(problem, incumbent)
-    if incumbent.plans[0] is not result.best:
-        result.others = [result.best, *result.others]
-        result.best = incumbent.plans[0]
-        result.lower_bound, result.unlike_groups = 0.0, True  # the enumeration's bound does not cover these
+    return _Templates(incumbent, complete, method, enumeration.bound if proven else 0.0)
 
 
 def search_or_error(problem: PlanningProblem, budget: TimeBudget | None = None) -> SearchResult | UserError:

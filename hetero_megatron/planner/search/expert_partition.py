@@ -87,15 +87,3 @@ def _walk(
         state = (*state[:kind], state[kind] - 1, *state[kind + 1 :])
         taken.append((kind, (found[state][0], end)))
     return taken[::-1]
-
-
-def divide_rows(seconds: Sequence[Sequence[float]], rows: int) -> list[int] | None:
-    """Sequences of a micro-batch for each replica, at least one each, such that the slowest is fastest; None if there
-    are more replicas than sequences. ``seconds[u][n]``: of replica u with n sequences, rising with n."""
-    given = [1] * len(seconds)
-    if rows < len(seconds):
-        return None
-    for _ in range(rows - len(seconds)):
-        best = min(range(len(seconds)), key=lambda u: (seconds[u][given[u] + 1], u))
-        given[best] += 1
-    return given

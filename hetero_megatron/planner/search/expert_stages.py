@@ -11,32 +11,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit, supports, validate
+from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit, supports
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.plan.experts import replicated_experts
-from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.plan.routing import Popularity
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.batch_partition import divide_units
-from hetero_megatron.planner.search.context_structures import CUTS, Ranks, divide, stagings, tp_sizes
-from hetero_megatron.planner.search.expert_partition import divide_experts, divide_rows, least_seconds
+from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks
+from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
+from hetero_megatron.planner.search.expert_partition import divide_experts, least_seconds
 from hetero_megatron.planner.search.expert_price import DivisionPrice, divided
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
+from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
+from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
-from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.template.search_space import batch_sizes
-from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers
-from hetero_megatron.words import plural
+from hetero_megatron.planner.simulate.step import Prediction
+from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, moe_layers
 
-MOST_CHIPS, MOST_SIMULATED = 64, 24
-FEW_GROUPS = 3  # up to so many kinds of nodes every subset, and every order, is tried
+MOST_CHIPS = 64
 ROUNDS = 4  # of moving experts away from ranks that lack memory
 
 
@@ -52,117 +48,52 @@ class ExpertStages:
         if incumbent.scorer.pool.chips > MOST_CHIPS:
             self.why = f"divided only on up to {MOST_CHIPS} chips"
             return True
-        search = _ExpertSearch(problem, incumbent.scorer)
-        best = incumbent.plans[0].step_seconds if incumbent.plans else math.inf
-        tried, found, complete = 0, list[JudgedPlan](), True
-        rows = sorted(((search.bound(x), i, x) for i, x in enumerate(search.structures())), key=lambda row: row[:2])
-        for bound, _, structure in rows:
-            if bound >= best or tried >= MOST_SIMULATED:
-                break
-            if incumbent.should_stop():
-                complete = False
-                break
-            tried += 1
-            plan = search.fitted(structure, best)
-            if plan is not None:
-                found.append(plan)
-                incumbent.take_plan(plan)
-                best = min(best, plan.step_seconds)
-        self.why = f"{tried} of {plural(len(rows), 'structure')} with divided experts tried"
-        if found and incumbent.plans[0] is min(found, key=lambda plan: plan.step_seconds):
-            self.why += "; chosen"
-        return complete
+        outcome = _ExpertSearch(problem, incumbent.scorer).propose_to(incumbent)
+        self.why = f"{outcome}{'; chosen' if outcome.plans else ''}"
+        return outcome.ended
 
 
 @dataclass(frozen=True)
-class _Structure:
-    """``ranks[p][s]``: ranks of stage s of pipeline p, corresponding ones alike."""
-
-    ranks: tuple[tuple[Ranks, ...], ...]
-    tp: int
-    size: int
-
-    @property
-    def stages(self) -> int:
-        return len(self.ranks[0])
-
-
-@dataclass(frozen=True)
-class _Divided:
-    """One stage: sequences of each TP group, seconds of a layer (and of the head) in forward and backward; ``least``:
-    those of a layer whose experts are balanced perfectly, which with replicas they may be."""
+class _StageDivision:
+    """``rows``: sequences of each TP group; ``speed``: with experts on one rank each, and, as its ``least``, with those
+    balanced perfectly, which with replicas they may be."""
 
     rows: tuple[int, ...]
-    layer: float
-    head: float
-    least: float
+    speed: StageSpeed
 
 
-class _ExpertSearch:
+class _ExpertSearch(StagedSearch):
+    most = 24
+    ordered = True  # replicas are intervals of ranks in this order
+
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
-        self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
-        self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
-        self.batch, self.network = problem.global_batch_size, scorer.costs.links
-        self._divided: dict[object, _Divided | None] = {}
+        super().__init__(problem, scorer)
+        self._divisions: dict[object, _StageDivision | None] = {}
         assert self.model.moe is not None
         self.moe = self.model.moe
 
-    def structures(self) -> Iterator[_Structure]:
-        groups = range(len(self.pool.groups))
-        few, seen = len(self.pool.groups) <= FEW_GROUPS, set[_Structure]()
-        sets = [c for n in groups for c in itertools.combinations(groups, n + 1)] if few else [tuple(groups)]
-        for chosen in sets:
-            for order in itertools.permutations(chosen) if few else [chosen]:
-                for copies in range(1, min(self.batch, max(self.pool.counts)) + 1):
-                    parts = [divide(self.pool.groups[g], copies) for g in order] if self.batch % copies == 0 else [None]
-                    given = [part for part in parts if part is not None]
-                    if len(given) < len(parts):
-                        continue
-                    for ranks in (*stagings(given, copies, False), *_together(given, copies)):
-                        for one in self._sized(ranks, copies):
-                            if one not in seen:
-                                seen.add(one)
-                                yield one
+    def structures(self) -> Iterable[ChipStructure]:
+        """Those in which some stage has several ranks, and each TP group a sequence."""
+        for structure in super().structures():
+            widest = max(len(stage) for stage in structure.ranks[0])
+            if widest > 1 and structure.size >= widest // structure.tp:
+                yield structure
 
-    def _sized(self, ranks: tuple[tuple[Ranks, ...], ...], copies: int) -> Iterator[_Structure]:
-        """With every TP degree and micro-batch size for which each TP group has a sequence."""
-        widest = max(len(stage) for stage in ranks[0])
-        if widest == 1 or not 1 <= len(ranks[0]) <= self.model.num_layers:
-            return
-        library = self.cluster.library_of
-        if any(len({library(r) for r in stage}) > 1 for stages in ranks for stage in stages):
-            return
-        for tp in tp_sizes(self.problem, self.pool, ranks):
-            for size in batch_sizes(self.space, self.batch // copies):
-                if self.batch % (copies * size) == 0 and size >= widest // tp:
-                    yield _Structure(ranks, tp, size)
+    def speed(self, structure: ChipStructure, s: int) -> StageSpeed | None:
+        found = self._division(structure, s)
+        return None if found is None else found.speed
 
-    def bound(self, structure: _Structure) -> float:
-        """Seconds of the micro-batches alone, without exchanges between ranks; inf where no division is possible."""
-        stages = [self.divided(structure, s) for s in range(structure.stages)]
-        if any(stage is None for stage in stages):
-            return math.inf
-        known = [stage for stage in stages if stage is not None]
-        seconds = [n * x.least + x.head for n, x in zip(self._layers(known), known, strict=True)]
-        rounds = self.batch // len(structure.ranks) // structure.size
-        return (rounds - 1) * max(seconds) + sum(seconds)
+    def _division(self, structure: ChipStructure, s: int) -> _StageDivision | None:
+        ranks, head = structure.ranks[0][s], s == structure.stages - 1
+        key = (self.alike(ranks), structure.tp, structure.size, head)
+        if key not in self._divisions:
+            self._divisions[key] = self._divide(ranks, structure.tp, structure.size, head)
+        return self._divisions[key]
 
-    def _layers(self, stages: Sequence[_Divided]) -> list[int]:
-        return divide_units(self.model.num_layers, [x.layer for x in stages], [x.head for x in stages])
-
-    def divided(self, structure: _Structure, s: int) -> _Divided | None:
-        ranks, tp = structure.ranks[0][s], structure.tp
-        places = tuple((self.cluster.ranks[r].group, self.cluster.ranks[r].node) for r in ranks)
-        head = s == structure.stages - 1
-        key = (places, tp, structure.size, head)
-        if key not in self._divided:
-            self._divided[key] = self._divide(ranks, tp, structure.size, head)
-        return self._divided[key]
-
-    def _divide(self, ranks: Ranks, tp: int, size: int, head: bool) -> _Divided | None:
+    def _divide(self, ranks: Ranks, tp: int, size: int, head: bool) -> _StageDivision | None:
         units = [ranks[i : i + tp] for i in range(0, len(ranks), tp)]
         seconds = [[self._rest(unit[0], tp, rows) for rows in range(size + 1)] for unit in units]
-        rows = divide_rows(seconds, size)
+        rows = min_max_counts(seconds, size)
         costs, kinds, caps = self.expert_costs(ranks, size, self.popularity(range(self.model.num_layers)), {})
         experts = divide_experts(costs, kinds, caps)
         if rows is None or experts is None:
@@ -173,7 +104,7 @@ class _ExpertSearch:
         ends = [sum(ops.head(1 / tp, n, length)) for ops, n in zip(operators, rows, strict=True)] if head else [0.0]
         moe = moe_layers(self.model)
         layer, least = (slowest + moe * x for x in (experts[1], least_seconds(costs, kinds)))
-        return _Divided(tuple(rows), layer, max(ends), least)
+        return _StageDivision(tuple(rows), StageSpeed(layer, max(ends), least))
 
     def _rest(self, rank: int, tp: int, rows: int) -> float:
         """Seconds of a layer without its routed experts, without exchanges."""
@@ -209,39 +140,38 @@ class _ExpertSearch:
             costs.append([known[share] for share in popular])
         return costs, [kinds.index(chip) for chip in chips], [cap for _, cap in kinds]
 
-    def fitted(self, structure: _Structure, best: float) -> JudgedPlan | None:
-        """The simulated plan, with fewer experts on ranks that lack memory, and replicated ones where that is faster;
-        None: it does not fit, or is not faster than ``best``."""
-        for recompute in (self.space.recompute,) if self.space.recompute else ("none", "full"):
+    def best_plan(self, structure: ChipStructure, best: float) -> JudgedPlan | None:
+        """With fewer experts on ranks that lack memory, and replicated ones where that is faster."""
+        for recompute in self.recompute_kinds:
             caps: list[dict[int, int]] = [{} for _ in range(structure.stages)]
             for _ in range(ROUNDS):
-                plan = self.plan(structure, recompute, caps)
+                plan = self._plan(structure, recompute, caps)
                 if plan is None:
                     break
                 try:
-                    validate(plan, self.model, self.cluster, dtype=self.costs.dtype)
+                    plan = self.checked(plan)
                 except UserError:  # a rank without any column of what all tokens share
                     return None
-                found = predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
+                found = self.predict(plan)
                 if not found.over:
-                    once = judged_plan(self.problem, self.scorer, plan, found, self.text(structure, plan))
-                    judged = self.replicated(structure, once, caps)
+                    once = self.judged(plan, found, self._text(structure, plan))
+                    judged = self._replicated(structure, once, caps)
                     return judged if judged.step_seconds < best else None
-                if not self._lower(plan, {x.rank: x.need - x.limit for x in found.over}, caps):
+                if not self._lower(plan, found, caps):
                     break
         return None
 
-    def replicated(self, structure: _Structure, once: JudgedPlan, caps: Sequence[dict[int, int]]) -> JudgedPlan:
+    def _replicated(self, structure: ChipStructure, once: JudgedPlan, caps: Sequence[dict[int, int]]) -> JudgedPlan:
         """The plan with replicated experts if it fits and is faster; else ``once``, which has each on one rank."""
         best, limits = once, [dict(cap) for cap in caps]
         for _ in range(ROUNDS):
             lowered = False
             for plan in self._with_replicas(once.plan, limits):
-                found = predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
+                found = self.predict(plan)
                 if found.over:
-                    lowered |= self._lower(plan, {x.rank: x.need - x.limit for x in found.over}, limits)
+                    lowered |= self._lower(plan, found, limits)
                 elif found.step_seconds < best.step_seconds:
-                    judged = judged_plan(self.problem, self.scorer, plan, found, self.text(structure, plan))
+                    judged = self.judged(plan, found, self._text(structure, plan))
                     best = replace(judged, once_seconds=once.step_seconds)
             if best is not once or not lowered:
                 break
@@ -267,9 +197,10 @@ class _ExpertSearch:
             found.append(replace(plan, pipelines=tuple(pipelines)))
         return [other for other in dict.fromkeys(found) if other != plan]
 
-    def _lower(self, plan: Plan, over: dict[int, int], caps: list[dict[int, int]]) -> bool:
+    def _lower(self, plan: Plan, found: Prediction, caps: list[dict[int, int]]) -> bool:
         """Lower the caps of ranks that lack memory; whether that may help."""
-        elements = 3 * self.model.hidden_size * self.moe.ffn_hidden_size * moe_layers(self.model)
+        over = {x.rank: x.over for x in found.over}
+        elements = ROUTED_WIDTHS * self.model.hidden_size * self.moe.ffn_hidden_size * moe_layers(self.model)
         each = self.costs.item + self.costs.wide  # optimizer states may move elsewhere
         for pipeline in plan.pipelines:
             for s, stage in enumerate(pipeline.stages):
@@ -283,30 +214,25 @@ class _ExpertSearch:
                         caps[s][place] = min(left, caps[s].get(place, left))
         return True
 
-    def plan(self, structure: _Structure, recompute: str, caps: Sequence[dict[int, int]]) -> Plan | None:
+    def _plan(self, structure: ChipStructure, recompute: str, caps: Sequence[dict[int, int]]) -> Plan | None:
         """None where the ranks of a stage cannot hold all experts."""
-        divided = [self.divided(structure, s) for s in range(structure.stages)]
-        known = [stage for stage in divided if stage is not None]
-        assert len(known) == structure.stages, "a structure with a bound"
-        counts = self._layers(known)
-        starts = [0, *itertools.accumulate(counts)]
+        ends = list(itertools.accumulate(self.layers(structure), initial=0))
         shapes = []
-        for s, one in enumerate(known):
-            layers = range(starts[s], starts[s + 1])
-            popular = self.popularity(layers)
+        for s, (start, end) in enumerate(itertools.pairwise(ends)):
+            division, popular = self._division(structure, s), self.popularity(range(start, end))
             experts = divide_experts(*self.expert_costs(structure.ranks[0][s], structure.size, popular, caps[s]))
             if experts is None:
                 return None
-            shapes.append((one.rows, experts[0], (starts[s], starts[s + 1])))
+            assert division is not None, "a structure with a bound"
+            shapes.append((division.rows, experts[0], (start, end)))
         pipelines = tuple(
-            Pipeline(structure.size, self.batch // len(structure.ranks) // structure.size, tuple(
+            Pipeline(structure.size, self.rounds(structure), tuple(
                 self._stage(ranks, structure.tp, *shape, recompute, s == 0, s == structure.stages - 1)
                 for s, (ranks, shape) in enumerate(zip(stages, shapes, strict=True))
             ))
             for stages in structure.ranks
         )  # fmt: skip
-        plan = Plan(self.costs.seq_length, self.batch, self.space.schedules[0], pipelines)
-        return with_islands_where_quick(with_dtypes(plan, self.costs), self.model, self.cluster)
+        return Plan(self.costs.seq_length, self.batch, self.space.schedules[0], pipelines)
 
     def _stage(
         self, ranks: Ranks, tp: int, rows: Sequence[int], experts: Sequence[tuple[int, int]], layers: tuple[int, int],
@@ -318,14 +244,13 @@ class _ExpertSearch:
             group = ranks[i * tp : (i + 1) * tp]
             units.append(Unit(group, (1,) * tp, (first, first + count), span, (0, self.model.num_heads)))
             first += count
-        chips = {self.cluster.ranks[r].chip for r in ranks}
         members = tuple(ExpertMember((r,), e, (1,)) for r, e in zip(ranks, experts, strict=True))
         return Stage(
-            (layers,), tuple(units), embed, head, Recompute(recompute), chips.pop() if len(chips) == 1 else None,
+            (layers,), tuple(units), embed, head, Recompute(recompute), self.chip(ranks),
             experts=(ExpertGroup(members),) if len(ranks) > 1 else (),
         )  # fmt: skip
 
-    def text(self, structure: _Structure, plan: Plan) -> str:
+    def _text(self, structure: ChipStructure, plan: Plan) -> str:
         """Text such as ``2 x (m 8, b 4) H100 + A100 tp1 rows 3,1 experts 6,2 [16]``."""
         pipeline, parts = plan.pipelines[0], []
         for stage in pipeline.stages:
@@ -341,20 +266,6 @@ class _ExpertSearch:
             parts.append(f"{names}{tp}{rows if len(chips) > 1 else ''}{experts} [{stage.num_layers}]{more}")
         head = f"{len(plan.pipelines)} x (m {pipeline.num_micro_batches}, b {pipeline.micro_batch_size})"
         return f"{head} {' > '.join(parts)}"
-
-
-def _together(parts: Sequence[list[list[Ranks]]], copies: int) -> Iterator[tuple[tuple[Ranks, ...], ...]]:
-    """Ranks by pipeline and stage where every stage has chips of all groups."""
-    flat = [[tuple(r for node in part[p] for r in node) for p in range(copies)] for part in parts]
-    for cuts in CUTS if len(parts) > 1 else ():
-        if all(len(row[0]) % cuts == 0 for row in flat):
-            yield tuple(
-                tuple(
-                    tuple(r for row in flat for r in row[p][i * len(row[p]) // cuts : (i + 1) * len(row[p]) // cuts])
-                    for i in range(cuts)
-                )
-                for p in range(copies)
-            )
 
 
 def with_equal_experts(plan: Plan, num_experts: int) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import replace
 
 from hetero_megatron.cluster import Link, format_bytes
@@ -15,6 +16,7 @@ from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
 from hetero_megatron.planner.search.layers_program import LayersProgram, ProgramInputs, grid
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.spec.flops import parameter_count, trained_count
+from hetero_megatron.words import plural
 
 MOST_NODES = 4096
 
@@ -58,19 +60,16 @@ def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
     """
     found = []
     for g, group in enumerate(scorer.pool.groups):
-        low, high = 0, 1
-        while high <= MOST_NODES and not fits(problem, _grown(scorer, g, high)):
-            low, high = high, high * 2
-        if high > MOST_NODES:
+
+        def enough(more: int, g: int = g) -> bool:
+            return fits(problem, _grown(scorer, g, more))
+
+        doubled = next((2**i for i in range(MOST_NODES.bit_length()) if enough(2**i)), None)
+        if doubled is None:
             continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fits(problem, _grown(scorer, g, middle)):
-                high = middle
-            else:
-                low = middle
-        chips = f"{group.per_node} x {group.chip}"
-        found.append((high * group.per_node, f"{high} more node{'s' if high > 1 else ''} of {chips}"))
+        low = doubled // 2 + 1
+        count = low + bisect_left(range(low, doubled), True, key=enough)
+        found.append((count * group.per_node, f"{plural(count, 'more node')} of {group.per_node} x {group.chip}"))
     return [text for _, text in sorted(found)[:1]]
 
 

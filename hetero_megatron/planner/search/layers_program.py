@@ -23,7 +23,7 @@ from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import StageOption, options
+from hetero_megatron.planner.template.search_space import options
 
 Floats = NDArray[np.float64]
 Layers = NDArray[np.float32]  # whole numbers, so exact
@@ -91,7 +91,7 @@ class ProgramInputs:
         return max(1, min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts)))
 
     @cached_method
-    def options(self, group: int, size: int) -> list[StageOption]:
+    def options(self, group: int, size: int) -> list[StageTemplate]:
         found = options(self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4)
         return [o for o in found if o.dp <= 4]
 
@@ -146,7 +146,7 @@ class LayersProgram:
         self._most_depth = min(tables.depth, max(1, sum(inputs.counts) // self._replicas))
         self.options = [[o for o in inputs.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
-    def table(self, option: StageOption, embed: bool, head: bool) -> Floats:
+    def table(self, option: StageTemplate, embed: bool, head: bool) -> Floats:
         """[in flight, layers] seconds, with replicas rounded down to a power of four; only the first row for the last
         stage (``head``), which has one micro-batch in flight."""
         kind = StageKind(
@@ -205,7 +205,7 @@ class LayersProgram:
         late = self.added_seconds(np.concatenate([taus[:1], taus]), mask)[1:]
         return float(seconds.min()), float((seconds + late).min())
 
-    def capacity(self, option: StageOption, steps: range, embed: bool, head: bool, depth: int) -> Layers:
+    def capacity(self, option: StageTemplate, steps: range, embed: bool, head: bool, depth: int) -> Layers:
         """[tau, in flight]: most layers of a stage that takes at most tau; INFEASIBLE where it cannot hold any."""
         known = self.inputs.capacities
         key = (option, self.size, self._replicas, embed, head)
@@ -218,7 +218,7 @@ class LayersProgram:
             known[key] = low, found
         return found[steps.start - low : steps.stop - low, :depth]
 
-    def _capacity(self, option: StageOption, steps: range, embed: bool, head: bool) -> Layers:
+    def _capacity(self, option: StageTemplate, steps: range, embed: bool, head: bool) -> Layers:
         seconds = _monotone(self.table(option, embed, head))
         rows, width = len(seconds), len(steps)
         # [in flight, layers]: first grid position at which the stage is fast enough.
@@ -354,11 +354,11 @@ class LayersProgram:
                 if abs(layers[mask & ~(1 << g)][0, 0, p] + matrices[g][final, 0, p, at] - value) < 0.5
             )
             option = self._option(g, steps, before, at, bool(final), float(matrices[g][final, 0, before, at]))
-            stages += [StageTemplate(g, option.tp, option.dp)] * (at - before)
+            stages += [option] * (at - before)
             mask, at, final = mask & ~(1 << g), before, 0
         return tuple(stages)
 
-    def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> StageOption:
+    def _option(self, g: int, steps: range, before: int, at: int, final: bool, want: float) -> StageTemplate:
         """The option behind an entry of a matrix; the one with the fewest chips if several."""
         for option in sorted(self.options[g], key=lambda o: o.chips):
             if option.chips * (at - before) > self.budget[g]:

@@ -6,17 +6,13 @@ pipelines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, Row
-from hetero_megatron.planner.template.plan_template import (
-    PipelineTemplate,
-    PlanTemplate,
-    StageTemplate,
-)
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 
 STARTS = 2  # numbers of templates and of structures to start from
@@ -79,7 +75,7 @@ def _neighbours(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemp
             yield replace(template, schedule=schedule)
     for p, part in enumerate(template.parts):
         for shape in shapes_near(part.shape, space):
-            yield replace(template, parts=(*template.parts[:p], replace(part, shape=shape), *template.parts[p + 1 :]))
+            yield template.with_part(p, replace(part, shape=shape))
     for halved in inner_replicas_as_pipelines(template, space):
         for order in ("stage", "pipeline"):
             yield replace(halved, order=order)
@@ -92,8 +88,7 @@ def inner_replicas_as_pipelines(template: PlanTemplate, space: SearchSpace) -> I
         even = space.micro_batch_sizes is None and size % 2 == 0 and all(s.dp % 2 == 0 for s in stages)
         if even and template.pipelines + part.copies <= (space.max_pipelines or template.sequences):
             shape = PipelineTemplate(size // 2, tuple(replace(s, dp=s.dp // 2) for s in stages))
-            halves = replace(part, shape=shape, copies=2 * part.copies)
-            yield replace(template, parts=(*template.parts[:p], halves, *template.parts[p + 1 :]))
+            yield template.with_part(p, replace(part, shape=shape, copies=2 * part.copies))
 
 
 def shapes_near(shape: PipelineTemplate, space: SearchSpace) -> Iterator[PipelineTemplate]:
@@ -102,20 +97,16 @@ def shapes_near(shape: PipelineTemplate, space: SearchSpace) -> Iterator[Pipelin
     last = len(stages) - 1
     if space.offload == "always":
         for i, stage in enumerate(stages):
-            yield _with(shape, {i: replace(stage, offload=not stage.offload)})
+            yield shape.with_stages({i: replace(stage, offload=not stage.offload)})
     for i in range(last):
         if (i == 0 or stages[i + 1].layers) and (i + 1 == last or stages[i].layers):  # inner stages need layers
-            yield _with(shape, {i: stages[i + 1], i + 1: stages[i]})
+            yield shape.with_stages({i: stages[i + 1], i + 1: stages[i]})
     for i, giver in enumerate(stages):
         for j, taker in enumerate(stages):
             least = 0 if i in (0, last) and last else 1
             if i != j and giver.layers > least and (abs(i - j) <= 2 or len(stages) <= 8):
                 moved = {i: replace(giver, layers=giver.layers - 1), j: replace(taker, layers=taker.layers + 1)}
-                yield _with(shape, moved)
-
-
-def _with(shape: PipelineTemplate, changed: Mapping[int, StageTemplate]) -> PipelineTemplate:
-    return replace(shape, stages=tuple(changed.get(i, s) for i, s in enumerate(shape.stages)))
+                yield shape.with_stages(moved)
 
 
 def _fitted(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> PlanTemplate | None:

@@ -230,8 +230,7 @@ def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
             shapes.append((replace(part.shape, micro_batch_size=size // 2), 2 * count))
         for s, stage in enumerate(part.shape.stages if space.recompute is None else ()):
             other = replace(stage, recompute="none" if stage.recompute != "none" else "full", first=0)
-            stages = (*part.shape.stages[:s], other, *part.shape.stages[s + 1 :])
-            shapes.append((replace(part.shape, stages=stages), count))
+            shapes.append((part.shape.with_stages({s: other}), count))
         yield from (_with_part(template, p, shape, m) for shape, m in shapes)
     for p, part in enumerate(template.parts):
         for shape in _swapped_and_moved(part.shape):
@@ -241,8 +240,8 @@ def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
 def _with_part(template: PlanTemplate, p: int, shape: PipelineTemplate, micro_batches: int) -> PlanTemplate:
     """Other pipelines as part ``p``. A stage that gave away a layer recomputes no more than it has left."""
     stages = tuple(replace(x, first=min(x.first, x.layers)) for x in shape.stages)
-    part = PipelineReplicas(replace(shape, stages=stages), template.parts[p].copies, micro_batches)
-    return replace(template, parts=(*template.parts[:p], part, *template.parts[p + 1 :]))
+    copies = template.parts[p].copies
+    return template.with_part(p, PipelineReplicas(replace(shape, stages=stages), copies, micro_batches))
 
 
 def _swapped_and_moved(shape: PipelineTemplate) -> Iterator[PipelineTemplate]:
@@ -250,8 +249,7 @@ def _swapped_and_moved(shape: PipelineTemplate) -> Iterator[PipelineTemplate]:
     for i, (a, b) in enumerate(itertools.pairwise(shape.stages)):
         for n in (-1, 1):
             if a.layers + n > 0 and b.layers - n > 0:
-                pair = replace(b, layers=b.layers - n), replace(a, layers=a.layers + n)
-                yield replace(shape, stages=(*shape.stages[:i], *pair, *shape.stages[i + 2 :]))
+                yield shape.with_stages({i: replace(b, layers=b.layers - n), i + 1: replace(a, layers=a.layers + n)})
 
 
 def interleaved(plan: Plan, chunks: int) -> Plan | None:

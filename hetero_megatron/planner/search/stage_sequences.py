@@ -24,11 +24,11 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate, in_flight
-from hetero_megatron.planner.template.search_space import SearchSpace, StageOption, batch_sizes, options
+from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, options
 from hetero_megatron.spec import ModelSpec
 
 Usage = tuple[int, ...]  # chips per group
-StageOptions = tuple[StageOption, ...]
+Stages = tuple[StageTemplate, ...]
 Column = tuple["StageSequence", Usage, Usage]  # (stages, layers of each, micro-batches in flight at each)
 Row = tuple[float, int]  # (seconds, index of a column)
 MOST_SEQUENCES = 6000
@@ -40,14 +40,14 @@ STEP = 1.125  # between numbers of micro-batches above 16
 
 def sequences(
     pool: DevicePool, model: ModelSpec, space: SearchSpace, size: int, most: int
-) -> dict[Usage, list[StageOptions]] | None:
+) -> dict[Usage, list[Stages]] | None:
     """All sequences of stages by the chips they use, for micro-batches of ``size``; None when there are more than
     ``most``."""
     by_group = [list(options(pool, g, model, space, size)) for g in range(len(pool.groups))]
-    found: dict[Usage, list[StageOptions]] = defaultdict(list)
+    found: dict[Usage, list[Stages]] = defaultdict(list)
     count = 0
 
-    def extend(prefix: StageOptions, left: list[int]) -> bool:
+    def extend(prefix: Stages, left: list[int]) -> bool:
         nonlocal count
         for g, choices in enumerate(by_group):
             for option in choices:
@@ -70,7 +70,7 @@ def sequences(
 class StageSequence:
     """A sequence of stages without layers, for micro-batches of ``size`` sequences; ``tables``: of each stage."""
 
-    stages: list[StageTemplate]
+    stages: Stages
     tables: list[StageTable]
     links: list[Link]
     size: int
@@ -174,10 +174,9 @@ class StageSequences:
             made.append(replace(stage, layers=n, recompute=recompute, first=first))
         return PipelineTemplate(sequence.size, tuple(made))
 
-    def _add_columns(self, pool: ColumnPool, row: StageOptions, size: int, most: int, schedule: str) -> None:
+    def _add_columns(self, pool: ColumnPool, stages: Stages, size: int, most: int, schedule: str) -> None:
         """Add the best layers of one sequence of stages for every number of micro-batches."""
-        stages = [StageTemplate(o.group, o.tp, o.dp) for o in row]
-        tables = [self._table(stages, s, size) for s in range(len(row))]
+        tables = [self._table(stages, s, size) for s in range(len(stages))]
         pairs = zip(stages, stages[1:])
         links = [self.tables.boundary(a, b, size, self.tables.likely_same_node(a, b)) for a, b in pairs]
         sequence = StageSequence(stages, [t for t, _ in tables], links, size, schedule)
@@ -199,7 +198,7 @@ class StageSequences:
                 pool.insert(m * size, found[0] + least, (sequence, found[1], alive))
                 self.skipped = min(self.skipped, found[0] + least)
 
-    def _least_sync_tail(self, stages: list[StageTemplate]) -> float:
+    def _least_sync_tail(self, stages: Stages) -> float:
         """Lower bound (s) on the sync tail, whatever the layers of the stages."""
         last = len(stages) - 1
         most = max(self._most_saved(x.group, x.tp, s == 0, s == last) for s, x in enumerate(stages))
@@ -210,7 +209,7 @@ class StageSequences:
         """Seconds that the first backward saves with all layers."""
         return self.scorer.saved_seconds(StageTemplate(group, tp, 1, self.model.num_layers), embed, head)
 
-    def _table(self, stages: list[StageTemplate], s: int, size: int) -> tuple[StageTable, list[AffineBound]]:
+    def _table(self, stages: Stages, s: int, size: int) -> tuple[StageTable, list[AffineBound]]:
         """(table of stage ``s``, affine lower bounds of its rows). For lower bounds, buckets take no memory, no
         gradients are reduced, and the other pipelines own as many of the stage's states as they could."""
         stage, replicas = stages[s], 1.0

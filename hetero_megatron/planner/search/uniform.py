@@ -162,11 +162,8 @@ def _bottleneck_seconds(scorer: TemplateScorer, part: PipelineReplicas) -> float
 
 
 def _bytes_over_by_stage(scorer: TemplateScorer, template: PlanTemplate) -> Iterator[float]:
-    costs, tables, pool = scorer.costs, scorer.tables, scorer.pool
     for part in template.parts[:4]:
-        stages = part.shape.stages
-        alive = in_flight("1f1b", len(stages), part.num_micro_batches)
-        for s, stage in enumerate(stages):
-            choice = tables.choice(stage, s == 0, s == len(stages) - 1)
-            need = costs.memory_bytes(choice, part.shape.micro_batch_size, alive[s], template.pipelines)
-            yield need.total - costs.memory_limit(pool.groups[stage.group].chip)
+        size, last = part.shape.micro_batch_size, len(part.shape.stages) - 1
+        alive = in_flight("1f1b", last + 1, part.num_micro_batches)
+        for s, stage in enumerate(part.shape.stages):
+            yield scorer.needs(stage, size, s == 0, s == last, alive[s], template.pipelines)[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -41,6 +41,10 @@ class PipelineTemplate:
 
     micro_batch_size: int
     stages: tuple[StageTemplate, ...]
+
+    def with_stages(self, changed: Mapping[int, StageTemplate]) -> PipelineTemplate:
+        """The pipeline with other stages at these places."""
+        return replace(self, stages=tuple(changed.get(s, stage) for s, stage in enumerate(self.stages)))
 
     def usage(self, groups: int) -> tuple[int, ...]:
         """Chips used of each of ``groups`` device groups."""
@@ -90,6 +94,10 @@ class PlanTemplate:
             for g, n in enumerate(part.shape.usage(groups)):
                 used[g] += part.copies * n
         return tuple(used)
+
+    def with_part(self, p: int, part: PipelineReplicas) -> PlanTemplate:
+        """The plan with other pipelines as part ``p``."""
+        return replace(self, parts=(*self.parts[:p], part, *self.parts[p + 1 :]))
 
     def on_groups(self, groups: Sequence[int]) -> PlanTemplate:
         """The same template on other device groups; ``groups[g]``: the new index of group g."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import supports
 from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.spec import ModelSpec, shares
 
 LONG = 32768  # tokens per sequence from which context groups are tried without being asked for
@@ -47,19 +48,6 @@ class SearchSpace:
     unlike_tp: bool = False
 
 
-@dataclass(frozen=True)
-class StageOption:
-    """A stage on ``tp`` x ``dp`` chips of a group."""
-
-    group: int
-    tp: int
-    dp: int
-
-    @property
-    def chips(self) -> int:
-        return self.tp * self.dp
-
-
 def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, every: bool) -> tuple[int, ...]:
     """TP degrees to try: inside a node all (``every``) or the divisors of its size, over whole nodes powers of two."""
     size, chips = pool.groups[group].per_node, pool.groups[group].chips
@@ -92,13 +80,13 @@ def batch_sizes(space: SearchSpace, batch: int, limit: int = 16) -> tuple[int, .
 
 def options(
     pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, size: int, every: bool = True
-) -> Iterator[StageOption]:
-    """Stage options of a group for micro-batches of ``size`` sequences."""
+) -> Iterator[StageTemplate]:
+    """Stages of a group, without layers, for micro-batches of ``size`` sequences."""
     chips = pool.groups[group].chips
     for tp in tp_degrees(pool, group, model, space, every):
         for dp in range(1, chips // tp + 1):
             if size % dp == 0 and (dp == 1 or (space.inner_dp and supports("dp_split"))):
-                yield StageOption(group, tp, dp)
+                yield StageTemplate(group, tp, dp)
 
 
 def why_no_context(space: SearchSpace, seq_length: int, fits: bool) -> str:

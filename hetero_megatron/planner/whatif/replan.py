@@ -174,11 +174,10 @@ class WarmPlanner:
         best = self._pipelines(pool)
         if self._context is not None:
             left = pool.restricted([i for i, g in enumerate(pool.groups) if g.nodes])
-            found, _ = self._context.search(
-                self.problem, self.result.scorer.for_pool(left), best.seconds if best else math.inf
-            )
-            if found and (best is None or found[0].prediction.step_seconds < best.seconds):
-                return WarmPlan(found[0].prediction.step_seconds, found[0].plan, pool)
+            least = best.seconds if best is not None else math.inf
+            found = self._context.search(self.problem, self.result.scorer.for_pool(left), least)
+            if found is not None:
+                return WarmPlan(found.step_seconds, found.plan, pool)
         return best
 
     def _pipelines(self, pool: DevicePool) -> WarmPlan | None:

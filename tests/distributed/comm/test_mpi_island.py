@@ -191,17 +191,6 @@ def test_a_layer_s_group_across_islands_is_refused(tmp_path: Path) -> None:
     assert "allow_bridge: true" in printed
 
 
-@needs_mpi
-@pytest.mark.slow
-def test_the_conformance_kit_passes(tmp_path: Path) -> None:
-    """As a process of its own MPI world, without mpiexec."""
-    words = [sys.executable, "-m", "hetero_megatron.cli.main", "plugins", "check", "mpi_island", "--json", "--no-speed"]
-    done = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
-    assert report["ok"] and report["platform"] == "mpi_host"
-
-
 def test_without_mpi4py_the_platform_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGIN))
     plugin = load(PluginSource("mpi_island", "hetero_mpi_island.plugin", "environment"))

@@ -12,10 +12,10 @@ import pytest
 from hetero_megatron.cli import main, plan_context
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import capabilities, dump_yaml, plan_from_dict, to_dict
+from hetero_megatron.plan import Pipeline, Plan, capabilities, dump_yaml, plan_from_dict, to_dict
 from hetero_megatron.plan.validate import validate
 from hetero_megatron.planner.context.cluster import problem_from_cluster
-from hetero_megatron.planner.context.io import one_stage_plan, stage_entry
+from hetero_megatron.planner.context.io import one_stage_plan, plan_stage
 from hetero_megatron.planner.context.problem import ContextOptions
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
@@ -62,17 +62,11 @@ def test_any_choice_of_random_stages_parses(context_runs: None, seed: int) -> No
     cluster = cluster_from_dict(MIXED)
     ranks = sorted(rng.sample(range(10), rng.randint(1, 10)))
     problem = problem_from_cluster(model, cluster, rng.randint(100, 30000), ranks=ranks)
-    entry = stage_entry(problem, schedule_context(problem).layout)
     place = {rank: i for i, rank in enumerate(ranks)}  # a plan numbers its ranks from 0
-    entry["ranks"] = [place[r] for r in entry["ranks"]]
-    for group in entry["context"]:
-        group["ranks"] = [place[r] for r in group["ranks"]]
-    data = {
-        "seq_length": problem.seq_length, "global_batch_size": 1,
-        "pipelines": [{"micro_batch_size": 1, "num_micro_batches": 1, "stages": [entry]}],
-    }  # fmt: skip
-    plan = plan_from_dict(data, model)
-    assert sum(unit.num_tokens for unit in plan.pipelines[0].stages[0].units) == problem.seq_length
+    stage = plan_stage(problem, schedule_context(problem).layout, ranks=place)
+    plan = Plan(problem.seq_length, 1, "1f1b", (Pipeline(1, 1, (stage,)),))
+    assert plan_from_dict(to_dict(plan), model).fingerprint() == plan.fingerprint()
+    assert sum(unit.num_tokens for unit in stage.units) == problem.seq_length
 
 
 def test_one_rank_costs_what_the_stage_cost_model_says() -> None:

@@ -18,9 +18,10 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.expert_partition import divide_experts, divide_rows, least_seconds
+from hetero_megatron.planner.search.expert_partition import divide_experts, least_seconds
 from hetero_megatron.planner.search.expert_price import DivisionPrice
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
+from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -52,7 +53,7 @@ class Case:
         self.popular = [sum(row[e] for _, row in routing.layers) / 2 for e in range(self.count)]
         self.costs = CostModel(self.spec, self.cluster, LENGTH, "fp32", CostOptions(routing=routing))
         self.size, self.rounds, self.ranks = rng.randint(ranks, 8), rng.choice([1, 2, 8]), list(range(ranks))
-        rows = divide_rows([[n / s for n in range(self.size + 1)] for s in speeds], self.size)
+        rows = min_max_counts([[n / s for n in range(self.size + 1)] for s in speeds], self.size)
         self.rows, self.caps = rows, [self.count] * ranks
         row = [self.popular] * ranks
         found = divide_experts([[p / s for p in r] for r, s in zip(row, speeds)], self.ranks, self.caps)

@@ -18,8 +18,9 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search
-from hetero_megatron.planner.search.expert_partition import divide_experts, divide_rows
+from hetero_megatron.planner.search.expert_partition import divide_experts
 from hetero_megatron.planner.search.expert_stages import with_equal_experts
+from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.spec import MoE, from_hf_config
@@ -63,7 +64,7 @@ def test_sequences_are_divided_as_well_as_they_can_be() -> None:
         each = [rng.uniform(0.2, 2.0) for _ in range(units)]
         tables = [[0.1 + n * s for n in range(rows + 1)] for s in each]
         ways = [w for w in itertools.product(range(1, rows + 1), repeat=units) if sum(w) == rows]
-        found = divide_rows(tables, rows)
+        found = min_max_counts(tables, rows)
         if not ways:
             assert found is None
             continue

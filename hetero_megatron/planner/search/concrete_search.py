@@ -1,0 +1,174 @@
+"""Search of plans that templates cannot describe: context groups, divided experts, TP groups of unlike chips.
+
+Structures are tried in the order of a lower bound on their step time. Each becomes a concrete plan, which the step
+simulator times; the search ends where the bound reaches the best plan so far.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from hetero_megatron.plan import Plan, validate
+from hetero_megatron.plan.islands import with_islands_where_quick
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
+from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
+from hetero_megatron.planner.shares import min_max_shares
+from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.planner.simulate.step import Prediction, predict
+from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.words import plural
+
+Structure = TypeVar("Structure")
+
+
+@dataclass
+class Outcome:
+    """Attributes:
+    plans: those that fit and were each the fastest when found; the fastest first.
+    tried: number of structures that were made into plans; total: of those that are possible.
+    ended: the time did not end the search; faster: structures that it left out might be faster."""
+
+    plans: list[JudgedPlan] = field(default_factory=list)
+    tried: int = 0
+    total: int = 0
+    ended: bool = True
+    faster: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.tried} of {plural(self.total, 'structure')} tried"
+        if not self.ended:
+            return text + "; cut short"
+        if self.tried < self.total and not self.faster:
+            text += "; the others cannot be faster at these speeds"
+        return text
+
+
+class ConcreteSearch(ABC, Generic[Structure]):
+    """One search. A filling lists structures, bounds them and makes the best plan of each."""
+
+    most: int | None = None  # structures that are made into plans
+
+    def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
+        self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
+        self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
+        self.batch = problem.global_batch_size
+        self.recompute_kinds = (self.space.recompute,) if self.space.recompute else ("none", "full")
+
+    @abstractmethod
+    def structures(self) -> Iterable[Structure]: ...
+
+    @abstractmethod
+    def bound(self, structure: Structure) -> float:
+        """Seconds that no plan of the structure beats; inf where it has none."""
+
+    @abstractmethod
+    def best_plan(self, structure: Structure, best: float) -> JudgedPlan | None:
+        """Its plan, simulated; None where none fits or takes less than ``best`` seconds."""
+
+    def run(self, best: float, budget: TimeBudget) -> Outcome:
+        """Try structures until none can take less than ``best`` seconds (inf: any plan that fits)."""
+        outcome = Outcome(ended=False)
+        with budget.catching():
+            rows = sorted(((self.bound(x), i, x) for i, x in enumerate(self.structures())), key=lambda row: row[:2])
+            outcome.total = sum(bound < math.inf for bound, _, _ in rows)
+            for bound, _, structure in rows[: outcome.total]:
+                outcome.faster = bound < best
+                if not outcome.faster or outcome.tried == self.most:
+                    break
+                if best < math.inf and budget.over():
+                    return outcome
+                outcome.tried += 1
+                plan = self.best_plan(structure, best)
+                if plan is not None:
+                    best = plan.step_seconds
+                    outcome.plans.insert(0, plan)
+            outcome.ended = True
+        return outcome
+
+    def propose_to(self, incumbent: Incumbent) -> Outcome:
+        """Run, and offer what was found."""
+        best = incumbent.plans[0].step_seconds if incumbent.plans else math.inf
+        outcome = self.run(best, incumbent.budget or TimeBudget())
+        for plan in outcome.plans:
+            incumbent.take_plan(plan)
+        return outcome
+
+    def checked(self, plan: Plan) -> Plan:
+        """The plan with the dtypes of its stages and, where that is quick, islands.
+
+        Raises:
+            UserError: it cannot run.
+        """
+        plan = with_islands_where_quick(with_dtypes(plan, self.costs), self.model, self.cluster)
+        validate(plan, self.model, self.cluster, dtype=self.costs.dtype)
+        return plan
+
+    def predict(self, plan: Plan) -> Prediction:
+        return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
+
+    def judged(self, plan: Plan, found: Prediction, text: str) -> JudgedPlan:
+        return judged_plan(self.problem, self.scorer, plan, found, text)
+
+
+@dataclass(frozen=True)
+class StageSpeed:
+    """Seconds of one layer, forward and backward, and of the head; ``least``: below which no layer is."""
+
+    layer: float
+    head: float
+    least: float
+
+
+class StagedSearch(ConcreteSearch[ChipStructure]):
+    """A search over chips by stage (:mod:`chip_structures`); layers are divided by the stages' speeds."""
+
+    ordered = False  # the order of the groups in a common stage matters
+
+    def structures(self) -> Iterable[ChipStructure]:
+        return structures(self.problem, self.pool, self.ordered)
+
+    @abstractmethod
+    def speed(self, structure: ChipStructure, s: int) -> StageSpeed | None:
+        """Of one stage; None where it cannot be made."""
+
+    def bound(self, structure: ChipStructure) -> float:
+        stages = [self.speed(structure, s) for s in range(structure.stages)]
+        known = [stage for stage in stages if stage is not None]
+        if len(known) < len(stages):
+            return math.inf
+        seconds = [n * x.least + x.head for n, x in zip(self._divided(known), known, strict=True)]
+        return self.step_seconds(structure, seconds)
+
+    def layers(self, structure: ChipStructure) -> list[int]:
+        """Layers per stage, at least one each, with which the slowest stage is fastest."""
+        stages = [self.speed(structure, s) for s in range(structure.stages)]
+        return self._divided([stage for stage in stages if stage is not None])
+
+    def _divided(self, stages: Sequence[StageSpeed]) -> list[int]:
+        fixed = [stage.head for stage in stages]
+        return min_max_shares(self.model.num_layers, [x.layer for x in stages], fixed=fixed, least=1).tolist()
+
+    def rounds(self, structure: ChipStructure) -> int:
+        """Micro-batches of each pipeline."""
+        return self.batch // structure.pipelines // structure.size
+
+    def step_seconds(self, structure: ChipStructure, seconds: Sequence[float]) -> float:
+        """Seconds of the micro-batches alone, without a wait; ``seconds``: of one in each stage."""
+        return (self.rounds(structure) - 1) * max(seconds) + sum(seconds)
+
+    def alike(self, ranks: Ranks) -> tuple[object, ...]:
+        """Equal for ranks of equal groups that are distributed over nodes in the same way."""
+        nodes: dict[str, int] = {}
+        places = [self.cluster.ranks[r] for r in ranks]
+        return tuple((p.group, nodes.setdefault(p.node, len(nodes))) for p in places)
+
+    def chip(self, ranks: Ranks) -> str | None:
+        """Their chip type; None where there are several."""
+        chips = {self.cluster.ranks[r].chip for r in ranks}
+        return chips.pop() if len(chips) == 1 else None
