@@ -17,7 +17,7 @@ from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import from_hf_config

@@ -18,7 +18,7 @@ from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.words import notice_line
 
 if TYPE_CHECKING:
-    from hetero_megatron.plan.memory import MemoryBytes
+    from hetero_megatron.plan.memory.states import MemoryBytes
     from hetero_megatron.training.config import RunConfig
 
 
@@ -90,8 +90,8 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.plan import format_plan
     from hetero_megatron.plan.islands import format_islands
-    from hetero_megatron.planner.simulate.communicators import format_communicators
-    from hetero_megatron.planner.simulate.memory_report import format_memory
+    from hetero_megatron.plan.memory.communicators import format_communicators
+    from hetero_megatron.plan.memory.report import format_memory
 
     if launcher.rank != 0:
         return 0
@@ -118,9 +118,9 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
 
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     """What every rank needs, by formula."""
-    from hetero_megatron.plan.memory import moments_of
-    from hetero_megatron.planner.simulate.communicators import with_communicators
-    from hetero_megatron.planner.simulate.memory_report import estimate_memory
+    from hetero_megatron.plan.memory.communicators import with_communicators
+    from hetero_megatron.plan.memory.of_plan import estimate_memory
+    from hetero_megatron.plan.memory.states import moments_of
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets

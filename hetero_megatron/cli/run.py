@@ -236,8 +236,7 @@ def replanned(words: Sequence[str], scratch: Path) -> Replanner:
 
 def _any_chip(plan: Plan) -> Plan:
     """The plan without chip names, which change with their rates."""
-    pipelines = (replace(p, stages=tuple(replace(s, chip=None) for s in p.stages)) for p in plan.pipelines)
-    return replace(plan, pipelines=tuple(pipelines))
+    return plan.with_stages(lambda stage: replace(stage, chip=None))
 
 
 def _predicted(config: RunConfig) -> float | None:

@@ -124,10 +124,13 @@ class Cluster:
     def link(self, a: int, b: int) -> Link | None:
         """The link from rank ``a`` to ``b``; None if neither the file nor the catalogue has it."""
         first, second = self.ranks[a], self.ranks[b]
-        if first.node == second.node:
-            known = self.chip_of(a).link_bandwidth
-            return self.intra_node or (Link(known) if known is not None else None)
-        return self.link_between(first.group, second.group)
+        inside = first.node == second.node
+        return self.link_inside(first.group) if inside else self.link_between(first.group, second.group)
+
+    def link_inside(self, group: str) -> Link | None:
+        """The link between chips of a node of a group; None if neither the file nor the catalogue has it."""
+        known = self.chips[self.groups[group].chip].link_bandwidth
+        return self.intra_node or (Link(known) if known is not None else None)
 
     def link_between(self, group: str, other: str) -> Link | None:
         """The link between nodes of two groups, or of one; None if the file does not have it."""
@@ -138,24 +141,29 @@ class Cluster:
         """Whether a link of the file has ``transport: bridge``; a run then uses the bridge between all islands."""
         return any(link is not None and link.transport == BRIDGE for link in (*self.pairs.values(), self.inter_node))
 
+    @cached_property
+    def groups(self) -> Mapping[str, NodeGroup]:
+        """The node groups by name."""
+        return {group.name: group for group in self.nodes}
+
     def group_of(self, rank: int) -> NodeGroup:
-        return self._groups[self.ranks[rank].group][0]
+        return self.groups[self.ranks[rank].group]
 
     def library_of(self, rank: int) -> int:
         """Index of the communication library that connects a rank's chip with others; chips of unlike vendors with a
         direct link share one."""
-        return self._groups[self.ranks[rank].group][1]
+        return self._libraries[self.ranks[rank].group]
 
     @cached_property
-    def _groups(self) -> dict[str, tuple[NodeGroup, int]]:
-        """By name: a node group, and the index of its library."""
+    def _libraries(self) -> dict[str, int]:
+        """By name of a node group, the index of its library."""
         library = list(range(len(self.nodes)))
         for i, a in enumerate(self.nodes):
             for j, b in enumerate(self.nodes[:i]):
                 link = self.link_between(a.name, b.name)
                 if self.one_library(a, b) or (link is not None and link.transport == DIRECT):
                     library = [library[j] if x == library[i] else x for x in library]
-        return {group.name: (group, library[i]) for i, group in enumerate(self.nodes)}
+        return dict(zip(self.groups, library, strict=True))
 
     def transport(self, link: Link, a: NodeGroup, b: NodeGroup) -> str:
         """Transport of messages between chips of ``a`` and ``b``: ``direct``: from device to device by a common

@@ -18,9 +18,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.files import parse_json, read_text
 
 LEAST, MOST = 1e-30, 1e30
-SECONDS = {  # by table: how many columns at the end of a row are seconds
-    "gemm": 1, "gemm_backward": 2, "optimizer": 1, "attention": 2, "visits": 2, "layers": 2, "embed": 2, "head": 2,
-    "waiting": 2, "split_layers": 2, "split_head": 2, "experts": 10,
+MODEL_TABLES = ("layers", "embed", "head", "split_layers", "split_head", "waiting")  # LayerRows of the cost model
+TABLES = {  # of a chip's rates: (columns that say what was timed, columns of seconds) of a row
+    "gemm": (3, 1), "gemm_backward": (3, 2), "attention": (3, 2), "optimizer": (1, 1), "visits": (3, 2),
+    "experts": (2, 10), **dict.fromkeys(MODEL_TABLES, (4, 2)),
 }  # fmt: skip
 
 
@@ -65,9 +66,9 @@ def merge_rates(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
 
 
 def _merge_value(key: str, old: Any, new: Any) -> Any:
-    if key not in SECONDS or not isinstance(old, list) or not isinstance(new, list):
+    if key not in TABLES or not isinstance(old, list) or not isinstance(new, list):
         return new
-    return list({json.dumps(row[: -SECONDS[key]]): row for row in [*old, *new]}.values())
+    return list({json.dumps(row[: -TABLES[key][1]]): row for row in [*old, *new]}.values())
 
 
 def _ends(link: Mapping[str, Any]) -> str:

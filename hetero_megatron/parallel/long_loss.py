@@ -18,7 +18,7 @@ from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradient
 from hetero_megatron.parallel.vocab import VOCAB_CROSS_ENTROPY, combine_shares
 from hetero_megatron.plan import Stage
-from hetero_megatron.plan.memory import chunk_limit, widest_vocabulary
+from hetero_megatron.plan.memory.activations import chunk_limit, widest_vocabulary
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import chunk_tokens
 

@@ -24,8 +24,7 @@ def apply_recompute(stage: GPTStage, recompute: Recompute) -> None:
     if recompute.kind == "selective":
         for layer in layers:
             _recompute(layer.self_attn.core_attention)
-    count = {"full": len(layers), "first": recompute.layers}.get(recompute.kind, 0)
-    for layer in layers[:count]:
+    for layer in layers[: recompute.whole(len(layers))]:
         layer.takes_sum = False  # two tensors would be kept for it, not one
         _recompute(layer)
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
@@ -23,6 +26,7 @@ from hetero_megatron.plan.token_hops import WORTH_A_HOP, routing_groups
 from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 
+Ints = NDArray[np.int64]
 WHOLE_BYTES = 64 << 10  # smaller tensors have one owner: splitting them costs more messages than it saves bytes
 BUCKET_BYTES = 32 << 20
 IN_FLIGHT = 2  # buckets under way at once: what is packed and received for them is extra memory
@@ -68,10 +72,23 @@ class Bucket:
             return False
         return all(layout.alike for layout in self.holders.values())
 
+    @property
+    def layout_key(self) -> tuple[object, ...]:
+        """Equal for buckets of one plan whose tensors have the very same layouts."""
+        return *map(id, self.holders.values()), *map(id, self.owners.values())
+
+    def counts(self) -> tuple[Ints, Ints]:
+        """[ranks] elements that each rank holds, and that it owns."""
+        held, owned = (
+            np.asarray(np.sum([layout.counts() for layout in layouts.values()], axis=0))
+            for layouts in (self.holders, self.owners)
+        )
+        return held, owned
+
 
 def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
     """For every logical tensor, which box each rank of the plan holds; layers on the same stages share layouts."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    stages = plan.stages
     held = _interned([rank_shares(spec, stage) for stage in stages])
     of_layer: dict[int, list[int]] = defaultdict(list)
     for at, stage in enumerate(stages):
@@ -141,7 +158,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:  # fmt: skip
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known."""
     holders = tensor_holders(plan, spec) if holders is None else holders
-    weights = {rank: float(s.optimizer.share) for p in plan.pipelines for s in p.stages for rank in s.ranks}
+    weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
     runs: list[tuple[tuple[tuple[int, ...], bool], list[str], int]] = []
     for segment in backward_order(logical_tensors(spec)):
         for name, wide in ((t.name, t.wide) for t in segment):
@@ -246,7 +263,7 @@ def plan_groups(plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec) -> list[
 def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
     """TP, context and expert groups, and those that balance experts over a sequence: which meet in forward and
     backward."""
-    stages = [s for p in plan.pipelines for s in p.stages]
+    stages = plan.stages
     units = {tuple(sorted(u.ranks)) for s in stages for u in s.units}
     units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
     units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -69,6 +69,10 @@ class Recompute:
 
     def __str__(self) -> str:
         return f"first {self.layers}" if self.kind == "first" else self.kind
+
+    def whole(self, layers: int) -> int:
+        """How many of a stage's ``layers`` are recomputed whole: the first ones."""
+        return {"full": layers, "first": self.layers}.get(self.kind, 0)
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,11 @@ class Stage:
         return sum(b - a for a, b in self.layers)
 
     @property
+    def recomputed(self) -> int:
+        """Layers that are recomputed whole."""
+        return self.recompute.whole(self.num_layers)
+
+    @property
     def chunks(self) -> tuple[Interval, ...]:
         """Layers that a micro-batch passes at once: its ranges, or one without layers."""
         return self.layers or ((0, 0),)
@@ -225,6 +234,21 @@ class Plan:
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
         return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those of all pipelines."""
+        return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    def with_stages(self, change: Callable[[Stage], Stage]) -> Plan:
+        """The plan with every stage changed."""
+        pipelines = (replace(p, stages=tuple(map(change, p.stages))) for p in self.pipelines)
+        return replace(self, pipelines=tuple(pipelines))
+
+    @cached_property
+    def offloading(self) -> frozenset[int]:
+        """Ranks whose optimizer is in host memory."""
+        return frozenset(rank for stage in self.stages if stage.optimizer.offload for rank in stage.ranks)
 
     @cached_property
     def places(self) -> Mapping[int, Place]:

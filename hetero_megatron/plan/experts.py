@@ -44,10 +44,7 @@ def without_plain_experts(plan: Plan, spec: ModelSpec) -> Plan:
         plain = spec.moe is not None and s.experts == expert_groups(replace(s, experts=()), spec.moe.num_experts)
         return replace(s, experts=()) if plain else s
 
-    if not any(s.experts for p in plan.pipelines for s in p.stages):
-        return plan
-    pipelines = [replace(p, stages=tuple(map(stage, p.stages))) for p in plan.pipelines]
-    return replace(plan, pipelines=tuple(pipelines))
+    return plan.with_stages(stage) if any(s.experts for s in plan.stages) else plan
 
 
 def _group(entry: Entry) -> ExpertGroup:

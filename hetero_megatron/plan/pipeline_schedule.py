@@ -9,7 +9,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Pipeline, Plan
-from hetero_megatron.schedule import Schedule, lower, lowered
+from hetero_megatron.schedule import Held, Schedule, generate, held_states, lower, lowered
 from hetero_megatron.schedule.generators import SPLITTING
 from hetero_megatron.schedule.stage_orders import schedule_of
 from hetero_megatron.schedule.stored import expand, schedule_from_dict, schedule_to_dict
@@ -38,6 +38,21 @@ def pipeline_schedule(plan: Plan, pipeline: Pipeline, num_micro_batches: int | N
             field="--rampup-batch-size", value=count, accepted="the plan's batch in every step, or schedule: 1f1b",
         )  # fmt: skip
     return _stored(pipeline.orders, count, pipeline.chunks)
+
+
+def held_by_stages(plan: Plan, pipeline: Pipeline) -> tuple[tuple[Held, ...], ...]:
+    """What each stage may hold at once (:func:`~hetero_megatron.schedule.held_states`)."""
+    if plan.schedule == ADAPTIVE:
+        return held_states(pipeline_schedule(plan, pipeline))
+    shape = len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks, pipeline.in_flight
+    return _held_by_generated(plan.schedule, *shape)
+
+
+@lru_cache(maxsize=64)
+def _held_by_generated(
+    schedule: str, stages: int, micro_batches: int, chunks: int, caps: tuple[int, ...]
+) -> tuple[tuple[Held, ...], ...]:
+    return held_states(generate(schedule, stages, micro_batches, chunks, caps))
 
 
 @lru_cache(maxsize=16)

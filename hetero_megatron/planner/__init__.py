@@ -11,6 +11,8 @@ Data flows down this list; each package imports only from those above it.
     whatif/     other clusters and objectives: replanning, drift, cost
     report/     what the user reads
 
+Memory follows from a plan, a model and a dtype alone: :mod:`hetero_megatron.plan.memory`.
+
 Ten concepts:
 
     PlanningProblem  model, cluster, sequence length, global batch size, options: what is asked (``problem``)

@@ -169,9 +169,9 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(t.size for t in logical_tensors(spec))
 
 
-def layer_parameters(spec: ModelSpec, trained: bool = False) -> int:
-    """Parameters of one decoder layer; ``trained``: of those that are trained."""
-    return sum(t.size for t in logical_tensors(spec) if t.layer == 0 and (t.trained or not trained))
+def layer_parameters(spec: ModelSpec) -> int:
+    """Parameters of one decoder layer."""
+    return sum(t.size for t in logical_tensors(spec) if t.layer == 0)
 
 
 def mlp_widths(spec: ModelSpec) -> int:

@@ -17,7 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_append
 from hetero_megatron.pages.page import kind_of
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.plan.memory import moments_of
+from hetero_megatron.plan.memory.states import moments_of
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.planner.report.timeline import prediction_charts
 from hetero_megatron.planner.simulate.prepared import PreparedPlan

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.plan.memory import MemoryBytes
+from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plan.memory.states import MemoryBytes
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import judge
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,

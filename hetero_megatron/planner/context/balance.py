@@ -62,9 +62,8 @@ class Balancer:
         each_d) / per token."""
         h = np.array(heads, dtype=np.float64)
         kv = np.array(kv_heads(heads, self.costs.per_kv), dtype=np.float64)
-        kept, work = head_bytes(self.problem, h, kv)
-        per_token = sum(token_bytes(self.problem, len(group) == 1, len(self.problem.members[0].ranks)))
-        return self.costs.limits[list(group)] - kv * buffer, kept + work, per_token
+        each, per_token = head_bytes(self.problem, h, kv), token_bytes(self.problem, len(group) == 1)
+        return self.costs.limits[list(group)] - kv * buffer, each, per_token
 
     @cached_method
     def cap(self, group: tuple[int, ...], heads: tuple[int, ...], buffer: float) -> float:

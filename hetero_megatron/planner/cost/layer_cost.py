@@ -6,28 +6,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Stage
+from hetero_megatron.plan.canonical import Recompute, Stage
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import cut_fits, stage_fp8
-from hetero_megatron.plan.memory import (
+from hetero_megatron.plan.memory.activations import RankWork, chunk_limit, kept_bytes, working_bytes
+from hetero_megatron.plan.memory.of_plan import logits_limit
+from hetero_megatron.plan.memory.states import (
     ITEM_BYTES,
     MemoryBytes,
-    RankWork,
     bucket_elements,
+    bucket_sizes,
     buffer_bytes,
-    chunk_limit,
     equal_shares,
     held_elements,
     host_bytes,
-    kept_bytes,
     saved_per_layer,
     state_bytes,
     trained_elements,
-    working_bytes,
 )
 from hetero_megatron.plan.routing import EVEN, Routing
 from hetero_megatron.planner.cached_method import cached_method
@@ -75,6 +75,11 @@ class StageChoice:
     first: int = 0
     offload: bool = False
     home: str = ""
+
+    @property
+    def full(self) -> int:
+        """Layers that are recomputed whole."""
+        return Recompute(self.recompute, self.first).whole(self.layers)
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,6 @@ class CostModel:
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
         self.links = LinkModel(self.rates)
-        self.node_groups = {g.name: g for g in cluster.nodes}
         self._home = {
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
         }
@@ -212,8 +216,7 @@ class CostModel:
 
     def head_in_chunks(self, stage: Stage) -> bool:
         """Whether head and loss of a stage of a plan go through chunks of tokens."""
-        sizes = [(unit.micro_batch_tokens, unit.tp_split) for unit in stage.units] if stage.head else []
-        return chunk_limit(self.model, sizes, self.item, self.options.logits_bytes) is not None
+        return logits_limit(stage, self.model, self.item, self.options.logits_bytes) is not None
 
     def in_fp8(self, stage: StageChoice, micro_batch_size: int) -> bool:
         """Whether the planner has the stage's linear modules in fp8: where the run, its chips and its cut allow it, and
@@ -243,13 +246,12 @@ class CostModel:
     def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
         rows, fp8 = -(-micro_batch_size // stage.dp), self.in_fp8(stage, micro_batch_size)
         parts = self._unit(stage.chip, self.home(stage).name, stage.tp, rows, stage.recompute, fp8)
-        full = {"full": stage.layers, "first": stage.first}.get(stage.recompute, 0)
-        return parts.total(stage.layers, full, stage.embed, stage.head)
+        return parts.total(stage.layers, stage.full, stage.embed, stage.head)
 
     @cached_method
     def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:
         """Of a rank of an equal TP group on nodes of the group ``home``."""
-        link = self.tp_link(self.node_groups[home], tp) if tp > 1 else None
+        link = self.tp_link(self.cluster.groups[home], tp) if tp > 1 else None
         swap = self.tp_exchange_seconds(tp, rows, link)
         posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
         routed = self._routed_seconds(tp, rows, link, posting)
@@ -314,7 +316,7 @@ class CostModel:
         return alpha + size * beta + messages * (link.message_seconds or 0.0)
 
     def home(self, stage: StageChoice) -> NodeGroup:
-        return self.node_groups[stage.home] if stage.home else self._home[stage.chip]
+        return self.cluster.groups[stage.home] if stage.home else self._home[stage.chip]
 
     def tp_link(self, home: NodeGroup, tp: int) -> LinkRates:
         """The slowest link inside a TP group of several ranks, which fill nodes of ``home`` one after the other; there
@@ -375,11 +377,7 @@ class CostModel:
 
     def held_elements(self, stage: StageChoice) -> int:
         """Elements on the stage's rank that holds the most."""
-        return self._most_held(stage.tp, stage.layers, stage.embed, stage.head)
-
-    @cached_method
-    def _most_held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
-        return max(held_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
+        return self._most(held_elements, stage.tp, stage.layers, stage.embed, stage.head)
 
     def saved_bytes(self, stage: StageChoice) -> int:
         """Bytes that weights in 8 bits save on the stage's rank on which they save the least."""
@@ -393,10 +391,13 @@ class CostModel:
         """Elements with gradients on the stage's rank that holds the most of them."""
         return self.most_trained(stage.tp, stage.layers, stage.embed, stage.head)
 
-    @cached_method
     def most_trained(self, tp: int, layers: int, embed: bool, head: bool) -> int:
         """:meth:`trained_elements` of a stage given by these values."""
-        return max(trained_elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
+        return self._most(trained_elements, tp, layers, embed, head)
+
+    @cached_method
+    def _most(self, elements: Callable[..., int], tp: int, layers: int, embed: bool, head: bool) -> int:
+        return max(elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
 
     def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
         """Buckets under way: (bytes per element travelling, bytes per element being summed, most elements travelling,
@@ -406,13 +407,18 @@ class CostModel:
             return 0.0, 0.0, 0, 0
         # Without TP all replicas hold the same elements.
         per_element = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
-        return *per_element, *self._bucket_elements(tp, stage.embed, stage.head)
+        return *per_element, *self.bucket_elements(tp, stage.embed, stage.head)
 
     @cached_method
-    def _bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
+    def bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
         """(most elements travelling, most in one bucket) on a rank of a stage."""
         known = [bucket_elements(self.model, embed, head, share) for share in equal_shares(self.model, tp)]
         return max(together for _, together in known), max(largest for largest, _ in known)
+
+    @cached_method
+    def last_bucket(self, tp: int) -> int:
+        """Elements of the last bucket of a rank's decoder layers in backward."""
+        return max(bucket_sizes(self.model, False, False, share)[-1] for share in equal_shares(self.model, tp))
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """Memory of the stage's worst rank.
@@ -427,7 +433,8 @@ class CostModel:
         moving, adding, together, largest = self.buffering(stage, replicas)
         buffers = int(max(moving * min(held, together), adding * min(held, largest)))
         host = host_bytes(self.owned_elements(stage, replicas), self.options.moments) if stage.offload else 0
-        beside = self.context(stage.chip), host, self._allowed(stage.chip)
+        communicators = self.cluster.chips[stage.chip].communicator.least
+        beside = self.framework_bytes(stage.chip), host, communicators
         return MemoryBytes(*self.states(stage, replicas), activations, buffers, *beside)
 
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
@@ -455,16 +462,13 @@ class CostModel:
         )
         return kept_bytes(self.model, held), working_bytes(self.model, held)
 
-    def context(self, chip: str) -> int:
+    def framework_bytes(self, chip: str) -> int:
         """Bytes that the framework takes on a chip before the first tensor and the first communicator."""
         return int(self.chip_rates(chip).overhead_bytes)
 
     def overhead(self, chip: str) -> int:
         """The same with communicators, before it is known how many there are."""
-        return self.context(chip) + self._allowed(chip)
-
-    def _allowed(self, chip: str) -> int:
-        return self.cluster.chips[chip].communicator.least
+        return self.framework_bytes(chip) + self.cluster.chips[chip].communicator.least
 
     def memory_limit(self, chip: str) -> int:
         """Most bytes that :meth:`memory_bytes` (with overhead) may reach: the chip's memory minus the margin."""

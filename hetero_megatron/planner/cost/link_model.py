@@ -64,7 +64,6 @@ class LinkModel:
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.ranks = rates, rates.cluster.ranks
-        self._chips = {group.name: group.chip for group in rates.cluster.nodes}
 
     @cached_method
     def link(self, group: str, other: str, same_node: bool, collective: str | None = None) -> LinkPrice:
@@ -74,7 +73,7 @@ class LinkModel:
         out, into = (min(beta, self.fastest(name, same_node)) for name in (group, other))
         message = rates.message_seconds
         if message is None:
-            message = self.rates.chips[self._chips[group]].message_seconds
+            message = self.rates.chips[self.rates.cluster.groups[group].chip].message_seconds
         pair = rates.between_chips(collective)
         return LinkPrice(alpha, rates.alpha, out, into, min(rates.beta, beta), pair, message)
 
@@ -150,6 +149,14 @@ class LinkModel:
             own = message if link.exchange is not None else 0.0  # a measured exchange includes one message
             more = max(more, (len(ranks) - 1) * message - own)
         return found.seconds + found.latency + more, posting
+
+    def busiest_host(self, messages: Iterable[tuple[int, int]]) -> float:
+        """Host seconds of the rank with the most messages; of each message, (rank, peer)."""
+        seconds: dict[int, float] = defaultdict(float)
+        for rank, peer in messages:
+            if rank != peer:
+                seconds[rank] += self.message_seconds(rank, peer)
+        return max(seconds.values(), default=0.0)
 
     def message_seconds(self, rank: int, peer: int) -> float:
         """Host seconds that a message to or from ``peer`` costs ``rank``."""

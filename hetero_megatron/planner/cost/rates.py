@@ -18,7 +18,7 @@ from typing import Any
 
 from hetero_megatron.cluster import Chip, Cluster, Link
 from hetero_megatron.cluster.document import Entry, from_data
-from hetero_megatron.cluster.rates_section import LEAST, MOST, SECONDS
+from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.spec import ModelSpec
@@ -38,16 +38,10 @@ OVERHEAD_BYTES = 1 << 29  # context and libraries of an accelerator: assumed
 CORE_OVERHEAD_BYTES = 64 << 20  # the same on a CPU, on top of the process before the model is built
 LATENCY = {"intra": 10e-6, "inter": 20e-6}  # where the cluster file gives none (Calculon's values)
 COLLECTIVES = ("all_to_all", "exchange")
-ROWS = {
-    "gemm": 4, "gemm_backward": 5, "attention": 5, "layers": 6, "embed": 6, "head": 6, "split_layers": 6,
-    "split_head": 6, "optimizer": 2, "visits": 5, "waiting": 6, "experts": 12,
-}  # fmt: skip
 FAMILIES = ("layers", "split", "waiting", "attention", "visits", "optimizer", "exchange")  # with a spread of their own
 
 POSITIVE = ("gemm_flops", "bytes_per_second", "attention_flops")
 LINK_KEYS = ("within", "between", "from", "to", "alpha", "beta", "message_seconds", "collectives", "spread", "source")
-LAYER_ROW = 6  # width of a LayerRow
-NAMED = (LAYER_ROW, 12)  # widths of rows that begin with a model's fingerprint
 Row = tuple[float, ...]
 
 
@@ -155,8 +149,8 @@ class LinkRates:
 
 
 def scaled_rows(table: str, rows: Sequence[Row | LayerRow], factor: float) -> tuple[Row | LayerRow, ...]:
-    """The rows of one of ``ROWS`` with all their seconds multiplied."""
-    n = SECONDS[table]
+    """The rows of one of ``TABLES`` with all their seconds multiplied."""
+    n = TABLES[table][1]
     return tuple(
         replace(row, forward=row.forward * factor, backward=row.backward * factor)
         if isinstance(row, LayerRow)
@@ -195,13 +189,9 @@ class Rates:
 
     def _data_sheet(self, group: str, other: str, same_node: bool) -> LinkRates:
         cluster = self.cluster
-        a, b = (next(g for g in cluster.nodes if g.name == name) for name in (group, other))
+        a, b = cluster.groups[group], cluster.groups[other]
         chip = cluster.chips[a.chip]
-        if same_node:
-            known = Link(chip.link_bandwidth) if chip.link_bandwidth is not None else None
-            link = cluster.intra_node or known
-        else:
-            link = cluster.link_between(group, other)
+        link = cluster.link_inside(group) if same_node else cluster.link_between(group, other)
         if link is None:
             where = f"inside a node of {group}" if same_node else f"between nodes of {group} and {other}"
             key = "links.intra_node" if same_node else "links.inter_node"
@@ -277,21 +267,21 @@ def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRate
 
 def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str, Any]:
     """The fields of :class:`ChipRates` that an entry of ``rates.chips`` holds, checked; all tables, empty or not."""
-    tables = [table for table in ROWS if table != "gemm_backward" or dtype.startswith("fp8_")]
+    tables = [table for table in TABLES if table != "gemm_backward" or dtype.startswith("fp8_")]
     keys = from_data(given, f"rates.chips.{chip}.{dtype}", cluster.file).mapping((*NUMBERS, *tables, "spread"))
     values: dict[str, Any] = {k: keys[k].number(LEAST * (k in POSITIVE), MOST) for k in NUMBERS if k in keys}
     if "spread" in keys:  # files once had one number, that of an action
         spread = keys["spread"]
         families = spread.mapping(FAMILIES) if isinstance(spread.value, dict) else {"layers": spread}
         values["spread"] = {family: entry.number(0, MOST) for family, entry in families.items()}
-    for table, width in ROWS.items():
-        rows = [_row(row, width) for row in keys[table].items()] if table in keys else []
-        values[table] = tuple(LayerRow(*row) for row in rows) if width == LAYER_ROW else tuple(rows)
+    for table in TABLES:
+        rows = [_row(row, table) for row in keys[table].items()] if table in keys else []
+        values[table] = tuple(LayerRow(*row) for row in rows) if table in MODEL_TABLES else tuple(rows)
     return values
 
 
-def _row(entry: Entry, width: int) -> tuple[Any, ...]:
-    cells, names = entry.items(), int(width in NAMED)
+def _row(entry: Entry, table: str) -> tuple[Any, ...]:
+    cells, width, names = entry.items(), sum(TABLES[table]), int(table in (*MODEL_TABLES, "experts"))
     if len(cells) != width:
         entry.fail("a row of another length", accepted=f"lists of {width} values")
     return (*(str(cell.value) for cell in cells[:names]), *(cell.number(LEAST, MOST) for cell in cells[names:]))
@@ -339,7 +329,7 @@ def share_of_peak(chip: str) -> float:
 
 
 def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:
-    groups = [g.name for g in cluster.nodes]
+    groups = cluster.groups
     both: dict[tuple[str, str, bool], LinkRates] = {}
     one_way: dict[tuple[str, str, bool], LinkRates] = {}
     links = from_data(cluster.rates.get("links", []), "rates.links", cluster.file)

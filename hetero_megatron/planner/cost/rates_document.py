@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from hetero_megatron.planner.cost.rates import COLLECTIVES, NUMBERS, ROWS, ChipRates, LayerRow, LinkRates
+from hetero_megatron.cluster.rates_section import TABLES
+from hetero_megatron.planner.cost.rates import COLLECTIVES, NUMBERS, ChipRates, LayerRow, LinkRates
 
 
 def as_document(rates: ChipRates) -> dict[str, Any]:
@@ -13,7 +14,7 @@ def as_document(rates: ChipRates) -> dict[str, Any]:
     out: dict[str, Any] = {k: getattr(rates, k) for k in NUMBERS}
     if rates.spread:
         out["spread"] = dict(rates.spread)
-    for key in ROWS:
+    for key in TABLES:
         rows = getattr(rates, key)
         if rows:
             out[key] = [list(asdict(r).values()) if isinstance(r, LayerRow) else list(r) for r in rows]

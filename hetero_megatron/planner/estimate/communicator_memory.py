@@ -1,6 +1,6 @@
 """Memory of communicators of a template's stages, beyond what is set aside before they are known.
 
-They are counted as :mod:`hetero_megatron.planner.simulate.communicators` does for plans, but for islands, which
+They are counted as :mod:`hetero_megatron.plan.memory.communicators` does for plans, but for islands, which
 templates do not have.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from hetero_megatron.plan.memory.communicators import library
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.node_classes import StageId
@@ -19,10 +20,8 @@ class StageCommunicators:
 
     def __init__(self, costs: CostModel, pool: DevicePool) -> None:
         chips = [costs.cluster.chips[group.chip] for group in pool.groups]
-        # Emulated chips transfer by gloo, in host memory.
-        self.vendors = ["" if chip.speed is not None else chip.vendor or "unknown" for chip in chips]
-        self.each = [(chip.communicator.bytes(1, 0), chip.communicator.bytes(0, 1)) for chip in chips]
-        self.aside = [chip.communicator.least for chip in chips]
+        self.vendors = [library(chip) for chip in chips]
+        self.memory = [chip.communicator for chip in chips]
 
     def counted(self, stages: Sequence[StageTemplate], s: int, reducing: Iterable[int]) -> int:
         """Bytes on a rank of stage ``s`` of a pipeline beyond what is set aside.
@@ -30,18 +29,15 @@ class StageCommunicators:
         Args:
             reducing: ranks of each group in which gradients of the stage are reduced (:meth:`reducing`).
         """
-        stage, ends = stages[s], 0
-        vendor, (each, peer) = self.vendors[stage.group], self.each[stage.group]
+        stage = stages[s]
+        vendor, memory = self.vendors[stage.group], self.memory[stage.group]
         if not vendor:
             return 0
-        for i in (s - 1, s + 1):
-            if 0 <= i < len(stages) and self.vendors[stages[i].group] == vendor:
-                ends += 2 * stages[i].tp * stages[i].dp
-        taken = ends * (each + peer)
-        for size in (stage.tp, *reducing):
-            if size > 1:
-                taken += each + (size - 1) * peer
-        return max(0, taken - self.aside[stage.group])
+        beside = [stages[i] for i in (s - 1, s + 1) if 0 <= i < len(stages)]
+        pairs = sum(2 * other.tp * other.dp for other in beside if self.vendors[other.group] == vendor)
+        groups = [size for size in (stage.tp, *reducing) if size > 1]
+        taken = memory.bytes(len(groups) + pairs, sum(groups) - len(groups) + pairs)
+        return max(0, taken - memory.least)
 
     def of_equal_pipelines(self, stages: Sequence[StageTemplate], s: int, replicas: float) -> int:
         """:meth:`counted` of ``replicas`` equal pipelines."""

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan.memory import equal_shares, trained_elements
+from hetero_megatron.plan.memory.states import equal_shares, trained_elements
 from hetero_megatron.planner.cached_method import cached_by
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
@@ -119,9 +119,11 @@ class TemplateBounds:
         moved = held * (copies - 1) / copies
         # Some may go to copies in the node, the others through its cards, which the TP group shares.
         (inside, a), (outside, b) = (self.links.best(stage.group, near) for near in (True, False))
-        if self.scorer.pool.groups[stage.group].per_node <= stage.tp:
+        per_node = self.scorer.pool.groups[stage.group].per_node
+        if per_node <= stage.tp:
             inside = math.inf
-        rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * stage.tp) if beta < math.inf)
+        sharing = min(stage.tp, per_node)
+        rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * sharing) if beta < math.inf)
         wire = moved / rate if rate else 0.0
         return wire * item, min(a, b), optimizer + wire * self.scorer.costs.item + min(a, b)
 

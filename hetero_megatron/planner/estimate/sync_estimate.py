@@ -8,9 +8,10 @@ alike (norms) contribute only latency and summing.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
@@ -32,7 +33,9 @@ class SyncSegment:
         lowest: by stage, how many of the stage's layers come before this segment.
         copies: holders of each element; ranks: holders in all; total: sum of the ranks' optimizer shares.
         share: by stage, the fraction of a copy's elements that its TP group owns.
-        embed: includes the embedding, whose gradients come last in backward.
+        layers: number of layers; head, embed: elements of the head and of the embedding, whose gradients come first and
+            last in backward; elements: of one copy; bucket, last: most elements in one bucket
+            of layers, and in the last one.
         ports: seconds per byte of an element that each port is busy; link: the same for the most loaded pair of ends.
         latency: seconds, including the hosts' time per message.
     """
@@ -43,14 +46,55 @@ class SyncSegment:
     ranks: int
     total: int
     share: dict[StageId, float]
-    embed: bool = False
+    layers: int = 0
+    head: int = 0
+    embed: int = 0
+    elements: int = 0
+    bucket: int = BUCKET_BYTES // 4
+    last: int = 0
     ports: dict[Port, float] = field(default_factory=dict)
     link: float = 0.0
     latency: float = 0.0
 
     @property
     def buckets(self) -> int:
-        return max(1, math.ceil(max(self.held.values()) * 4 / BUCKET_BYTES))
+        each = max(self.held.values()) * self._fraction(self.elements - self.head - self.embed)
+        return max(1, (self.head > 0) + (self.embed > 0) + math.ceil(each / self.bucket))
+
+    @property
+    def last_bucket(self) -> float:
+        """Fraction of the segment in the last bucket: that of the embedding, which is not divided, or of layers."""
+        return self._fraction(self.embed) or 1 / self.buckets
+
+    @property
+    def trailing(self) -> float:
+        """Fraction of the segment that travels last, beside the first bucket of the next one."""
+        if self.embed or not self.layers:  # a large head's norm is a bucket of its own
+            return self._fraction(self.embed or self.head * (4 * self.head <= BUCKET_BYTES))
+        return min(1.0, self.last / max(self.held.values()))
+
+    def _fraction(self, elements: int) -> float:
+        return elements / self.elements if self.elements else 0.0  # 0 where nothing is trained
+
+    def releases(self, times: Mapping[StageId, LastBackward]) -> list[tuple[float, dict[StageId, float]]]:
+        """When gradients become complete: those of a layer at the end of its backward, all at once. By head, first and
+        last bucket of layers (those between are proportional), embedding: (fraction of the segment that is not complete
+        before, by stage, seconds from the start of the step)."""
+        share, found = self.bucket / max(self.held.values()), []
+        head, embed = self._fraction(self.head), self._fraction(self.embed)
+        if head:
+            found.append((1.0, {at: times[at].after_layers(times[at].layers) for at in self.held}))
+        if self.layers:
+            each = (1 - head - embed) / self.layers
+            together = min(self.layers, max(1, int(share / each))) if each > 0 else self.layers  # in a bucket
+            last = {at: times[at].after_layers(self.lowest[at]) for at in self.held}
+            if self.layers > together:
+                rest = self.layers - together
+                found.append((1 - head, {at: end - rest * times[at].layer for at, end in last.items()}))
+            found.append((each * together + embed, last))
+        if embed:
+            found.append((embed, {at: times[at].done for at in self.held}))
+        return found
 
 
 @dataclass
@@ -96,11 +140,18 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
             share = {at: stages[at].tp * stages[at].share / total for at in holders}
             loads.segments.append(SyncSegment(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
         segment, before = loads.segments[-1], holders
+        segment.layers += layers
+        least_tp = min(stages[at].tp for at in holders)
+        segment.last = costs.last_bucket(least_tp)
+        segment.bucket = max(segment.bucket, costs.bucket_elements(least_tp, False, False)[1])
+        elements = costs.most_trained(1, layers, end == "embed", end == "head")
+        segment.head += elements * (end == "head")
+        segment.embed += elements * (end == "embed")
+        segment.elements += elements
         for at in holders:
             segment.held[at] += costs.most_trained(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in segment.lowest:
                 segment.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
-        segment.embed = end == "embed"
     for segment in loads.segments:
         _price_segment(segment, classes, stages, links)
     return loads
@@ -109,14 +160,21 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
 def _price_segment(
     segment: SyncSegment, classes: NodeClasses, stages: Mapping[StageId, StageTemplate], links: LinkTable
 ) -> None:
-    """Fill in ``ports``, ``link`` and ``latency``. Equal nodes have equal ports, so each class of nodes is priced once.
-    """
-    nodes: Counter[int] = Counter()  # optimizer shares on one node of each class
+    """Fill in ``ports``, ``link`` and ``latency``. Equal nodes have equal ports, so each class of nodes is priced once;
+    the nodes of a TP group that spans several are equal too."""
+    nodes: Counter[int] = Counter()  # optimizer shares on one node of each class, or on those that its TP groups span
+    one: Counter[int] = Counter()  # of these, on one node
     units: Counter[int] = Counter()  # copies by group
     inside_units: Counter[int] = Counter()
+
+    def here(at: StageId, group: int) -> int:
+        """Ranks of a TP group on one node."""
+        return min(stages[at].tp, links.pool.groups[group].per_node)
+
     for at in segment.held:
         for c, n in classes.nodes[at].items():
             nodes[c] += n * stages[at].tp * stages[at].share
+            one[c] += n * here(at, classes.group[c]) * stages[at].share
             units[classes.group[c]] += n * classes.count[c]
             inside_units[c] += n
     total: Counter[int] = Counter()  # by group
@@ -125,7 +183,7 @@ def _price_segment(
     for c, n in nodes.items():
         g = classes.group[c]
         total[g] += n * classes.count[c]
-        most[g], count[g] = max(most[g], n), count[g] + classes.count[c]
+        most[g], count[g] = max(most[g], one[c]), count[g] + classes.count[c] + (one[c] < n)
     groups = sorted(units)
     message = 0.0
     largest = max(stages[at].share for at in segment.held)
@@ -153,12 +211,12 @@ def _price_segment(
                     continue
                 out, into = out + others / segment.total * way.out, into + copies * segment.share[at] * back.into
                 if h != g or count[g] > 1:
-                    between = mine * tp * held / segment.total * most[h] * max(way.link, back.link)
+                    between = mine * here(at, g) * held / segment.total * most[h] * max(way.link, back.link)
                     pair = held * largest / segment.total * max(way.pair, back.pair)
                     segment.link = max(segment.link, between, pair)
                 segment.latency, message = max(segment.latency, way.alpha), max(message, way.message)
             if out:
-                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + mine * tp * held * max(out, into)
+                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + mine * here(at, g) * held * max(out, into)
     segment.latency += (segment.ranks - 1) * message
 
 
@@ -193,14 +251,9 @@ class LastBackward:
     plain: float
     layers: int
 
-    def gradient_times(self, segment: SyncSegment, at: StageId, share: float) -> tuple[float, float]:
-        """(first, last): when the gradients of the first and of the last bucket of a segment are complete; ``share``:
-        part of the segment in one bucket."""
-        lowest = segment.lowest[at]
-        last = self.done if segment.embed else self.begin + self.plain - lowest * self.layer
-        above = last - self.begin - (self.layers - lowest) * self.layer if not segment.embed else 0.0
-        first = max(self.begin + above, last - (1 - share) * (self.layers - lowest) * self.layer)
-        return min(first, last), last
+    def after_layers(self, below: int) -> float:
+        """When the gradients of all layers but the ``below`` first ones of the stage are complete (s)."""
+        return self.begin + self.plain - below * self.layer
 
 
 def sync_ends(
@@ -212,7 +265,8 @@ def sync_ends(
     times: Mapping[StageId, LastBackward] | None = None,
 ) -> dict[StageId, float]:
     """When each stage's ranks are done with all segments, in seconds from the start of the step. Follows
-    ``simulate.grad_sync``, except that the buckets of a segment are priced together.
+    ``simulate.grad_sync``, except that the buckets of a segment are priced together: a stage's segments go in order,
+    and ports serve first what is ready first.
 
     Args:
         chips: chip type by stage.
@@ -220,34 +274,88 @@ def sync_ends(
         item: bytes per element.
         times: the last backwards for gradient reduction; None: spread of updated parameters.
     """
-    hosts = {at: RankHost() for at in idle}
-    free: dict[object, float] = {}
-    sharded = costs.options.sharded
-    for segment in loads.segments:
-        ready = late = 0.0
-        after = {}
+    run = _SyncRun(costs, chips, idle, item, times)
+    queues: dict[StageId, list[int]] = defaultdict(list)  # segments of each stage that did not start, last one first
+    for number in range(len(loads.segments) - 1, -1, -1):
+        for at in loads.segments[number].held:
+            queues[at].append(number)
+    heap: list[tuple[float, int, list[tuple[float, float]]]] = []
+
+    def launch(candidates: Iterable[int]) -> None:
+        for number in candidates:
+            segment = loads.segments[number]
+            if all(queues[at][-1] == number for at in segment.held):
+                releases = run.releases(segment)
+                heapq.heappush(heap, (run.ready(segment, releases), number, releases))
+
+    launch(dict.fromkeys(queue[-1] for queue in queues.values()))
+    while heap:
+        _, number, releases = heapq.heappop(heap)
+        segment = loads.segments[number]
+        run.travel(segment, releases)
+        launch(dict.fromkeys(queues[at][-1] for at in segment.held if queues[at].pop() == number and queues[at]))
+    return {at: host.finish(idle[at]) for at, host in run.hosts.items()}
+
+
+class _SyncRun:
+    """State of :func:`sync_ends`. Releases: (fraction of a segment, when it and what comes before it is packed, in
+    seconds), in the order of time."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        chips: Mapping[StageId, str],
+        idle: Mapping[StageId, float],
+        item: float,
+        times: Mapping[StageId, LastBackward] | None,
+    ) -> None:
+        self.costs, self.chips, self.idle, self.item, self.times = costs, chips, idle, item, times
+        self.hosts = {at: RankHost() for at in idle}
+        self.free: dict[object, float] = {}  # when ports, and stages, are free for the next segment (s)
+
+    def host_seconds(self, segment: SyncSegment, at: StageId) -> tuple[float, float]:
+        if not self.costs.options.sharded:
+            return 0.0, 0.0
+        return host_seconds(segment, at, self.costs, self.chips[at], self.item, self.times is None)
+
+    def releases(self, segment: SyncSegment) -> list[tuple[float, float]]:
         share = 1 / segment.buckets
+        found: Sequence[tuple[float, Mapping[StageId, float]]] = [(1.0, self.idle)]
+        if self.times is not None and self.costs.options.overlap:
+            found = segment.releases(self.times)
+        packed = [0.0] * len(found)
         for at in segment.held:
-            pack, after[at] = (
-                host_seconds(segment, at, costs, chips[at], item, times is None)
-                if sharded else (0.0, 0.0)
-            )  # fmt: skip
-            first = last = idle[at]
-            if times is not None and costs.options.overlap:
-                first, last = times[at].gradient_times(segment, at, share)
-            sent = hosts[at].send(last, pack)
-            late, ready = max(late, sent), max(ready, sent - (last - first) - pack * (1 - share))
-        begin = max([ready, *(free.get(at, 0.0) for at in (*segment.ports, *segment.held))])
-        end = max(begin + segment.link * item, late + segment.link * item * share)
-        for port, seconds_ in segment.ports.items():
-            free[port] = max(begin + seconds_ * item, late + seconds_ * item * share)
+            (pack, after), last = self.host_seconds(segment, at), found[-1][1][at]
+            late = self.hosts[at].send(last, pack) - last
+            for i, (left, when) in enumerate(found):
+                # Before it packs more, it has summed all that was complete before but what is under way.
+                summed = after * max(0.0, 1 - left - share)
+                packed[i] = max(packed[i], when[at] + late + summed - pack * max(0.0, left - share))
+        return [(left, seconds) for (left, _), seconds in zip(found, packed)]
+
+    def ready(self, segment: SyncSegment, releases: list[tuple[float, float]]) -> float:
+        """When its ranks can send the first bucket (s)."""
+        return max(releases[0][1], *(self.free.get(at, 0.0) for at in segment.held))
+
+    def travel(self, segment: SyncSegment, releases: list[tuple[float, float]]) -> None:
+        item, share, free = self.item, 1 / segment.buckets, self.free
+        begin = max([self.ready(segment, releases), *(free.get(port, 0.0) for port in segment.ports)])
+
+        def end_of(seconds: float) -> float:
+            """When something is done that takes so many seconds per byte of an element."""
+            return max(begin + seconds * item, *(when + seconds * item * left for left, when in releases))
+
+        end = end_of(segment.link)
+        for port, seconds in segment.ports.items():
+            free[port] = end_of(seconds)
             end = max(end, free[port])
-        # At most IN_FLIGHT buckets travel at once, so the latency is paid once per IN_FLIGHT buckets.
-        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item * share, -(-segment.buckets // IN_FLIGHT)
-        end = max(end + segment.latency, begin + rows * (each + segment.latency))
-        # A rank sends its next segment's first bucket when all but IN_FLIGHT - 1 of this one's are done.
-        free |= dict.fromkeys(segment.held, end - (end - begin) * min(1.0, (IN_FLIGHT - 1) * share))
-        for at, seconds_ in after.items():
-            hosts[at].under_way.append((end, seconds_ * share))
-            hosts[at].delay += seconds_ * (1 - share)
-    return {at: host.finish(idle[at]) for at, host in hosts.items()}
+        afters = {at: self.host_seconds(segment, at)[1] for at in segment.held}
+        # At most IN_FLIGHT buckets travel at once, so the latency and the host's time are paid once per IN_FLIGHT ones.
+        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-segment.buckets // IN_FLIGHT)
+        end = max(end + segment.latency, begin + rows * (segment.latency + (each + max(afters.values())) * share))
+        # A rank sends its next segment's first bucket when all but this one's last are done.
+        free |= dict.fromkeys(segment.held, end - each * segment.trailing)
+        last = segment.last_bucket
+        for at, after in afters.items():
+            self.hosts[at].under_way.append((end, after * last))
+            self.hosts[at].delay += after * (1 - last)

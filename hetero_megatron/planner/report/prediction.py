@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_megatron.cluster import format_bytes
-from hetero_megatron.planner.simulate.memory_report import format_memory
+from hetero_megatron.plan.memory.report import format_memory
 from hetero_megatron.planner.simulate.step import Prediction
 from hetero_megatron.words import plural, rank_ranges, word
 

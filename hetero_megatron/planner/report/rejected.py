@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, from_megatron, validate
+from hetero_megatron.plan.memory.report import OverLimit
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
-from hetero_megatron.planner.simulate.memory_report import OverLimit
 from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import StepSimulator
 from hetero_megatron.planner.template.plan_template import PlanTemplate

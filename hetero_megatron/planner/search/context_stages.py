@@ -15,6 +15,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Stage, supports
 from hetero_megatron.plan.canonical import KeyValues
 from hetero_megatron.plan.fields import first_layers
+from hetero_megatron.plan.memory.of_plan import plan_activations
 from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import plan_stage
 from hetero_megatron.planner.context.lower_bound import speed_bound
@@ -26,7 +27,6 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure
 from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
-from hetero_megatron.planner.simulate.memory_report import plan_activations
 from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
 from hetero_megatron.planner.simulate.step import Prediction
 from hetero_megatron.planner.template.plan_template import in_flight

@@ -4,7 +4,8 @@ Enumerates every sequence of stages (group, TP, inner DP) on every number of chi
 recompute; every multiset of such pipelines that the cluster has chips for; and every division of the batch.
 Combinations are evaluated in the order of their lower bounds until no bound is below the best value. Lower bounds
 assume the most ranks that could share a stage's optimizer states; evaluated templates take the recompute that fits with
-states where the runtime will place them.
+states where the runtime will place them. That is costly, so it is done last for templates whose estimate with the
+fastest recompute is not below the best.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ MOST_WORK = 8_000_000  # sequences x splits of layers x numbers of micro-batches
 MOST_WAYS = 4000  # batch divisions tried per combination
 MOST_LISTED = 200_000  # batch divisions tried in all
 MOST_FITTED = 300  # placements whose memory is computed exactly
+MOST_LATE = 4 * MOST_FITTED  # templates that are put off until all others are evaluated
 
 
 class Enumeration:
@@ -160,6 +162,9 @@ class _Enumerator:
         self.batch, self.space = problem.global_batch_size, problem.space
         self.bound, self.best = 0.0, math.inf
         self.listed = 0
+        self.late: list[tuple[float, int, PlacedTemplate]] = []  # heap of (-lower bound (s), number, to be fitted last)
+        self.seen: set[PlanTemplate] = set()  # with the fastest recompute
+        self._number = itertools.count()
         self.fit = MemoryFit(self.scorer, problem.space.recompute, problem.space.shares)
         self.sequences = StageSequences(problem, self.scorer)
 
@@ -177,10 +182,25 @@ class _Enumerator:
             left = self._try_all(self._combinations(self.sequences.columns(True, unequal, self.best), most))
             if left is None:
                 break
-        if alone is None or left is None:
+        late = None if alone is None or left is None else self._fit_late()
+        if alone is None or left is None or late is None:
             return False
-        self.bound = min(self.best, self.sequences.skipped, alone, left)
+        self.bound = min(self.best, self.sequences.skipped, alone, left, late)
         return True
+
+    def _fit_late(self) -> float | None:
+        """Fit and evaluate the templates that were put off; returns as :meth:`_try`."""
+        left = math.inf
+        for bound, _, placed in sorted((-bound, number, placed) for bound, number, placed in self.late):
+            if bound >= self.best:
+                break
+            if self.fit.computed >= MOST_FITTED:
+                return min(left, bound)
+            rest = self._fit(placed)
+            if rest is None:
+                return None
+            left = min(left, rest)
+        return left
 
     def _try_all(self, combinations: Iterable[Combination]) -> float | None:
         """Evaluate combinations of pipelines; returns as :meth:`_try`."""
@@ -226,7 +246,7 @@ class _Enumerator:
                     break
                 if self.should_stop():
                     return None
-                if count >= MOST_WAYS or self.listed >= MOST_LISTED or self.fit.computed >= MOST_FITTED:
+                if count >= MOST_WAYS or self.listed >= MOST_LISTED:
                     rest = min(rest, least)
                     break
                 self.listed += 1
@@ -260,22 +280,49 @@ class _Enumerator:
                 self.incumbent.rejected["packing"] += 1
                 rest = min(rest, least)  # it might pack in another placement
             elif tried is None or placed.pipelines != tried.pipelines:
-                fitted, go_on = self._evaluate(placed)
-                rest = min(rest, max(least, fitted))
-                if not go_on:
+                left = self._evaluate(placed)
+                if left is None:
                     return None
+                rest = min(rest, max(least, left))
                 tried = placed
         return rest
 
-    def _evaluate(self, placed: PlacedTemplate) -> tuple[float, bool]:
-        """(lower bound (s) on ways to fit the template that were not evaluated, inf if none; whether to continue)."""
+    def _evaluate(self, placed: PlacedTemplate) -> float | None:
+        """Fit and evaluate a placed template, or put it off.
+
+        Returns:
+            Lower bound (s) on what was neither evaluated nor put off, inf if nothing; None to stop.
+        """
+        likely, sure = self.fit.best_case(placed)
+        if likely is None:
+            self.incumbent.rejected["memory"] += 1
+            return math.inf
+        bound = self.scorer.bounds.lower_bound(likely)
+        if bound >= self.best or likely in self.seen:
+            return math.inf
+        self.seen.add(likely)
+        if not sure:
+            score = self.scorer.score(likely, self.best)
+            assert score is not None, "it was placed a moment ago"
+            if score.step_seconds >= self.best or self.fit.computed >= MOST_FITTED:
+                return self._put_off(bound, placed)
+        return self._fit(placed)
+
+    def _put_off(self, bound: float, placed: PlacedTemplate) -> float:
+        """Keep a template to be fitted last; returns the lower bound (s) of one that is not kept for it, inf if none.
+        """
+        heapq.heappush(self.late, (-bound, next(self._number), placed))
+        return -heapq.heappop(self.late)[0] if len(self.late) > MOST_LATE else math.inf
+
+    def _fit(self, placed: PlacedTemplate) -> float | None:
+        """Evaluate the ways to fit a placed template; returns as :meth:`_evaluate`."""
         fits, other = self.fit.fits(placed)
         least = math.inf if other is None else self.scorer.bounds.lower_bound(other)
         for found in fits:
             if self.scorer.bounds.lower_bound(found) >= self.best:
                 continue
             score = self.scorer.score(found)
-            assert score is not None, "it was placed a moment ago"
+            assert score is not None, "it was placed before"
             seconds, made = score.step_seconds, found.joined()
             if seconds < self.best:
                 # Islands have communicators of their own, so less may fit. That other levels then do is not tried.
@@ -285,6 +332,6 @@ class _Enumerator:
                 self.best = seconds
             self.incumbent.take(made, seconds)
             if self.should_stop():
-                return least, False
+                return None
         self.incumbent.rejected["memory"] += not fits
-        return least, True
+        return least

@@ -63,11 +63,8 @@ class DivisionPrice:
         widths = (self.costs.options.gradient_bytes or self.costs.wide, self.costs.item) if sent else ()
         network, group = self.stages.network, [self.stage.ranks]
         travel = sum(network.groups_exchange(_flows(sent, width), group)[0] for width in widths)
-        homes = self.costs.node_groups
-        updates = [
-            self.costs.update_seconds(homes[self.costs.cluster.ranks[r].group], round(n), self.stage.optimizer.offload)
-            for r, n in owned.items()
-        ]
+        home, offload = self.costs.cluster.group_of, self.stage.optimizer.offload
+        updates = [self.costs.update_seconds(home(r), round(n), offload) for r, n in owned.items()]
         return travel + max(updates)
 
 

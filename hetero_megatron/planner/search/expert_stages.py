@@ -280,8 +280,4 @@ def with_equal_experts(plan: Plan, num_experts: int) -> Plan:
             members[i] = replace(members[i], experts=(ends[at], ends[at + 1]) if ends[at] < ends[at + 1] else (0, 0))
         return ExpertGroup(tuple(members))
 
-    pipelines = tuple(
-        replace(p, stages=tuple(replace(s, experts=tuple(map(group, s.experts))) for s in p.stages))
-        for p in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
+    return plan.with_stages(lambda s: replace(s, experts=tuple(map(group, s.experts))))

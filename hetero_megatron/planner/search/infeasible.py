@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import Link, format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory import equal_shares, saved_per_layer, state_bytes
+from hetero_megatron.plan.memory.states import equal_shares, saved_per_layer, state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem

@@ -17,16 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_megatron.plan.memory import (
-    MemoryBytes,
-    bucket_elements,
-    equal_shares,
-    state_bytes,
-    trained_elements,
-)
+from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plan.memory.states import MemoryBytes, bucket_elements, equal_shares, state_bytes, trained_elements
 from hetero_megatron.planner.cached_method import cached_by
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
 
@@ -98,6 +92,12 @@ class MemoryFit:
         self.scorer, self.recompute, self.shares = scorer, recompute, shares
         self.computed = 0
         self._known: dict[Key, dict[int, MemoryBytes]] = {}
+
+    def best_case(self, placed: PlacedTemplate) -> tuple[PlanTemplate | None, bool]:
+        """(the template with the fastest recompute that could fit if other ranks owned all states, None if nothing
+        does; whether it fits whoever owns them). No way to fit is faster; computes no states."""
+        levels, sure = _OneFit(self, placed).best_case_levels()
+        return (None if levels is None else _with_levels(placed.template, levels)), sure
 
     def fits(self, placed: PlacedTemplate) -> tuple[list[PlanTemplate], PlanTemplate | None]:
         """(templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each

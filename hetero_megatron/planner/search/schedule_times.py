@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hetero_megatron.plan import Pipeline, Plan
 from hetero_megatron.plan.context_plan import has_context
+from hetero_megatron.plan.memory.of_plan import micro_batch_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.simulate.memory_report import micro_batch_bytes
 from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
 from hetero_megatron.planner.simulate.step import Prediction
 from hetero_megatron.schedule import Costs

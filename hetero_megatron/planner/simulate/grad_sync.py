@@ -22,7 +22,7 @@ from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.planner.cost.sync_host_cost import RankHosts, back_copies
 from hetero_megatron.planner.simulate.bucket_flows import BucketFlows, PortPrice, price
-from hetero_megatron.planner.simulate.sync_structure import SyncAction, SyncStructure
+from hetero_megatron.planner.simulate.sync_structure import SyncStructure
 from hetero_megatron.spec import logical_tensors
 
 Floats = NDArray[np.float64]
@@ -56,10 +56,6 @@ class GradSync:
         self._pack, self._add, self._unpack, self._fixed = (
             np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
         )
-
-    def actions(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
-        """Participants of each action on a bucket, by hop, in the order of the actions."""
-        return self.structure.actions(bucket, spread)
 
     @cached_method
     def price(self, content: BucketFlows, item: float, spread: bool) -> PortPrice:
@@ -107,21 +103,17 @@ class GradSync:
         head = part.head[1] if stage.head and chunk == len(stage.chunks) - 1 else 0.0
         decoder = [i for i in layers if isinstance(i, int)]
         # Recomputed layers run again just before their backward, so they are spread evenly over it.
-        full = {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
-        each = part.layer[1] + (full * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
+        each = part.layer[1] + (stage.recomputed * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
         a, b = stage.chunks[chunk]
         if "embed" in layers and stage.embed and chunk == 0:
             return part.action + head + (b - a) * each + part.embed[1]
         first = min((i for i in decoder if a <= i < b), default=b)  # what other chunks have is there before it
         return part.action + head + (b - first) * each
 
-    def host_seconds(self, action: SyncAction, item: float, spread: bool) -> tuple[Floats, Floats]:
-        """(before, after) the action travels, [ranks] seconds of the host: packing what others get; summing gradients
-        or unpacking parameters."""
-        return self._host_seconds(action.content, action.bucket.dense, item, spread)
-
     @cached_method
-    def _host_seconds(self, content: BucketFlows, dense: bool, item: float, spread: bool) -> tuple[Floats, Floats]:
+    def host_seconds(self, content: BucketFlows, dense: bool, item: float, spread: bool) -> tuple[Floats, Floats]:
+        """(before, after) an action on a bucket travels, [ranks] seconds of the host: packing what others get; summing
+        gradients or unpacking parameters."""
         pack, unpack, fixed = (x[content.at] for x in (self._pack, self._unpack, self._fixed))
         count = len(content.ranks)
         if spread:  # owners give what they took
@@ -155,7 +147,7 @@ class GradSync:
 
         def launch(number: int) -> None:
             action = order.actions[number]
-            pack = self.host_seconds(action, item, spread)[0] if sharded else 0.0
+            pack = self.host_seconds(action.content, action.bucket.dense, item, spread)[0] if sharded else 0.0
             there = ready(action.bucket)[action.content.inside]
             limited = spread or action.hop == 0
             sent = hosts.start(action.content.at, action.bucket.index, there, pack, limited)
@@ -172,7 +164,7 @@ class GradSync:
             free[cost.ports] = start + cost.busy
             end = start + cost.seconds + cost.latency
             spans.append(BucketSpan(action.bucket.index, start, end, action.hop))
-            after = self.host_seconds(action, item, spread)[1] if sharded else 0.0
+            after = self.host_seconds(action.content, action.bucket.dense, item, spread)[1] if sharded else 0.0
             hosts.travel(action.content.at, action.bucket.index, end, after)
             for following, count in order.following.get(number, ()):
                 missing[following] -= count

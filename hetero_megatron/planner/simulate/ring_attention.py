@@ -18,7 +18,7 @@ from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSeconds
 from hetero_megatron.planner.cost.link_model import ExchangePrice, Port
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic, Passage, Volumes
-from hetero_megatron.spec import shares
+from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import mean_attention_pairs
 
@@ -48,7 +48,7 @@ class ContextSeconds:
         values. ``load``, ``routed``: of its routed experts, as for :meth:`CostModel.unit_seconds`."""
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
         operators = model.operators(self._chip(unit.ranks[t]), model.computes_in_fp8(stage))
-        columns = _share(self.model, unit, t)[1]
+        columns = heads_and_columns(model.model, unit.tp_split, t)[1]
         swap = operators.exchange(columns, rows, unit.num_tokens, self._swap(unit, rows)[0])
         embed, head = (
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
@@ -87,11 +87,11 @@ class ContextSeconds:
         return self.network.tp_exchange(unit.ranks, size)
 
 
-def _share(model: CostModel, unit: Unit, t: int) -> tuple[float, float]:
+def heads_and_columns(spec: ModelSpec, tp_split: tuple[int, ...], t: int) -> tuple[float, float]:
     """(share of heads, share of columns) that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
-    share = shares(model.model, unit.tp_split)[t]
-    heads = (share.q_heads[1] - share.q_heads[0]) / model.model.num_heads
-    return heads, (share.ffn[1] - share.ffn[0]) / model.model.ffn_hidden_size
+    share = shares(spec, tp_split)[t]
+    heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads
+    return heads, (share.ffn[1] - share.ffn[0]) / spec.ffn_hidden_size
 
 
 class _Layer:
@@ -111,7 +111,7 @@ class _Layer:
             for t, rank in enumerate(unit.ranks):
                 operators = model.operators(prices._chip(rank), fp8)
                 rates = operators.rates
-                columns = _share(model, unit, t)[1]
+                columns = heads_and_columns(model.model, unit.tp_split, t)[1]
                 linear, ratio = operators.split(columns, rows, unit.num_tokens)
                 there, back = operators.exchange(columns, rows, unit.num_tokens, swap)
                 self.linear[rank] = (linear[0] + SWAPS * there, linear[1] + SWAPS * back)
@@ -166,11 +166,7 @@ class _Layer:
 
     def _posting(self, volumes: Volumes) -> float:
         """Host seconds of the rank with the most messages at either end."""
-        network, seconds = self.prices.network, dict[int, float]()
-        for a, b in volumes:
-            seconds[a] = seconds.get(a, 0.0) + network.message_seconds(a, b)
-            seconds[b] = seconds.get(b, 0.0) + network.message_seconds(b, a)
-        return max(seconds.values(), default=0.0)
+        return self.prices.network.busiest_host(ends for a, b in volumes for ends in ((a, b), (b, a)))
 
     def _attention(self, start: ByGroup, backward: bool) -> ByGroup:
         """Seconds at which each group has its output (or gradients), given when it starts."""

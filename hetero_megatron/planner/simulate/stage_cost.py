@@ -9,17 +9,17 @@ from typing import Any
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
+from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.plan.experts import Islands, expert_groups, split_by_island
 from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
 from hetero_megatron.planner.cost.expert_cost import token_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.planner.cost.link_model import ExchangePrice, Flow
-from hetero_megatron.planner.simulate.prepared import Piece, PreparedPlan
-from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
+from hetero_megatron.planner.simulate.prepared import PreparedPlan
+from hetero_megatron.planner.simulate.ring_attention import ContextSeconds, heads_and_columns
 from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.simulate import ChunkSeconds
-from hetero_megatron.spec import Share, shares
 from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
 
@@ -38,8 +38,8 @@ class StageCosts:
     def __init__(self, plan: Plan, model: CostModel, prepared: PreparedPlan | None = None) -> None:
         self.plan, self.model = plan, model
         self.network = model.links
-        self._boundaries: dict[object, tuple[Piece, ...]] = {} if prepared is None else prepared.boundaries
-        self.context = ContextSeconds(model, None if prepared is None else prepared.context)
+        self.prepared = prepared or PreparedPlan(CompiledPlan(plan, model.model))
+        self.context = ContextSeconds(model, self.prepared.context)
         self.sharing = self._sharing()
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
@@ -90,18 +90,14 @@ class StageCosts:
             flows = self.boundary(up, down, pipeline.micro_batch_size)
             there = self.network.exchange(flows, self.sharing)
             home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
-            sent, received = self._posting(flows, 0), self._posting(flows, 1)
-            for at, kinds, seconds in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
-                for kind in kinds:
-                    host[at][kind] = max(host[at].get(kind, 0.0), seconds)
+            sent = self.network.busiest_host((a, b) for a, b, _ in flows)
+            received = self.network.busiest_host((b, a) for a, b, _ in flows)
+            for at, kinds, posting in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
+                for kind, travel in zip(kinds, (there, home), strict=True):
+                    host[at][kind] = max(host[at].get(kind, 0.0), posting)
+                    if self.model.options.blocking:
+                        host[at][kind] += travel.seconds + travel.latency
             if self.model.options.blocking:
-                for at, kind, busy in (
-                    (s, "SEND_F", there),
-                    (t, "RECV_F", there),
-                    (s, "RECV_B", home),
-                    (t, "SEND_B", home),
-                ):
-                    host[at][kind] += busy.seconds + busy.latency
                 there = home = ExchangePrice({}, 0.0)
             link.append(there.seconds)
             back.append(home.seconds)
@@ -111,15 +107,6 @@ class StageCosts:
         if pipeline.chunks > 1:
             costs = replace(costs, chunks=chunks)
         return PipelineCosts(costs, tuple(parts))
-
-    def _posting(self, flows: list[Flow], end: int) -> float:
-        """Host seconds of the rank at this end (0: sender, 1: receiver) with the most messages."""
-        seconds: dict[int, float] = defaultdict(float)
-        for src, dst, _ in flows:
-            rank, peer = (src, dst) if end == 0 else (dst, src)
-            if rank != peer:
-                seconds[rank] += self.network.message_seconds(rank, peer)
-        return max(seconds.values(), default=0.0)
 
     def _slowest(self, stage: Stage) -> UnitSeconds:
         """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
@@ -151,11 +138,11 @@ class StageCosts:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
         groups, which overlap with compute, are included."""
         own = self._rank_seconds(stage, unit, t, exchanges=False)
-        return sum(own.total(stage.num_layers, _full(stage), stage.embed, stage.head))
+        return sum(own.total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
 
     def stage_seconds(self, stage: Stage) -> float:
         """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""
-        return sum(self._slowest(stage).total(stage.num_layers, _full(stage), stage.embed, stage.head))
+        return sum(self._slowest(stage).total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
 
     def jitter(self, rank: int) -> float:
         """Standard deviation of one second of compute on the rank."""
@@ -205,17 +192,18 @@ class StageCosts:
         """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""
         ends = (tuple((u.tp, u.sequences, u.tokens) for u in stage.units) for stage in (up, down))
         key = (*ends, tuple(up.ranks.index(r) if r in up.ranks else -1 for r in down.ranks), size)
-        if key not in self._boundaries:
+        known = self.prepared.boundaries
+        if key not in known:
             seq = self.plan.seq_length
             moves = transfer(_layout(up, size, seq), _layout(down, size, seq))
             index = {r: i for i, r in enumerate(down.ranks)}
             local = {r: i for i, r in enumerate(up.ranks)}
-            self._boundaries[key] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
+            known[key] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
         width = self.model.model.hidden_size * self.model.item
         if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
             rows = {r: u for u in up.units for r in u.ranks}
             return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
-        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in self._boundaries[key]]
+        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in known[key]]
 
 
 def _local_groups(stage: Stage) -> tuple[object, ...]:
@@ -242,7 +230,7 @@ def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
 
 def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
     """Of each of the stage's runs of layers; the first ones are recomputed where only some are."""
-    found, again, last = [], _full(stage), len(stage.chunks) - 1
+    found, again, last = [], stage.recomputed, len(stage.chunks) - 1
     for c, (a, b) in enumerate(stage.chunks):
         full = min(again, b - a)
         again -= full
@@ -282,10 +270,6 @@ def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:
     )  # fmt: skip
 
 
-def _full(stage: Stage) -> int:
-    return {"full": stage.num_layers, "first": stage.recompute.layers}.get(stage.recompute.kind, 0)
-
-
 def _layout(stage: Stage, size: int, seq_length: int) -> Layout:
     """The stage's activations over (sequence, token); the hidden dimension is never split."""
     boxes: dict[int, tuple[Box, ...]] = {}
@@ -298,9 +282,7 @@ def _layout(stage: Stage, size: int, seq_length: int) -> Layout:
 def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
     """Share of a layer's FLOPs that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
     spec = model.model
-    share: Share = shares(spec, tp_split)[t]
-    heads = (share.q_heads[1] - share.q_heads[0]) / spec.num_heads
-    columns = (share.ffn[1] - share.ffn[0]) / spec.ffn_hidden_size
+    heads, columns = heads_and_columns(spec, tp_split, t)
     if heads == columns:
         return heads
     matrices = layer_matmul_flops(spec) * model.seq_length

@@ -16,26 +16,18 @@ def with_dtypes(plan: Plan, costs: CostModel) -> Plan:
     """
     if costs.options.fp8 is None:
         return plan
-    pipelines = tuple(
-        replace(pipeline, stages=tuple(_with_dtype(stage, plan.seq_length, costs) for stage in pipeline.stages))
-        for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
+
+    def with_dtype(stage: Stage) -> Stage:
+        if not stage.num_layers:
+            return stage
+        return replace(stage, dtype="fp8" if _pays(stage, plan.seq_length, costs) else costs.dtype)
+
+    return plan.with_stages(with_dtype)
 
 
 def without_fp8(plan: Plan, dtype: str) -> Plan:
     """The plan whose stages all say that they compute in the ``dtype`` of the run."""
-    pipelines = tuple(
-        replace(p, stages=tuple(replace(s, dtype=dtype) if s.num_layers else s for s in p.stages))
-        for p in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
-
-
-def _with_dtype(stage: Stage, seq_length: int, costs: CostModel) -> Stage:
-    if not stage.num_layers:
-        return stage
-    return replace(stage, dtype="fp8" if _pays(stage, seq_length, costs) else costs.dtype)
+    return plan.with_stages(lambda stage: replace(stage, dtype=dtype) if stage.num_layers else stage)
 
 
 def _pays(stage: Stage, seq_length: int, costs: CostModel) -> bool:

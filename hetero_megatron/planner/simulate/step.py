@@ -20,13 +20,14 @@ from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.memory import MemoryBytes, state_bytes
+from hetero_megatron.plan.memory.communicators import format_communicators, with_communicators
+from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plan.memory.report import OverLimit, over_limit, refuse
+from hetero_megatron.plan.memory.states import MemoryBytes, state_bytes
 from hetero_megatron.plan.pipeline_schedule import splits_backward
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.planner.cost.rates import source_of
-from hetero_megatron.planner.simulate.communicators import format_communicators, with_communicators
 from hetero_megatron.planner.simulate.grad_sync import BucketSpan, GradSync
-from hetero_megatron.planner.simulate.memory_report import OverLimit, estimate_memory, over_limit, refuse
 from hetero_megatron.planner.simulate.prepared import PreparedPlan
 from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
 from hetero_megatron.planner.simulate.uncertainty import seconds_range
@@ -265,13 +266,12 @@ class StepSimulator:
         fp8 = self.costs.options.fp8
         if fp8 is None:
             return {}
-        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
         words = {True: str(fp8), False: self.costs.dtype}
-        return {rank: words[self.costs.computes_in_fp8(stage)] for stage in stages for rank in stage.ranks}
+        return {rank: words[self.costs.computes_in_fp8(stage)] for stage in self.plan.stages for rank in stage.ranks}
 
     def _split_measured(self, chip: str) -> bool:
         """Whether B_INPUT and W were measured in what the stages on the chip compute in."""
-        stages = [s for p in self.plan.pipelines for s in p.stages if any(self.chips[r] == chip for r in s.ranks)]
+        stages = [stage for stage in self.plan.stages if any(self.chips[r] == chip for r in stage.ranks)]
         return all(self.costs.operators(chip, self.costs.computes_in_fp8(s)).split_measured for s in stages)
 
     def _last_backwards(
@@ -311,12 +311,8 @@ class StepSimulator:
 
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held
-        home = self.costs.node_groups[self.costs.cluster.ranks[rank].group]
-        return self.costs.update_seconds(home, updated.get(rank, 0), rank in self._offloading)
-
-    @cached_property
-    def _offloading(self) -> set[int]:
-        return {r for p in self.plan.pipelines for s in p.stages if s.optimizer.offload for r in s.ranks}
+        home, offload = self.costs.cluster.group_of(rank), rank in self.plan.offloading
+        return self.costs.update_seconds(home, updated.get(rank, 0), offload)
 
     @cached_property
     def limits(self) -> dict[int, int]:
@@ -342,7 +338,7 @@ class StepSimulator:
             if not costs.options.sharded and not needs.host:
                 held = self.sync.held[rank]
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
-            overhead = costs.context(self.chips[rank])
+            overhead = costs.framework_bytes(self.chips[rank])
             memory[rank] = replace(needs, optimizer=optimizer, overhead=overhead)
         return with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)
 

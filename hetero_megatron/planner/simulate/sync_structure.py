@@ -53,17 +53,12 @@ class SyncStructure:
         self.owned = np.zeros(len(plan.ranks), np.int64)
         self.held = np.zeros(len(plan.ranks), np.int64)
         self._at = [self._places_of(b.ranks) for b in self.buckets]
-        contents: dict[tuple[int, ...], tuple[Ints, Ints, list[list[BucketFlows]]]] = {}
+        contents: dict[object, tuple[Ints, Ints, list[list[BucketFlows]]]] = {}
         self._contents: list[list[list[BucketFlows]]] = []  # by bucket and hop; empty for a single rank
         for bucket, at in zip(self.buckets, self._at, strict=True):
-            # Equal for buckets with the same transfers between the same ranks.
-            key = (*map(id, bucket.holders.values()), *map(id, bucket.owners.values()))
+            key = bucket.layout_key  # the same transfers between the same ranks
             if key not in contents:
-                held, owned = (
-                    np.sum([layout.counts() for layout in layouts.values()], axis=0)
-                    for layouts in (bucket.holders, bucket.owners)
-                )
-                contents[key] = held, owned, self._hops(bucket, at)
+                contents[key] = *bucket.counts(), self._hops(bucket, at)
             held, owned, rows = contents[key]
             self.held[at] += held
             self.owned[at] += owned

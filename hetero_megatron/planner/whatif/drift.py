@@ -8,7 +8,8 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.edit import with_nodes
-from hetero_megatron.planner.cost.rates import ROWS, ChipRates, load_rates, scaled_rows
+from hetero_megatron.cluster.rates_section import TABLES
+from hetero_megatron.planner.cost.rates import ChipRates, load_rates, scaled_rows
 from hetero_megatron.planner.cost.rates_document import as_document
 
 PER_SECOND = ("gemm_flops", "attention_flops", "bytes_per_second")
@@ -23,7 +24,7 @@ def slower(rates: ChipRates, factor: float) -> ChipRates:
             changes[name] = value / factor
         elif name.endswith(("_seconds", "_beta")):  # per call, per byte
             changes[name] = value * factor
-        elif name in ROWS:
+        elif name in TABLES:
             changes[name] = scaled_rows(name, value, factor)
     return replace(rates, **changes)
 

@@ -19,7 +19,7 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory import equal_shares, saved_per_layer, state_bytes
+from hetero_megatron.plan.memory.states import equal_shares, saved_per_layer, state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem

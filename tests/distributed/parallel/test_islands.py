@@ -183,7 +183,7 @@ def test_two_hops_are_priced() -> None:
     seconds = []
     for plan in (plan_from_dict(replicas(4), SPEC), plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)):
         sync = GradSync(plan, costs)
-        hops = [row for b in sync.buckets for row in sync.actions(b, False)]
+        hops = [row for b in sync.buckets for row in sync.structure.actions(b, False)]
         seconds.append(sum(max(sync.price(m.content, 4.0, False).seconds for m in row) for row in hops))
     assert seconds[1] < 0.6 * seconds[0]
 

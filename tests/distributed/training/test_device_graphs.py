@@ -15,7 +15,7 @@ from hetero_megatron.parallel.update import AdamW
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.spec import Dropout, Lora, adapted, from_hf_config
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.training.islands import plan_for

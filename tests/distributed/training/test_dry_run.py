@@ -16,7 +16,8 @@ from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
-from hetero_megatron.planner.simulate.memory_report import estimate_memory, format_memory
+from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plan.memory.report import format_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.plan import dump_yaml, plan_from_dict
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
+from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.dry_run import run_rank

@@ -15,6 +15,7 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.layout import reduction
 from hetero_megatron.plan import validate
 from hetero_megatron.plan.buckets import make_buckets
+from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.planner.cost.link_model import LinkModel, Port
 from hetero_megatron.planner.cost.sync_host_cost import RankHost, RankHosts
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
@@ -26,7 +27,6 @@ from hetero_megatron.planner.simulate.bucket_flows import (
     port_traffic,
     price,
 )
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.simulate.sync_structure import SyncStructure
 from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan

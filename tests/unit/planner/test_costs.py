@@ -18,13 +18,13 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.cost.link_model import LinkModel
 from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
 from hetero_megatron.planner.cost.rates import load_rates, model_fingerprint, share_of_peak
 from hetero_megatron.planner.cost.rates_document import as_document
 from hetero_megatron.planner.report.prediction import format_prediction
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.planner.simulate.step import StepSimulator, predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import (

@@ -17,7 +17,7 @@ from hetero_megatron.parallel.routes import HopRoutes, local_pieces
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.plan.memory import held_elements
+from hetero_megatron.plan.memory.states import held_elements
 from hetero_megatron.plan.routing import Routing, hit_probability, layer_loads, mean_loads
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.planner.simulate.bucket_flows import bucket_flows

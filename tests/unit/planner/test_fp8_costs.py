@@ -20,7 +20,7 @@ from hetero_megatron.ops.gemm_fp8 import Blockwise, Fp8Gemm, Quantised, Tensorwi
 from hetero_megatron.plan import load_plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.fp8_memory import backward_bytes
+from hetero_megatron.plan.memory.fp8 import backward_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.planner.cost.product_cost import quantised_bytes
 from hetero_megatron.planner.cost.rates import model_fingerprint

@@ -181,7 +181,7 @@ def _sent_by(step, rank: int) -> dict[str, dict[int, float]]:  # type: ignore[no
                 if b == rank:
                     add("pipeline", a, size * pipeline.num_micro_batches)
     for bucket in step.sync.buckets:
-        exchanges = (action.content.elements() for row in step.sync.actions(bucket, False) for action in row)
+        exchanges = (action.content.elements() for row in step.sync.structure.actions(bucket, False) for action in row)
         for (holder, owner), count in (pair for elements in exchanges for pair in elements.items()):
             if holder == rank != owner:
                 add("gradients", owner, count * step.costs.wide)

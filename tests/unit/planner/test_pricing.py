@@ -156,18 +156,18 @@ def test_hosts_pack_sum_and_unpack(dense: bool) -> None:
     costs = CostModel(MODEL, there, SEQ, "fp32")
     sync = GradSync(found, costs)
     (bucket,) = sync.buckets
-    (((action,),),) = [sync.actions(bucket, False)]
+    (((action,),),) = [sync.structure.actions(bucket, False)]
     assert bucket.dense
     if dense:
-        there, back = (sync.host_seconds(action, 4, spread) for spread in (False, True))
+        there, back = (sync.host_seconds(action.content, bucket.dense, 4, spread) for spread in (False, True))
         before, after, packed, written = (x[0] for x in (*there, *back))
         assert before == packed == written == pytest.approx(0.02)
         assert after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
         return
     bucket.__dict__["dense"] = False
-    before, after = (of_rank[0] for of_rank in sync.host_seconds(action, 4, False))
+    before, after = (of_rank[0] for of_rank in sync.host_seconds(action.content, bucket.dense, 4, False))
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(2.0 / 2 * 2 + 0.04, rel=0.02)
-    before, after = (of_rank[1] for of_rank in sync.host_seconds(action, 4, True))
+    before, after = (of_rank[1] for of_rank in sync.host_seconds(action.content, bucket.dense, 4, True))
     assert before == pytest.approx(1.5 / 2 + 0.02, rel=0.02) and after == pytest.approx(1.0 / 2 + 0.02, rel=0.02)
     compiled = CompiledPlan(found, MODEL)
     compiled.buckets[0].__dict__["dense"] = False

@@ -14,8 +14,8 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
-from hetero_megatron.planner.simulate.memory_report import estimate_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.dry_run import _batch

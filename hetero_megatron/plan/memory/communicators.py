@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_megatron.cluster import Cluster, format_bytes
-from hetero_megatron.plan import Plan
+from hetero_megatron.cluster import Chip, Cluster, format_bytes
 from hetero_megatron.plan.buckets import Bucket, plan_groups
-from hetero_megatron.plan.memory import MemoryBytes
+from hetero_megatron.plan.canonical import Plan
+from hetero_megatron.plan.memory.states import MemoryBytes
 from hetero_megatron.spec import ModelSpec
+
+
+def library(chip: Chip) -> str:
+    """Whose communication library a chip has; "": none, as an emulated chip transfers by gloo, in host memory."""
+    return "" if chip.speed is not None else chip.vendor or "unknown"
 
 
 def communicators(
@@ -51,8 +56,7 @@ def with_communicators(
 ) -> dict[int, MemoryBytes]:
     """``memory`` of all ranks with that of their communicators."""
     chips = {rank: cluster.chip_of(rank) for rank in plan.ranks}
-    vendors = {rank: "" if chip.speed is not None else chip.vendor or "unknown" for rank, chip in chips.items()}
-    counts = communicators(plan, spec, buckets, vendors)
+    counts = communicators(plan, spec, buckets, {rank: library(chip) for rank, chip in chips.items()})
     return {
         rank: replace(needs, communicators=max(one.bytes(*counts[rank]), one.least))
         for rank, needs in memory.items()

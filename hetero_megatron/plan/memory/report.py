@@ -1,0 +1,78 @@
+"""Ranks that exceed their memory, the refusal of a plan that does not fit, and memory as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.memory.states import MemoryBytes
+from hetero_megatron.words import plural, rank_ranges
+
+
+@dataclass(frozen=True)
+class OverLimit:
+    """A rank that needs ``over`` bytes more than its ``limit``."""
+
+    rank: int
+    chip: str
+    need: int
+    limit: int
+
+    @property
+    def over(self) -> int:
+        return self.need - self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.chip}) needs {format_bytes(self.need)} of {format_bytes(self.limit)} usable: "
+            f"over by {format_bytes(self.over)}"
+        )
+
+
+def over_limit(
+    memory: Mapping[int, MemoryBytes], limits: Mapping[int, int], chips: Mapping[int, str]
+) -> tuple[OverLimit, ...]:
+    """The ranks that exceed their limit, worst first."""
+    found = [OverLimit(r, chips[r], m.total, limits[r]) for r, m in memory.items() if m.total > limits[r]]
+    return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
+
+
+def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where: str = "") -> UserError:
+    """The error for a plan that does not fit: its worst rank, what fills it, and what would help most."""
+    worst = over[0]
+    largest = memory[worst.rank].largest
+    bytes_ = format_bytes(memory[worst.rank].parts()[largest])
+    help_by = {
+        "activations": "recompute: full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "graphs": "the run without --cuda-graph-impl local, or fewer micro-batches in flight",
+        "overhead": "a chip with more memory",
+        "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",
+    }
+    more = f"; {plural(len(over), 'rank')} do not fit" if len(over) > 1 else ""
+    return UserError(
+        f"the plan does not fit: {worst}{more}. Most of it is {largest}, {bytes_}",
+        field="memory", where=where,
+        accepted=help_by.get(
+            largest, "more tp, fewer layers on its stage, more replicas that share the optimizer, or "
+            "optimizer: {offload: true}",
+        ),
+    )  # fmt: skip
+
+
+def format_memory(memory: Mapping[int, MemoryBytes]) -> str:
+    """A table with one row per set of ranks with equal memory."""
+    rows: dict[MemoryBytes, list[int]] = {}
+    for rank, needs in sorted(memory.items()):
+        rows.setdefault(needs, []).append(rank)
+    heads = ["weights", "gradients", "optimizer", "activations", "buffers"]
+    heads += ["graphs", "overhead", "communicators", "total", "host"]
+    for head in ("graphs", "overhead", "communicators", "host"):
+        if not any(getattr(needs, head) for needs in rows):
+            heads.remove(head)
+    lines = ["estimated memory per rank", f"{'ranks':<16}" + "".join(f"{h:>13}" for h in heads)]
+    for needs, ranks in rows.items():
+        values = [getattr(needs, head) for head in heads]
+        lines.append(f"{rank_ranges(ranks):<16}" + "".join(f"{format_bytes(v):>13}" for v in values))
+    return "\n".join(lines)
