@@ -43,9 +43,13 @@ $(STAMP): setup.py constraints.txt
 demo: env  ## pretrain a small model on 4 unequal ranks of this machine (about 2 minutes)
 	examples/demo.sh
 
+# Lint and types beside the tests, shown at the end. Not by $(MAKE), for which make -n would run the whole line.
 test: env  ## lint, types, import contract, and all tests but the slow ones
-	@$(MAKE) --no-print-directory check
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@log=$$(mktemp); make --no-print-directory -j2 -O check > $$log 2>&1 & checks=$$!; code=0; \
+	trap 'kill $$checks 2> /dev/null; rm -f $$log' EXIT; \
+	echo "$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"; \
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS) || code=1; \
+	wait $$checks || code=1; cat $$log; exit $$code
 
 test-torch211: $(VENV)-2.11/.installed  ## tests under torch 2.11 in a second environment (5 GB)
 	$(VENV)-2.11/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -30,6 +30,10 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_configure() -> None:
+    gc.disable()  # nothing that is imported or collected is garbage
+
+
 def testbed_kind(item: pytest.Item) -> str:
     """Empty: the test emulates no cluster."""
     mark = item.get_closest_marker("testbed")
@@ -49,6 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """A million objects of modules and tests live to the end: no garbage collection looks at them again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

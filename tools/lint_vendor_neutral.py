@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,14 +75,13 @@ def check_source(source: str, path: str) -> list[Finding]:
     except SyntaxError as error:
         return [Finding(path, error.lineno or 1, "syntax", str(error.msg))]
     lines = source.splitlines()
-    findings = list(_sizes(tree, len(lines), path))
-    names = _module_names(tree)
-    if not path.startswith(VENDOR_FREE_OF_RULE):
-        findings += _vendor(tree, names, path)
-    if not path.startswith(DISTRIBUTED_FREE_OF_RULE):
-        findings += _distributed(tree, names, path)
-    if not path.startswith(PICKLE_FREE_OF_RULE):
-        findings += _pickle(tree, names, path)
+    findings = list(_length(len(lines), path))
+    rules = [rule for rule, free in RULES.items() if not path.startswith(free)]
+    if rules:
+        nodes = [node for node in ast.walk(tree) if isinstance(node, JUDGED)]
+        names = _module_names(nodes)
+        for rule in rules:
+            findings += rule(nodes, names, path)
     kept = {(f.line, f.rule): f for f in findings if not _excused(f, lines)}  # one per line and rule
     return sorted(kept.values(), key=lambda f: (f.line, f.rule))
 
@@ -92,12 +91,13 @@ def _excused(finding: Finding, lines: list[str]) -> bool:
     return found is not None and finding.rule in re.split(r"[,\s]+", found.group(1))
 
 
-def _sizes(tree: ast.Module, length: int, path: str) -> Iterator[Finding]:
+def _length(length: int, path: str) -> Iterator[Finding]:
     if length > MAX_FILE_LINES:
         yield Finding(path, 1, "size", f"{length} lines, at most {MAX_FILE_LINES}: split the file")
-    if path.startswith(FUNCTION_FREE_OF_RULE):
-        return
-    for node in ast.walk(tree):
+
+
+def _functions(nodes: Sequence[ast.AST], names: dict[str, str], path: str) -> Iterator[Finding]:
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             first = node.body[0]
@@ -108,9 +108,9 @@ def _sizes(tree: ast.Module, length: int, path: str) -> Iterator[Finding]:
                 yield Finding(path, node.lineno, "size", message)
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+def _imports(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str, str]]:
     """(line, local name, full dotted name) of every import in the file; relative ones are left out."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for item in node.names:
                 yield node.lineno, item.asname or item.name.split(".")[0], item.name
@@ -119,10 +119,10 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, item.asname or item.name, f"{node.module}.{item.name}"
 
 
-def _module_names(tree: ast.Module) -> dict[str, str]:
+def _module_names(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Local name -> full dotted name, for names bound by imports: ``dist`` -> ``torch.distributed``."""
     names = {}
-    for _, local, full in _imports(tree):
+    for _, local, full in _imports(nodes):
         names[local] = local if full.split(".")[0] == local else full  # `import a.b` binds `a`
     return names
 
@@ -138,12 +138,12 @@ def _dotted(node: ast.expr, names: dict[str, str]) -> str | None:
     return ".".join([names[node.id], *reversed(parts)])
 
 
-def _vendor(tree: ast.Module, names: dict[str, str], path: str) -> Iterator[Finding]:
+def _vendor(nodes: Sequence[ast.AST], names: dict[str, str], path: str) -> Iterator[Finding]:
     hint = "belongs in a platform (hetero_megatron/platform) or a plugin; the core uses torch.accelerator"
-    for line, _, full in _imports(tree):
+    for line, _, full in _imports(nodes):
         if VENDOR_ATTRIBUTE.fullmatch(full):
             yield Finding(path, line, "vendor", f"import of {full}: {hint}")
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             chain = _dotted(node, names)
             if chain is not None and VENDOR_ATTRIBUTE.fullmatch(chain):
@@ -154,7 +154,7 @@ def _vendor(tree: ast.Module, names: dict[str, str], path: str) -> Iterator[Find
             yield Finding(path, node.lineno, "vendor", f"{node.value!r}: {hint}")
 
 
-def _distributed(tree: ast.Module, names: dict[str, str], path: str) -> Iterator[Finding]:
+def _distributed(nodes: Sequence[ast.AST], names: dict[str, str], path: str) -> Iterator[Finding]:
     hint = "only hetero_megatron/comm talks to torch.distributed"
     allowed = tuple(part for part, where in DISTRIBUTED_PARTS.items() if path.startswith(where))
 
@@ -162,10 +162,10 @@ def _distributed(tree: ast.Module, names: dict[str, str], path: str) -> Iterator
         inside = full == "torch.distributed" or full.startswith("torch.distributed.")
         return inside and not any(full == part or full.startswith(f"{part}.") for part in allowed)
 
-    for line, _, full in _imports(tree):
+    for line, _, full in _imports(nodes):
         if refused(full):
             yield Finding(path, line, "distributed", f"import of {full}: {hint}")
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             full_name = _dotted(node, names)
             # The inner parts of `torch.distributed.checkpoint.save` are attributes too: judge whole chains.
@@ -173,16 +173,16 @@ def _distributed(tree: ast.Module, names: dict[str, str], path: str) -> Iterator
                 yield Finding(path, node.lineno, "distributed", f"{full_name}: {hint}")
 
 
-def _pickle(tree: ast.Module, names: dict[str, str], path: str) -> Iterator[Finding]:
+def _pickle(nodes: Sequence[ast.AST], names: dict[str, str], path: str) -> Iterator[Finding]:
     hint = "it runs what others wrote; ranks exchange typed JSON (Group.gather_objects) and tensors"
 
     def refused(full: str) -> bool:
         return any(PICKLING.fullmatch(name) for name in (full, full.split(".")[-1]))
 
-    for line, _, full in _imports(tree):
+    for line, _, full in _imports(nodes):
         if PICKLES.fullmatch(full) or refused(full):
             yield Finding(path, line, "pickle", f"import of {full}: {hint}")
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             full = _dotted(node, names) or node.attr
             if refused(full):
@@ -195,6 +195,16 @@ def _pickle(tree: ast.Module, names: dict[str, str], path: str) -> Iterator[Find
 
 def _prefix_of_allowed(full: str, allowed: tuple[str, ...]) -> bool:
     return any(part.startswith(f"{full}.") for part in allowed)
+
+
+# Rule -> beginnings of the paths that are free of it; and the kinds of nodes that rules look at.
+RULES = {
+    _functions: FUNCTION_FREE_OF_RULE,
+    _vendor: VENDOR_FREE_OF_RULE,
+    _distributed: DISTRIBUTED_FREE_OF_RULE,
+    _pickle: PICKLE_FREE_OF_RULE,
+}
+JUDGED = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Constant, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def python_files(paths: list[str]) -> list[Path]:

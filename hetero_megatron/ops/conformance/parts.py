@@ -136,24 +136,29 @@ def tiles(
     box = Sandbox()
     q, k, v, dout = (box.place(x) for x in (q, k, v, grad))
     out, lse = (box.place(x.to(q.device, kind)) for x, kind in zip(wants[0], (q.dtype, wide(q.dtype)), strict=True))
-    with box, torch.no_grad():
-        made, problem = subject.attempt("tiles", f"{case.name}, merged", composed)
-        yield subject.finding(
-            "tiles", f"{case.name}, merged", problem or judge_all(made, wants[0], eager.results, forward_cap, 2.0)
-        )
-        delta, problem = subject.attempt("tiles", f"{case.name}, delta", lambda: watched.delta(dout, out))
-        shape = q.shape[0], q.shape[2], q.shape[1]
-        if delta is not None and tuple(delta.shape) != shape:
-            problem = f"delta is {tuple(delta.shape)}, not {shape}: [b, heads, queries]"
-        if problem:
-            yield subject.finding("tiles", f"{case.name}, delta", problem)
-        for given in (None,) if problem or delta is None else (None, delta):
-            name = f"{case.name}, backward{', delta given' * (given is not None)}"
-            found, problem = subject.attempt("tiles", name, lambda: gradients(given))  # noqa: B023
-            problem = problem or judge_all(found, wants[1][:3], eager.gradients[:3], cap, 3.0, subject.spec.gradients)
-            if not problem and "share" in kernel.parts and watched.narrow:
-                problem = f"share returned {', '.join(map(str, watched.narrow))}: its gradients are added up in fp32"
-            yield subject.finding("tiles", name, problem)
+
+    def attempt(what: str, work: Callable[[], Any]) -> tuple[Any, str]:
+        """In the sandbox, which what is returned is judged outside of."""
+        with box, torch.no_grad():
+            return subject.attempt("tiles", f"{case.name}, {what}", work)
+
+    made, problem = attempt("merged", composed)
+    yield subject.finding(
+        "tiles", f"{case.name}, merged", problem or judge_all(made, wants[0], eager.results, forward_cap, 2.0)
+    )
+    delta, problem = attempt("delta", lambda: watched.delta(dout, out))
+    shape = q.shape[0], q.shape[2], q.shape[1]
+    if delta is not None and tuple(delta.shape) != shape:
+        problem = f"delta is {tuple(delta.shape)}, not {shape}: [b, heads, queries]"
+    if problem:
+        yield subject.finding("tiles", f"{case.name}, delta", problem)
+    for given in (None,) if problem or delta is None else (None, delta):
+        what = f"backward{', delta given' * (given is not None)}"
+        found, problem = attempt(what, lambda: gradients(given))  # noqa: B023
+        problem = problem or judge_all(found, wants[1][:3], eager.gradients[:3], cap, 3.0, subject.spec.gradients)
+        if not problem and "share" in kernel.parts and watched.narrow:
+            problem = f"share returned {', '.join(map(str, watched.narrow))}: its gradients are added up in fp32"
+        yield subject.finding("tiles", f"{case.name}, {what}", problem)
     yield subject.finding("bounds", f"{case.name}, tiles", "; ".join(box.damage()))
 
 

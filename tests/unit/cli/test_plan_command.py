@@ -47,6 +47,7 @@ CHIPS = ["H100-SXM", "A100-80-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM"]
 MODEL = replace(load_model("llama2-7b"), num_layers=4)
 
 FEW = SearchSpace(micro_batch_sizes=(1,), recompute="none", schedules=("1f1b",), inner_dp=False)
+PLAIN = SearchSpace(schedules=("1f1b",), more_schedules="never")
 
 
 def there(*rows: tuple[str, int, int], costs: dict[str, float] | None = None) -> dict[str, Any]:
@@ -106,16 +107,16 @@ def test_ctrl_c_at_the_first_sign_of_a_plan_leaves_that_plan() -> None:
 
 def test_ctrl_c_in_the_report_leaves_the_plan(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "page")  # nobody reads it, so the report does not end by itself however fast the machine is
-    small = there(("H100-SXM", 1, 8), ("A100-80-SXM", 2, 8))
-    words = command(tmp_path, small, "llama2-70b", "--quiet", "--no-baselines", "--html", str(tmp_path / "page"))
-    process = start([*words, "--micro-batch-size", "1"])
-    assert process.stdout is not None and process.stdout.readline().startswith("# llama2-70b")
+    small = there(("H100-SXM", 1, 2), ("A100-80-SXM", 1, 2))
+    words = command(tmp_path, small, "llama2-7b", "--quiet", "--no-baselines", "--html", str(tmp_path / "page"))
+    process = start([*words, "--micro-batch-size", "1", "--more-schedules", "never"])
+    assert process.stdout is not None and process.stdout.readline().startswith("# llama2-7b")
     assert any(line.startswith("best plan: ") for line in process.stdout), "what is known without comparisons"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == INTERRUPTED and "Traceback" not in err, err
     assert f"error: interrupted in the report; the plan is in {tmp_path / 'p.yaml'}" in err
-    load_plan(tmp_path / "p.yaml", load_model("llama2-70b"), load_cluster(tmp_path / "c.yaml"), "bf16")
+    load_plan(tmp_path / "p.yaml", load_model("llama2-7b"), load_cluster(tmp_path / "c.yaml"), "bf16")
 
 
 def test_ctrl_c_in_the_search_of_a_training_run_starts_nothing(tmp_path: Path) -> None:
@@ -144,12 +145,12 @@ def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "space", "length"),
     [
-        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], SearchSpace(), 1024),  # enumeration
-        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], SearchSpace(unlike_tp=True), 1024),
-        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], SearchSpace(), 1024),  # programs
-        ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], SearchSpace(), 1024),  # islands
-        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], SearchSpace(context="always"), 4096),
-        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], SearchSpace(offload="always"), 1024),
+        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], SearchSpace(), 1024),  # enumeration, and more schedules
+        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], replace(PLAIN, unlike_tp=True), 1024),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], PLAIN, 1024),  # programs
+        ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], PLAIN, 1024),  # islands
+        ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], replace(PLAIN, context="always"), 4096),
+        ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], replace(PLAIN, offload="always"), 1024),
     ],
 )
 def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: SearchSpace, length: int) -> None:

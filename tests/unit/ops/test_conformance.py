@@ -20,6 +20,7 @@ from hetero_megatron.ops.conformance.compare import flatten, judge
 from hetero_megatron.ops.conformance.sandbox import Sandbox
 from hetero_megatron.platform.plugins import load_plugins
 from tests.support.paths import ROOT
+from tests.support.selection import quick
 
 CPU = torch.device("cpu")
 
@@ -40,13 +41,27 @@ def test_onednn_conforms(op: str) -> None:
 
 @pytest.mark.parametrize("op", sorted(SPECS))
 def test_built_in_providers_conform(op: str) -> None:
-    """fp32 with every case, more than 65,535 rows among them; 16 bits without the largest."""
+    """In fp32, with every case, more than 65,535 rows among them."""
     if any(kernel.provider == "aten" for kernel in torch_registry().kernels(op)):
         assert failures("aten", op, (torch.float32,), quick=False) == []
-        assert failures("aten", op, (torch.bfloat16, torch.float16)) == []
     else:
         assert op.startswith("gemm_fp8")
-    assert failures("reference", op) == []
+    assert failures("reference", op, (torch.float32,)) == []
+
+
+SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(
+    "served", quick([f"{p} {d}" for p in ("aten", "reference") for d in SIXTEEN_BITS], ["aten bf16", "reference fp16"])
+)
+@pytest.mark.parametrize("op", sorted(SPECS))
+def test_built_in_providers_conform_in_16_bits(op: str, served: str) -> None:
+    provider, dtype = served.split()
+    if any(kernel.provider == provider for kernel in torch_registry().kernels(op)):
+        assert failures(provider, op, (SIXTEEN_BITS[dtype],)) == []
+    else:
+        assert op.startswith("gemm_fp8")
 
 
 TRITON = sorted(k.op for k in load_plugins().registry if k.provider == "triton")

@@ -46,7 +46,7 @@ def cluster(fast: int, slow: int, per_node: int = 1, memory: str = "80 GiB", ban
 
 
 def options(context: str) -> SearchOptions:
-    return SearchOptions(space=SearchSpace(context=context), top=2)
+    return SearchOptions(space=SearchSpace(context=context, more_schedules="never"), top=2)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_no_random_context_plan_is_below_the_bound() -> None:
 def test_a_sequence_that_is_slow_on_one_chip_gets_context_groups() -> None:
     """Where TP may not cross nodes, context groups divide what one chip would compute alone."""
     where = cluster(4, 0)
-    tight = SearchOptions(space=SearchSpace(max_tp=1))
+    tight = SearchOptions(space=SearchSpace(max_tp=1, more_schedules="never"))
     found = search(PlanningProblem(MODEL, where, 131072, 2, tight))
     assert "context" in found.best.text and "; chosen" in found.context
     for rank, memory in found.best.prediction.memory.items():
@@ -138,7 +138,8 @@ def test_the_command_reports_context_and_its_plan_loads(tmp_path: Path, capsys: 
                     "links": {"inter_node": {"bandwidth": "50 GB/s"}}})
     )  # fmt: skip
     words = ["plan", "--model", "llama3-8b", "--cluster", str(where), "--seq-length", "32768", "--optimizer", "sgd"]
-    words += ["--global-batch-size", "1", "--context", "always", "--no-baselines", "--quiet"]
+    words += ["--global-batch-size", "1", "--context", "always", "--more-schedules", "never"]
+    words += ["--no-baselines", "--quiet"]
     assert main.main([*words, "--out", str(out), "--json"]) == 0
     shown = capsys.readouterr()
     data = json.loads(shown.out)
@@ -150,7 +151,7 @@ def test_the_command_reports_context_and_its_plan_loads(tmp_path: Path, capsys: 
 
 def test_what_fits_nowhere_else_gets_context_groups_whatever_its_length() -> None:
     where, model = cluster(4, 0, memory="7 GiB"), replace(MODEL, num_layers=1, vocab_size=256)
-    space = SearchSpace(max_tp=1, recompute="none", micro_batch_sizes=(1,), context="never")
+    space = SearchSpace(max_tp=1, recompute="none", micro_batch_sizes=(1,), context="never", more_schedules="never")
     with pytest.raises(UserError, match="fits in no plan"):
         search(PlanningProblem(model, where, 30000, 1, SearchOptions(space=space)))
     found = search(PlanningProblem(model, where, 30000, 1, SearchOptions(space=replace(space, context="auto"))))

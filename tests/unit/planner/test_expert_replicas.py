@@ -120,7 +120,9 @@ def test_the_planner_replicates_a_hot_expert_and_says_what_that_gains() -> None:
         "chips": {c: {"memory": "8 GiB", "emulate": {"speed": s}} for c, s in chips.items()},
         "links": {"inter_node": {"bandwidth": "50 GB/s", "latency": "1 us"}},
     })  # fmt: skip
-    space = SearchSpace(max_pipelines=1, max_tp=1, more_schedules="never", offload="never")
+    space = SearchSpace(
+        max_pipelines=1, max_tp=1, recompute="none", schedules=("1f1b",), more_schedules="never", offload="never"
+    )
     asked = PlanningProblem(
         spec, cluster, LENGTH, 16, SearchOptions(dtype="fp32", space=space, costs=CostOptions(routing=routing))
     )

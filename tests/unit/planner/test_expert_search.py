@@ -17,7 +17,7 @@ from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
-from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.expert_partition import divide_experts
 from hetero_megatron.planner.search.expert_stages import with_equal_experts
 from hetero_megatron.planner.shares import min_max_counts
@@ -78,15 +78,15 @@ def test_sequences_are_divided_as_well_as_they_can_be() -> None:
 
 MIXTRAL = from_hf_config(MOE_FAMILIES["mixtral"])
 LARGE = replace(
-    MIXTRAL, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, num_layers=4, max_position_embeddings=512,
+    MIXTRAL, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, num_layers=2, max_position_embeddings=512,
     moe=MoE(8, 2, 2048),
 )  # fmt: skip
 
 
-def cluster(memory: str = "8 GiB") -> Cluster:
+def cluster(memory: str = "8 GiB", count: int = 1) -> Cluster:
     chips = {"fast": 0.6, "slow": 0.2}
     return cluster_from_dict({
-        "nodes": [{"name": f"{c}-node", "chip": c, "count": 2, "chips_per_node": 1} for c in chips],
+        "nodes": [{"name": f"{c}-node", "chip": c, "count": count, "chips_per_node": 1} for c in chips],
         "chips": {c: {"memory": memory, "emulate": {"speed": s}} for c, s in chips.items()},
         "links": {"inter_node": {"bandwidth": "50 GB/s", "latency": "1 us"}},
     })  # fmt: skip
@@ -96,13 +96,23 @@ def problem(options: SearchOptions, memory: str = "8 GiB") -> PlanningProblem:
     return PlanningProblem(LARGE, cluster(memory), 512, 16, options)
 
 
-# One micro-batch of all sequences: pipelines of single chips would need as many replicas of all experts.
 FP32 = SearchOptions(dtype="fp32")
+# One micro-batch of all sequences: pipelines of single chips would need as many replicas of all experts.
+ONE_PIPELINE = replace(
+    FP32, space=SearchSpace(
+        max_pipelines=1, max_tp=1, recompute="none", schedules=("1f1b",), more_schedules="never", offload="never"
+    ),
+)  # fmt: skip
 
 
-def test_the_planner_divides_experts_by_speed_and_says_what_that_gains() -> None:
-    asked = problem(replace(FP32, space=SearchSpace(max_pipelines=1, more_schedules="never")))
-    result = search(asked)
+@pytest.fixture(scope="module")
+def divided() -> SearchResult:
+    """With all experts chosen alike often."""
+    return search(problem(ONE_PIPELINE))
+
+
+def test_the_planner_divides_experts_by_speed_and_says_what_that_gains(divided: SearchResult) -> None:
+    asked, result = problem(ONE_PIPELINE), divided
     counts = [
         m.experts[1] - m.experts[0] for s in result.best.plan.pipelines[0].stages for g in s.experts for m in g.members
     ]
@@ -117,19 +127,16 @@ def test_the_planner_divides_experts_by_speed_and_says_what_that_gains() -> None
 
 def test_divided_experts_fit_where_no_chip_holds_them_all() -> None:
     """Memory of about half of a layer's experts per chip: pipelines and replicas of whole layers do not fit."""
-    tight = replace(LARGE, num_layers=1, moe=MoE(16, 2, 4096))
-    space = SearchSpace(max_tp=1, more_schedules="never", offload="never", inner_dp=True)
-    asked = PlanningProblem(tight, cluster("1.1 GiB"), 512, 16, replace(FP32, space=space))
+    tight = replace(LARGE, num_layers=1, moe=MoE(8, 2, 8192))
+    space = replace(ONE_PIPELINE.space, max_pipelines=None, micro_batch_sizes=(4,))
+    asked = PlanningProblem(tight, cluster("1.1 GiB", 2), 512, 16, replace(FP32, space=space))
     best = search(asked).best
     assert any(s.experts for p in best.plan.pipelines for s in p.stages) and not best.prediction.over
 
 
-def test_measured_routing_moves_experts() -> None:
-    hot = CostOptions(routing=Routing.of(dict.fromkeys(range(4), (37, *((9,) * 7)))))
-    space = SearchSpace(max_pipelines=1, more_schedules="never")
-    even, moved = (
-        search(problem(replace(FP32, space=space, costs=costs))).best for costs in (CostOptions(), hot)
-    )  # fmt: skip
+def test_measured_routing_moves_experts(divided: SearchResult) -> None:
+    hot = CostOptions(routing=Routing.of(dict.fromkeys(range(LARGE.num_layers), (37, *((9,) * 7)))))
+    even, moved = divided.best, search(problem(replace(ONE_PIPELINE, costs=hot))).best
     under = predict(even.plan, LARGE, even.cluster, "fp32", options=hot).step_seconds
     assert moved.step_seconds < 0.99 * under
 

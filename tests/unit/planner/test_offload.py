@@ -82,7 +82,7 @@ def test_by_default_only_where_nothing_fits_without() -> None:
     """States take 2 + 4 bytes per parameter and 12 of the optimizer's."""
     for memory in (12, 40):
         case = _short_of_memory(memory)
-        chosen, without, always = (_search(case, offload) for offload in ("auto", "never", "always"))
+        chosen, without, always = (_search(case, offload, "never") for offload in ("auto", "never", "always"))
         assert chosen is not None and always is not None
         assert (without is None) == (memory == 12) == any(_offloaded(chosen)) == chosen.offload_tried
         if memory == 12:
@@ -107,7 +107,7 @@ def test_the_report_says_so_and_its_bound_holds() -> None:
 
 def test_a_smaller_cluster_is_planned_again_with_optimizers_where_they_were() -> None:
     case = _short_of_memory(13, nodes=3)
-    options = SearchOptions(space=SearchSpace(offload="always"))
+    options = SearchOptions(space=SearchSpace(offload="always", more_schedules="never"))
     planner = WarmPlanner(PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, options))
     assert any(_offloaded(planner.result))
     plan, cluster, _ = planner.without(["n-2"])
@@ -155,6 +155,6 @@ def test_where_nothing_fits_the_search_on_the_chips_is_made_once(monkeypatch: py
             return kept(self, problem, incumbent)
 
         monkeypatch.setattr(kind, "propose", propose)
-    found = _search(_short_of_memory(12), "auto")
+    found = _search(_short_of_memory(12), "auto", "never")
     assert found is not None and found.offload_tried
     assert plain and len(plain) == len({type(proposer) for proposer in plain})

@@ -24,7 +24,7 @@ from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, Summary, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
-from hetero_megatron.planner.search.driver import search, search_types_alone
+from hetero_megatron.planner.search.driver import SearchResult, search, search_types_alone
 from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
 from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.search_space import SearchSpace
@@ -54,9 +54,20 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def summary(cluster: Cluster) -> Summary:
-    result = search(PROBLEM.on(cluster))
-    return summarize(result, PROBLEM.on(cluster), Comparisons(every=True))
+def found(cluster: Cluster) -> SearchResult:
+    """Of the whole cluster; read only."""
+    return search(PROBLEM.on(cluster))
+
+
+@pytest.fixture
+def result(found: SearchResult) -> SearchResult:
+    """The same for a test that adds to it."""
+    return replace(found, alone=dict(found.alone))
+
+
+@pytest.fixture(scope="module")
+def summary(found: SearchResult, cluster: Cluster) -> Summary:
+    return summarize(replace(found, alone=dict(found.alone)), PROBLEM.on(cluster), Comparisons(every=True))
 
 
 def test_rejected_plans_name_the_rank_and_the_bytes(summary: Summary, cluster: Cluster) -> None:
@@ -96,9 +107,9 @@ def test_a_type_that_cannot_train_the_model_alone_says_what_it_lacks(summary: Su
     assert f"L4 alone: {alone[0].text}" in format_summary(summary)
 
 
-def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
+def test_plans_for_the_loss_of_any_node(cluster: Cluster, found: SearchResult) -> None:
     """One per group of the file; it is a plan also where another node of the group is gone."""
-    planner = WarmPlanner(PROBLEM.on(cluster))
+    planner = WarmPlanner(PROBLEM.on(cluster), found)
     losses = {loss.node: loss for loss in planner.losses()}
     assert {node: loss.alike for node, loss in losses.items()} == {"ampere": 1, "ada-0": 2}
     assert losses["ampere"].plan is None and "fits in no plan" in losses["ampere"].problem
@@ -108,8 +119,8 @@ def test_plans_for_the_loss_of_any_node(cluster: Cluster) -> None:
         validate(loss.plan, MODEL, cluster_from_dict(without_nodes(DATA, {gone})), dtype="bf16")
 
 
-def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Cluster) -> None:
-    planner = WarmPlanner(PROBLEM.on(cluster))
+def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Cluster, found: SearchResult) -> None:
+    planner = WarmPlanner(PROBLEM.on(cluster), found)
     planner.outlines = []
     loss = {loss.node: loss for loss in planner.losses()}["ada-0"]
     assert loss.plan is not None and not loss.warm and loss.cluster is not None
@@ -120,7 +131,8 @@ def test_where_no_known_pipeline_fits_what_is_left_it_is_searched(cluster: Clust
 def test_the_command_writes_fallback_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(DATA))
     words = ["plan", "--model", "llama2-7b", "--cluster", str(tmp_path / "c.yaml"), "--seq-length", str(LENGTH)]
-    words += ["--global-batch-size", str(BATCH), "--offload", "never", "--no-baselines", "--fallbacks"]
+    words += ["--global-batch-size", str(BATCH), "--offload", "never", "--more-schedules", "never"]
+    words += ["--micro-batch-size", "1", "--no-baselines", "--fallbacks"]
     assert main([*words, str(tmp_path / "c.yaml")]) == 2
     assert "--fallbacks" in capsys.readouterr().err
     assert main([*words, str(tmp_path / "f"), "--quiet", "--json"]) == 0
@@ -151,10 +163,10 @@ def test_the_bound_stops_in_time_and_still_holds(summary: Summary, cluster: Clus
 
 
 def test_the_report_by_default_searches_nothing_and_predicts_one_uniform_plan(
-    cluster: Cluster, summary: Summary, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, result: SearchResult, summary: Summary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What takes longer than a part of the search's time is left to --compare and --bound."""
-    result, predicted = search(PROBLEM.on(cluster)), []
+    predicted: list[Plan] = []
 
     def search_again(*_: Any, **__: Any) -> None:
         raise AssertionError("another search")
@@ -191,8 +203,8 @@ def test_types_that_the_search_had_alone_are_compared_without_being_asked_for() 
     assert {row.name: row.step_seconds for row in found.alone} == best and not found.skipped
 
 
-def test_a_type_whose_search_is_cut_short_is_not_compared(cluster: Cluster) -> None:
-    result, over = search(PROBLEM.on(cluster)), TimeBudget(0.0)
+def test_a_type_whose_search_is_cut_short_is_not_compared(cluster: Cluster, result: SearchResult) -> None:
+    over = TimeBudget(0.0)
     assert not search_types_alone(result, PROBLEM.on(cluster), over) and not result.alone
     late = summarize(result, PROBLEM.on(cluster), Comparisons(every=True), budget=over)
     assert not late.alone and "the time is up" in format_summary(late)

@@ -3,6 +3,7 @@ alone; and what adaptive schedules are told about the reduction of gradients."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from hetero_megatron.schedule.chunk_times import ChunkedTimes, time_chunk_orders
 from hetero_megatron.schedule.pipeline_times import PipelineTimes
 from hetero_megatron.schedule.stage_orders import chunk_orders_of
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
+from tests.support.selection import quick
 
 SMALL = replace(MODEL, num_layers=6)
 
@@ -71,9 +73,15 @@ def brute_force(costs: CostModel, batch: int) -> float:
     return best
 
 
-@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.7), (2.5, 1.0)])
-@pytest.mark.parametrize("batch", [4, 8])
-def test_small_pipelines_are_as_fast_as_the_fastest_of_all(speeds: tuple[float, ...], batch: int) -> None:
+@pytest.mark.parametrize(
+    "case",
+    quick(
+        itertools.product([(1.0, 1.0), (1.0, 1.7), (2.5, 1.0)], [4, 8]),
+        [((1.0, 1.0), 4), ((1.0, 1.7), 8), ((2.5, 1.0), 4)],
+    ),
+)
+def test_small_pipelines_are_as_fast_as_the_fastest_of_all(case: tuple[tuple[float, ...], int]) -> None:
+    speeds, batch = case
     choice, plenty = StageChoice("c0", 1, 1, SMALL.num_layers, True, True), cluster(speeds=speeds, model=SMALL)
     alone = CostModel(SMALL, plenty, SEQ, "fp32").memory_bytes(choice, 1, 1, 2).total  # more than there will be
     where = cluster(speeds=speeds, model=SMALL, memory=f"{int(alone)} B")
@@ -83,9 +91,15 @@ def test_small_pipelines_are_as_fast_as_the_fastest_of_all(speeds: tuple[float, 
     assert found.best.step_seconds <= brute_force(costs, batch) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("speeds", [(1.0, 1.3), (1.0, 1.7), (1.0, 2.4)])
-@pytest.mark.parametrize("batch", [3, 4])
-def test_pipelines_are_tried_where_replicas_are_faster_under_1f1b(speeds: tuple[float, ...], batch: int) -> None:
+@pytest.mark.parametrize(
+    "case",
+    quick(
+        itertools.product([(1.0, 1.3), (1.0, 1.7), (1.0, 2.4)], [3, 4]),
+        [((1.0, 1.3), 3), ((1.0, 1.7), 4), ((1.0, 2.4), 3)],
+    ),
+)
+def test_pipelines_are_tried_where_replicas_are_faster_under_1f1b(case: tuple[tuple[float, ...], int]) -> None:
+    speeds, batch = case
     where = cluster(speeds=speeds, model=SMALL)
     options = SearchOptions(dtype="fp32", space=SearchSpace(more_schedules="always"))
     found = search(PlanningProblem(SMALL, where, SEQ, batch, options)).best

@@ -84,7 +84,7 @@ def test_layers_are_split_exactly(stages: int, m: int, seed: int) -> None:
 
 def _search(case: Case, **options: object) -> tuple[float, float]:
     """(step seconds of the plan by the scorer, bound); inf where nothing fits."""
-    space = SearchSpace((case.size,) if case.size else None, case.recompute, offload="never")
+    space = SearchSpace((case.size,) if case.size else None, case.recompute, offload="never", more_schedules="never")
     scorer = make_scorer(PlanningProblem(case.model, case.cluster, case.seq_length, 1))
     try:
         result = search(
@@ -169,7 +169,7 @@ def test_bound_by_prices_holds(seed: int) -> None:
 
 def test_where_the_enumeration_leaves_much_out_prices_give_the_bound() -> None:
     """Four chips of one type: too many ways to divide the batch for all to be tried; and never above the plan."""
-    model, options = load_model("llama2-7b"), SearchOptions()
+    model, options = load_model("llama2-7b"), SearchOptions(space=SearchSpace(more_schedules="never"))
     for chips in (2, 4):
         nodes = [{"name": "n", "chip": "A100-80-SXM", "chips_per_node": chips}]
         cluster = cluster_from_dict({"version": 1, "nodes": nodes, "links": {}})
@@ -192,7 +192,7 @@ def _mixed() -> dict[str, object]:
 
 def test_programs_search_a_larger_cluster_deterministically() -> None:
     cluster, model = cluster_from_dict(_mixed()), dataclasses.replace(load_model("llama2-7b"), num_layers=10)
-    options = SearchOptions(exhaustive=False)
+    options = SearchOptions(exhaustive=False, space=SearchSpace(more_schedules="never"))
     a, b = (search(PlanningProblem(model, cluster, 2048, 32, options)) for _ in range(2))
     assert a.method == "programs"
     assert a.best.plan.fingerprint() == b.best.plan.fingerprint()
@@ -315,7 +315,8 @@ def test_planning_again_after_a_loss() -> None:
     from hetero_megatron.planner.whatif.replan import WarmPlanner
 
     cluster, model = cluster_from_dict(_mixed()), load_model("llama2-7b")
-    planner = WarmPlanner(PlanningProblem(model, cluster, 2048, 32, SearchOptions(exhaustive=False, top=3)))
+    options = SearchOptions(exhaustive=False, top=3, space=SearchSpace(more_schedules="never"))
+    planner = WarmPlanner(PlanningProblem(model, cluster, 2048, 32, options))
     for node in ("ada-0", "ada-1"):
         plan, own, step = planner.without([node])
         validate(plan, model, own, dtype="bf16")
@@ -411,7 +412,8 @@ def test_command(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     data["nodes"][0]["chips_per_node"] = 2  # type: ignore[index]
     (folder / "c.yaml").write_text(yaml.safe_dump(data))
     words = ["plan", "--model", "llama2-7b", "--cluster", str(folder / "c.yaml"), "--seq-length", "1024"]
-    words += ["--global-batch-size", "16", "--quiet", "--out", str(folder / "p.yaml"), "--html", str(folder / "p.html")]
+    words += ["--global-batch-size", "16", "--more-schedules", "never", "--quiet"]
+    words += ["--out", str(folder / "p.yaml"), "--html", str(folder / "p.html")]
     assert main([*words, "--json", "--no-baselines"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["bound"]["step_seconds"] <= report["step_seconds"]
@@ -472,7 +474,8 @@ def test_many_unlike_groups_are_cut_along_slow_links() -> None:
         "links": {**LINKS, "pairs": slow},
     }
     model = dataclasses.replace(load_model("llama2-7b"), num_layers=8)
-    result = search(PlanningProblem(model, cluster_from_dict(data), 1024, 32))
+    options = SearchOptions(space=SearchSpace(more_schedules="never"))
+    result = search(PlanningProblem(model, cluster_from_dict(data), 1024, 32, options))
     assert result.method == "islands"
     for pipeline in result.best.plan.pipelines:
         nodes = {int(result.best.cluster.ranks[r].node[1:]) for r in pipeline.ranks}
