@@ -18,6 +18,7 @@ from typing import Any
 
 RANKS = 8
 PRELOAD = ["tests.support.preload"]
+JOBS = 24  # of a pool with emulated devices, whose jobs leave their groups behind
 COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "60"))
 JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "240"))  # a busy machine takes longer to start torch 8 times
 
@@ -51,7 +52,8 @@ class Pool:
     """``vendors``: of each rank, see :mod:`tests.support.vendors`."""
 
     def __init__(self, vendors: Sequence[str] = ("cpu",) * RANKS) -> None:
-        size = len(vendors)
+        size, self.jobs = len(vendors), 0
+        self.emulated = "emulated" in vendors
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
@@ -70,6 +72,7 @@ class Pool:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """``job(comm, *args)`` on every rank of the pool; a job for fewer ranks lets the others create groups only."""
         size = len(self.pipes)
+        self.jobs += 1
         for pipe in self.pipes:
             pipe.send((job, args))
         results: dict[int, Any] = {}
@@ -90,7 +93,7 @@ class Pool:
             if user_errors and len(failures) == size:
                 raise user_errors[0]
             raise JobFailed("\n".join(f"--- rank {r}\n{text}" for r, (_, text) in sorted(failures.items())))
-        for pipe in self.pipes:
+        for pipe in self.pipes if not self.emulated else ():
             pipe.send((None, ()))
         return [results[r] for r in range(size)]
 
@@ -107,7 +110,9 @@ _POOLS: dict[tuple[str, ...], Pool] = {}
 
 
 def shared_pool(vendors: tuple[str, ...] = ("cpu",) * RANKS) -> Pool:
-    """The pool of such ranks, started on first use."""
+    """The pool of such ranks, started on first use; one with emulated devices again after ``JOBS`` jobs."""
+    if vendors in _POOLS and _POOLS[vendors].emulated and _POOLS[vendors].jobs >= JOBS:
+        _POOLS[vendors].close()
     if vendors not in _POOLS:
         _POOLS[vendors] = Pool(vendors)
         atexit.register(_POOLS[vendors].close)
