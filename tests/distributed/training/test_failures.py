@@ -81,20 +81,20 @@ def test_survivors_end_and_say_why(how: signal.Signals, victim: int, tmp_path: P
 
 
 def test_bad_data_that_one_rank_meets_ends_the_others_too(tmp_path: Path) -> None:
-    """A sample is a line and one token of the next. In step 5 rank 0 reads lines 17 to 19, rank 1 lines 19 to 21."""
-    lines = [json.dumps({"text": f"{i:031d}"}) for i in range(64)]
-    lines[20] = "{broken"
+    """A sample is a line and one token of the next. In step 21 rank 0 reads lines 81 to 83, rank 1 lines 83 to 85."""
+    lines = [json.dumps({"text": f"{i:031d}"}) for i in range(128)]
+    lines[84] = "{broken"
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
     flags = ("--data-path", str(tmp_path / "data.jsonl"), "--dataloader-type", "streaming")
     ranks = start(tmp_path, TWO_REPLICAS, 2, *flags, "--split", "1", "--eval-iters", "0", "--num-workers", "0")
     try:
         (_, survivor), (_, met) = (process.communicate(timeout=240) for process in ranks)
         assert [process.returncode for process in ranks] == [3, 2], survivor + met
-        assert "data.jsonl:21" in met and "not JSON" in met and "Traceback" not in met + survivor
+        assert "data.jsonl:85" in met and "not JSON" in met and "Traceback" not in met + survivor
         found = MESSAGE.search(survivor)
         assert found and (found[1], found[4]) == ("0", "1"), survivor
         steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in steps if "loss" in row] == list(range(1, 5))
+        assert [row["step"] for row in steps if "loss" in row] == list(range(1, 21))
     finally:
         for process in ranks:
             process.kill()
