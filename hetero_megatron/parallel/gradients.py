@@ -82,7 +82,7 @@ class GradientSync:
         self._ended = 0
         self._owned: list[list[torch.Tensor]] = []
         self._bucket_of = {name: e.bucket.index for e in self.exchanges for name in e.bucket.names}
-        # No garbage collection looks into hooks: with a reference to this object they would keep all parameters forever.
+        # Garbage collection does not look into hooks: one that held this object would keep all parameters forever.
         accumulated = WeakMethod(self._accumulated)
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(partial(_call, accumulated, name))
