@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from itertools import combinations
+from itertools import chain, combinations
 
 import torch
 import torch.distributed as dist
@@ -179,6 +179,16 @@ class Comm:
                 made = dist.new_group(list(key), timeout=timeout or self.timeout, backend="gloo")
             self._background[key] = Group(self, key, made) if self.rank in key else None
         return self._background[key]
+
+    def destroy_groups(self) -> None:
+        """Destroy the groups made by ``create_groups`` and ``background_group``, whose threads would otherwise run as
+        long as this process. For a process that goes on with another plan: every rank of the job calls it, when no
+        transfer in these groups is under way."""
+        for group in chain(*self._groups.values(), self._background.values()):
+            if group is not None:
+                group.destroy()
+        self._groups.clear()
+        self._background.clear()
 
     @property
     def crossed_bytes(self) -> int:

@@ -52,6 +52,11 @@ class Group:
         """Whether waiting for its transfers holds up the device's stream only, not the host."""
         return self._library
 
+    def destroy(self) -> None:
+        """End the library's group, with its threads; neither this group nor one that shares it is used afterwards."""
+        if self._handle is not None:
+            dist.destroy_process_group(self._handle)
+
     def _ascending(self, by_member: Sequence[T]) -> list[T]:
         """One entry per member, in torch's order of the members."""
         return [entry for _, entry in sorted(zip(self.ranks, by_member, strict=True), key=lambda pair: pair[0])]

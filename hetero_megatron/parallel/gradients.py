@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -81,8 +82,10 @@ class GradientSync:
         self._ended = 0
         self._owned: list[list[torch.Tensor]] = []
         self._bucket_of = {name: e.bucket.index for e in self.exchanges for name in e.bucket.names}
+        # Garbage collection does not look into hooks: one that held this object would keep all parameters forever.
+        accumulated = WeakMethod(self._accumulated)
         for name, param in params.items():
-            param.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+            param.register_post_accumulate_grad_hook(partial(_call, accumulated, name))
 
     @torch.no_grad()
     def _flatten(self, buckets: Sequence[Bucket]) -> dict[int, FlatTensors]:
@@ -302,3 +305,8 @@ class GradientSync:
             for tensor in sums if not exchange.in_place else ():
                 self._aside.give(tensor)
         return owned
+
+
+def _call(method: WeakMethod[Callable[[str, torch.Tensor], None]], name: str, param: torch.Tensor) -> None:
+    if (alive := method()) is not None:
+        alive(name, param)

@@ -7,6 +7,7 @@ back in rank order. A failed or silent job ends the pool; the next job starts a 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 
 RANKS = 8
 PRELOAD = ["tests.support.preload"]
-JOBS = 24  # of one pool: every gloo group that a job makes has a thread that wakes up 100 times a second, for ever
+JOBS = 24  # of a pool with emulated devices, whose jobs leave their groups behind
 COMM_TIMEOUT = float(os.environ.get("POOL_COMM_TIMEOUT", "60"))
 JOB_TIMEOUT = float(os.environ.get("POOL_TIMEOUT", "240"))  # a busy machine takes longer to start torch 8 times
 
@@ -33,6 +34,10 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, vendor: str) -> N
     comm = start_comm(platform(vendor, rank), COMM_TIMEOUT)
     while True:
         job, args = pipe.recv()
+        if job is None:  # every gloo group that a job makes has a thread that wakes up 100 times a second
+            comm.destroy_groups()
+            gc.collect()  # which is what ends the threads, where garbage holds a group
+            continue
         try:
             pipe.send((True, job(comm, *args)))
         except BaseException as error:
@@ -48,6 +53,7 @@ class Pool:
 
     def __init__(self, vendors: Sequence[str] = ("cpu",) * RANKS) -> None:
         size, self.jobs = len(vendors), 0
+        self.emulated = "emulated" in vendors
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
@@ -87,6 +93,8 @@ class Pool:
             if user_errors and len(failures) == size:
                 raise user_errors[0]
             raise JobFailed("\n".join(f"--- rank {r}\n{text}" for r, (_, text) in sorted(failures.items())))
+        for pipe in self.pipes if not self.emulated else ():
+            pipe.send((None, ()))
         return [results[r] for r in range(size)]
 
     def close(self) -> None:
@@ -102,8 +110,8 @@ _POOLS: dict[tuple[str, ...], Pool] = {}
 
 
 def shared_pool(vendors: tuple[str, ...] = ("cpu",) * RANKS) -> Pool:
-    """The pool of such ranks, started on first use and again after ``JOBS`` jobs."""
-    if vendors in _POOLS and _POOLS[vendors].jobs >= JOBS:
+    """The pool of such ranks, started on first use; one with emulated devices again after ``JOBS`` jobs."""
+    if vendors in _POOLS and _POOLS[vendors].emulated and _POOLS[vendors].jobs >= JOBS:
         _POOLS[vendors].close()
     if vendors not in _POOLS:
         _POOLS[vendors] = Pool(vendors)

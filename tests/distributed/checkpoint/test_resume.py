@@ -96,15 +96,15 @@ def test_flags_decide_what_is_read(tmp_path: Path) -> None:
     assert "without its optimizer state" in out
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(8, 15), (2, 30)])
+@pytest.mark.parametrize(("batch", "steps"), [(8, 3), (2, 6)])
 def test_a_length_in_samples_stays_one(batch: int, steps: int, tmp_path: Path) -> None:
-    """80 samples, of which 40 in steps of 4; other windows of the data are said to be that."""
-    words = ["--model", "tiny", "--mock-data", "--micro-batch-size", "2", "--lr", "1e-3", "--train-samples", "80"]
+    """16 samples, of which 8 in steps of 4; other windows of the data are said to be that."""
+    words = ["--model", "tiny", "--mock-data", "--micro-batch-size", "2", "--lr", "1e-3", "--train-samples", "16"]
     words += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
-    out, _ = inside([*words, "--seq-length", "32", "--global-batch-size", "4", "--exit-interval", "10"])
+    out, _ = inside([*words, "--seq-length", "32", "--global-batch-size", "4", "--exit-interval", "2"])
     assert "notice: --seq-length" not in out
     out, _ = inside([*words, "--seq-length", "16", "--global-batch-size", str(batch)])
-    assert f"done: {steps} steps" in out and metrics(tmp_path)[-1]["consumed_samples"] == 80
+    assert f"done: {steps} steps" in out and metrics(tmp_path)[-1]["consumed_samples"] == 16
     assert "notice: --seq-length is 16; the checkpoint was made with 32" in out
 
 

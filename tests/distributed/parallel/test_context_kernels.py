@@ -115,7 +115,7 @@ def test_documents_are_prepared_once_for_all_layers() -> None:
 
 
 def count_merges(comm: Comm) -> tuple[int, str]:
-    """Calls of a vendor's ``attn_merge`` in five steps, and the kernel plan."""
+    """Calls of a vendor's ``attn_merge`` in a short run, and the kernel plan."""
     calls, registry = list[torch.Size](), torch_registry()
 
     def forward(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[()]:

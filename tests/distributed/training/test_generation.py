@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hetero_megatron.cli.main import main
 from tests.support.chat import TEMPLATES, chat_tokenizer
 from tests.support.selection import quick
 
-VOCAB, LENGTH, NEW = 330, 160, 64
+VOCAB, LENGTH, NEW = 330, 160, 32
 SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
          "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": LENGTH}  # fmt: skip
 LATENT = {**SMALL, "num_key_value_heads": 6, "n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2,
@@ -65,15 +67,18 @@ pipelines:
   - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 3, layers: [[0, 3], [3, 3]]}]}
 """
 PLANS = {"one": (1, None), "uneven": (3, UNEVEN), "interleaved": (4, INTERLEAVED)}
-PROMPTS = ["the quick brown", "hello", "fox 17 jumps over the lazy dog and says hello to the other fox", "q"]
+PROMPTS = ("the quick brown", "hello", "fox 17 jumps over the lazy dog and says hello to the other fox", "q")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of each family's model, made when it is first asked for."""
     folder = tmp_path_factory.mktemp("models")
-    for name, config in FAMILIES.items():
+
+    @cache
+    def made(name: str) -> Path:
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES[name]), dtype=torch.float32)
         with torch.no_grad():
             for param in model.parameters():
                 if param.dim() > 1:
@@ -81,7 +86,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.generation_config.eos_token_id = None
         model.save_pretrained(folder / name)
         chat_tokenizer(folder / name, TEMPLATES["chatml"])
-    return folder
+        return folder / name
+
+    return made
 
 
 def generate(words: list[str], ranks: int) -> tuple[str, str]:
@@ -103,7 +110,8 @@ def generate(words: list[str], ranks: int) -> tuple[str, str]:
     return said[0]
 
 
-def expected(path: Path, prompts: list[str], model: Any = None) -> list[list[int]]:
+@cache
+def expected(path: Path, prompts: tuple[str, ...], model: Any = None) -> list[list[int]]:
     """By transformers' generate, with the model in ``path`` or another one with its tokenizer."""
     from transformers import AutoTokenizer
 
@@ -122,48 +130,48 @@ IN_MAKE_TEST = [("llama", "one"), ("llama", "interleaved"), ("mistral", "uneven"
 
 
 @pytest.mark.parametrize("case", quick(GREEDY, IN_MAKE_TEST), ids=lambda case: "-".join(case))
-def test_greedy_is_transformers(case: tuple[str, str], models: Path, tmp_path: Path) -> None:
+def test_greedy_is_transformers(case: tuple[str, str], models: Callable[[str], Path], tmp_path: Path) -> None:
     name, plan = case
-    assert answers(["--load-hf", str(models / name)], PROMPTS, plan, tmp_path) == expected(models / name, PROMPTS)
+    assert answers(["--load-hf", str(models(name))], PROMPTS, plan, tmp_path) == expected(models(name), PROMPTS)
 
 
 @pytest.mark.parametrize("plan", quick(PLANS, ["one"]))
-def test_a_native_checkpoint_gives_the_same(plan: str, models: Path, tmp_path: Path) -> None:
+def test_a_native_checkpoint_gives_the_same(plan: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     """With the tokenizer that is in it."""
-    assert main(["convert", str(models / "llama"), str(tmp_path / "native")]) == 0
-    assert answers(["--load", str(tmp_path / "native")], PROMPTS, plan, tmp_path) == expected(models / "llama", PROMPTS)
+    assert main(["convert", str(models("llama")), str(tmp_path / "native")]) == 0
+    assert answers(["--load", str(tmp_path / "native")], PROMPTS, plan, tmp_path) == expected(models("llama"), PROMPTS)
 
 
 @pytest.mark.parametrize("plan", quick(PLANS, ["one"]))
-def test_adapters_are_those_of_peft(plan: str, models: Path, tmp_path: Path) -> None:
+def test_adapters_are_those_of_peft(plan: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
-    base = AutoModelForCausalLM.from_pretrained(models / "llama")
+    base = AutoModelForCausalLM.from_pretrained(models("llama"))
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(base, config)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param, 0, 0.1)
     model.save_pretrained(tmp_path / "adapter")
-    wanted = expected(models / "llama", PROMPTS, model)
-    assert wanted != expected(models / "llama", PROMPTS)
-    words = ["--load-hf", str(models / "llama"), "--load-adapter", str(tmp_path / "adapter")]
+    wanted = expected(models("llama"), PROMPTS, model)
+    assert wanted != expected(models("llama"), PROMPTS)
+    words = ["--load-hf", str(models("llama")), "--load-adapter", str(tmp_path / "adapter")]
     assert answers(words, PROMPTS, plan, tmp_path) == wanted
 
 
-def test_chat_prompts_are_rendered_by_the_template(models: Path, tmp_path: Path) -> None:
+def test_chat_prompts_are_rendered_by_the_template(models: Callable[[str], Path], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer, path = AutoTokenizer.from_pretrained(models / "llama"), models / "llama"
+    tokenizer, path = AutoTokenizer.from_pretrained(models("llama")), models("llama")
     system = {"role": "system", "content": "say hello"}
     chats = [[system, {"role": "user", "content": text}] for text in PROMPTS[:2]]
-    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    texts = tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats)
     words = ["--load-hf", str(path), "--chat", "--system", system["content"]]
     assert answers(words, PROMPTS[:2], "one", tmp_path) == expected(path, texts)
 
 
-def answers(words: list[str], prompts: list[str], plan: str, tmp_path: Path) -> list[list[int]]:
+def answers(words: list[str], prompts: Sequence[str], plan: str, tmp_path: Path) -> list[list[int]]:
     """Greedy, under one of ``PLANS``."""
     ranks, text = PLANS[plan]
     words = [*words, "--json", "--max-new-tokens", str(NEW), "--ignore-eos", "--batch-size", "3"]

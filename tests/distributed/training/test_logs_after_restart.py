@@ -72,9 +72,9 @@ def test_a_run_that_is_killed_loses_no_step_up_to_its_checkpoint(tmp_path: Path)
         time.sleep(0.05)
     process.kill()
     process.wait()
-    inside([*words, "--train-iters", "100000", "--exit-interval", "30"])
+    inside([*words, "--train-iters", "100000", "--exit-interval", "9"])
     steps = [s["step"] for s in lines(run, "loss")]
-    assert steps == list(range(1, steps[-1] + 1)) and steps[-1] >= 30
+    assert steps == list(range(1, steps[-1] + 1)) and steps[-1] >= 9
     assert [at for at, _ in curve(board, "lm loss")] == steps
 
 

@@ -27,7 +27,7 @@ from tests.support.random_plans import random_model, random_plan
 from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
-STEPS = 3
+STEPS = 2
 WEIGHT_DECAY = 0.1
 
 

@@ -24,7 +24,7 @@ from tests.support.parity import Case, RandomSamples
 from tests.support.pool import shared_pool
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
-STEPS = 3
+STEPS = 2
 
 
 def train(
