@@ -277,6 +277,17 @@ class Training:
             check_target(config.save_hf, config.spec.base, world)
         self.weights = HFWeights(config.load_hf, config.spec.base) if config.load_hf is not None else None
         self.adapters = adapters_of(config, world)
+        # Before weights are read and the model is built: a mistyped path is known at once.
+        self.node_data = NodeData(config, comm, world)
+        self.data = self.node_data.datasets
+        check_agreement(world, {f"data ({name})": mark for name, mark in self.data.fingerprints.items()})
+        flags = config.data
+        assert flags is not None, "the command line refuses training without data"
+        apart = flags.sft  # conversations that share a sample do not see each other
+        options = BatchOptions(
+            flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss, self.data.eod
+        )
+        self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
         dtype = DTYPES[config.dtype]
         check_offload(config.plan, config.optimizer.name, config.dtype)
         offload = stage_at(config.plan, locate(config.plan, comm.rank)).optimizer.offload
@@ -295,16 +306,6 @@ class Training:
         self._complete_import()
         self.alignment.follow(self.runtime)
         agree_on_kernels(self.runtime, config.logging.kernel_plan)
-        self.node_data = NodeData(config, comm, world)
-        self.data = self.node_data.datasets
-        check_agreement(world, {f"data ({name})": mark for name, mark in self.data.fingerprints.items()})
-        flags = config.data
-        assert flags is not None, "the command line refuses training without data"
-        apart = flags.sft  # conversations that share a sample do not see each other
-        options = BatchOptions(
-            flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss, self.data.eod
-        )
-        self._loader: Callable[[Dataset], BatchLoader] = lambda d: BatchLoader(d, options, flags.num_workers)
         source_dtypes = self.weights.dtypes() if self.weights is not None and self.adapters is None else None
         self.checkpoints = Checkpointing(config, self.runtime, self.data, platform.synchronize, lock, source_dtypes)
         config, start, self.loss_scale = self.checkpoints.load()

@@ -119,19 +119,21 @@ def _search_all(
     if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
         with budget.catching():
             _add_types_alone(result, problem, budget)
-            result.unlike_groups = problem.space.unlike_tp and _improve(result, HeteroTP(), problem, budget)
+            result.unlike_groups = problem.space.unlike_tp and _improve(result, HeteroTP(), problem, budget, progress)
     with budget.catching():
-        result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget)
+        result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
     result.complete = result.complete and not budget.cut
     return result
 
 
-def _improve(result: SearchResult, proposer: Proposer, problem: PlanningProblem, budget: TimeBudget) -> bool:
+def _improve(
+    result: SearchResult, proposer: Proposer, problem: PlanningProblem, budget: TimeBudget, progress: Progress | None
+) -> bool:
     """Whether a proposer of plans that the bound of the enumeration does not cover found a better one than the
     result's, which it then is."""
     if budget.over():
         return False
-    incumbent = Incumbent(problem, result.scorer, budget)
+    incumbent = Incumbent(problem, result.scorer, budget, progress=progress)
     incumbent.plans[:] = [result.best, *result.others]
     proposer.propose(problem, incumbent)
     if incumbent.plans[0] is result.best:

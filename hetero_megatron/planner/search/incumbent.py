@@ -127,6 +127,8 @@ class Incumbent:
     def take_plan(self, plan: JudgedPlan) -> None:
         """Insert a simulated plan."""
         self.plans[:] = sorted([*self.plans, plan], key=lambda x: x.step_seconds)
+        if self.progress is not None and self.plans[0] is plan:
+            self.progress(f"{plan.step_seconds:.4g} s per step, simulated, under {plan.plan.schedule}")
 
     def should_stop(self) -> bool:
         """Whether to stop: the budget is over and there is a plan to return."""
