@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -307,6 +307,6 @@ class GradientSync:
         return owned
 
 
-def _call(method: WeakMethod[Callable[[str, torch.Tensor], None]], name: str, param: torch.Tensor) -> None:
+def _call(method: WeakMethod[Any], name: str, param: torch.Tensor) -> None:
     if (alive := method()) is not None:
         alive(name, param)
