@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import Program, start_ranks
-from tests.testbed.test_launch import until
+from tests.support.paths import ROOT
+from tests.support.programs import TORCHRUN
 
 pytestmark = pytest.mark.slow
 
@@ -35,26 +36,28 @@ pipelines:
 """
 
 
-def _first_of_its_node() -> None:
-    os.environ["LOCAL_RANK"] = "0"
-
-
-def launch(directory: Path, nodes: tuple[str, str]) -> list[Program]:
-    """Two processes that their launcher calls rank 0 and 1; the one it calls rank i is on node ``nodes[i]``."""
-    directory.mkdir()
+def launch(directory: Path, nodes: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+    """Two processes under torchrun; the one it calls rank i says that it is on node ``nodes[i]``."""
     (directory / "cluster.yaml").write_text(CLUSTER)
     (directory / "plan.yaml").write_text(PLAN)
-    words = ["--plan", str(directory / "plan.yaml"), "--cluster", str(directory / "cluster.yaml"), "--model", "tiny"]
-    words += ["--mock-data", "--train-iters", "2", "--lr", "1e-3", "--log-interval", "1", "--save"]
-    return start_ranks(2, [*words, str(directory / "run")], nodes=nodes, before=_first_of_its_node)
+    flags = (
+        f"--plan {directory}/plan.yaml --cluster {directory}/cluster.yaml --model tiny --mock-data --train-iters 2 "
+        f"--lr 1e-3 --log-interval 1 --save {directory}/run"
+    )
+    script = f"names=({nodes[0]} {nodes[1]}); export HETERO_NODE=${{names[$RANK]}} LOCAL_RANK=0; "
+    script += f"exec {sys.executable} pretrain_gpt.py {flags}"
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_swapped_nodes_train_the_same(tmp_path: Path) -> None:
     losses = []
     for nodes in (("fast", "slow"), ("slow", "fast")):
-        ranks = launch(tmp_path / nodes[0], nodes)
-        assert [rank.wait(240) for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
-        lines = (tmp_path / nodes[0] / "run" / "metrics.jsonl").read_text().splitlines()
+        directory = tmp_path / nodes[0]
+        directory.mkdir()
+        done = launch(directory, nodes)
+        assert done.returncode == 0, done.stderr
+        lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert len(losses[0]) == 2 and losses[0] == losses[1]
 
@@ -63,13 +66,7 @@ def test_swapped_nodes_train_the_same(tmp_path: Path) -> None:
     ("nodes", "message"),
     [(("fast", "fast"), "are both rank 0 of the cluster file"), (("fast", "huge"), "the cluster has no such chip")],
 )
-def test_wrong_nodes_are_refused(nodes: tuple[str, str], message: str, tmp_path: Path) -> None:
-    """By the rank that finds it; the launcher would end the other."""
-    ranks = launch(tmp_path / "job", nodes)
-    try:
-        until(lambda: any(rank.poll() is not None for rank in ranks), "a refusal", 240)
-        errors = [rank.output()[1] for rank in ranks if rank.poll() == 2]
-        assert errors and all(message in error and "Traceback" not in error for error in errors)
-    finally:
-        for rank in ranks:
-            rank.kill()
+def test_wrong_nodes_are_refused(tmp_path: Path, nodes: tuple[str, str], message: str) -> None:
+    done = launch(tmp_path, nodes)
+    assert done.returncode != 0
+    assert f"{message}" in done.stderr and "pretrain_gpt.py" not in done.stderr.split("error:")[0]
