@@ -59,8 +59,8 @@ $(VENV)-2.11/.installed: setup.py constraints.txt
 	@touch $@
 
 test-slow: env  ## fresh install, the commands of README and docs, testbeds, all cases of laws
-	@code=0; $(PY) -m pytest -m "slow and quiet" tests/slow tests/testbed $(ARGS) || [ $$? = 5 ] || code=1; \
-	$(PY) -m pytest -n $(SLOW_WORKERS) --dist loadscope -m "slow and not scale and not quiet" $(SLOW) $(ARGS) && exit $$code
+	@code=0; $(PY) -m pytest -o timeout=1800 -m "slow and quiet" tests/slow tests/testbed $(ARGS) || [ $$? = 5 ] || code=1; \
+	$(PY) -m pytest -o timeout=1800 -n $(SLOW_WORKERS) --dist loadscope -m "slow and not scale and not quiet" $(SLOW) $(ARGS) && exit $$code
 
 test-parity: env  ## N random plans against one process: make test-parity N=500 SEED=1
 	@seed="$(SEED)"; seed="$${seed:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}"; \
