@@ -8,7 +8,7 @@ import numpy.typing as npt
 from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
 from hetero_megatron.planner.context.groupings import Grouping, even_block
-from hetero_megatron.planner.context.memory import head_bytes, kv_bytes, token_bytes
+from hetero_megatron.planner.context.memory import head_bytes, ring_bytes, token_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, MemberGroup
 from hetero_megatron.planner.shares import min_max_shares, min_max_tokens
 
@@ -29,7 +29,7 @@ class Balancer:
         """
         problem, alike = self.problem, [self.costs.alike(group) for group in grouping]
         heads = [self.heads(group) for group in alike]
-        buffer = kv_bytes(problem, ContextLayout((), "ring", block if len(grouping) > 1 else 0))
+        buffer = ring_bytes(problem, block) if len(grouping) > 1 else 0.0
         caps = np.array([self.cap(g, h, buffer) for g, h in zip(alike, heads, strict=True)])
         totals = self._group_tokens(alike, heads, caps)
         if totals is None:

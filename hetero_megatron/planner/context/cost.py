@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.context.groupings import unevenness
-from hetero_megatron.planner.context.memory import group_bytes, kv_bytes, member_limits
+from hetero_megatron.planner.context.memory import group_bytes, member_limits, ring_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
 from hetero_megatron.spec.flops import layer_parameters
 
@@ -330,7 +330,7 @@ class ContextCosts:
         return float(size * max(self.inter[np.ix_(kinds, kinds)].max() / cards, self.intra[kinds].max()))
 
     def _memory(self, layout: ContextLayout, parts: Sequence[GroupParts]) -> tuple[bool, tuple[float, ...]]:
-        buffer = kv_bytes(self.problem, layout) if len(parts) > 1 else 0.0
+        buffer = ring_bytes(self.problem, layout.block) if len(parts) > 1 else 0.0
         memory = np.zeros(len(self.memory))
         for group, part in zip(layout.groups, parts, strict=True):
             memory[list(group.members)] = part.bytes + part.kv * buffer

@@ -16,7 +16,7 @@ from hetero_megatron.plan.memory.states import (
     state_bytes,
     trained_elements,
 )
-from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
+from hetero_megatron.planner.context.problem import ContextProblem
 
 Floats = npt.NDArray[np.float64]
 
@@ -74,13 +74,9 @@ def group_bytes(problem: ContextProblem, s: Floats, h: Floats, kv: Floats) -> Fl
     return result
 
 
-def kv_bytes(problem: ContextProblem, layout: ContextLayout) -> float:
-    """Bytes of exchange buffers per KV head: two blocks of K, V and their gradients; with ``gather``, keys and values
-    of the whole sequence, which every layer keeps for its backward."""
-    layers = layers_of(problem)
-    if layout.transport != "gather":
-        return float(problem.options.micro_batch * layers.blocks(1, layout.block))
-    return float(_in_flight(problem, layers.per_core_token(0, 1)[1]) * problem.seq_length)
+def ring_bytes(problem: ContextProblem, block: int) -> float:
+    """Bytes of the ring's buffers per KV head: two blocks of K, V and their gradients."""
+    return float(problem.options.micro_batch * layers_of(problem).blocks(1, block))
 
 
 def _in_flight(problem: ContextProblem, each: KeptWorking) -> Any:

@@ -279,20 +279,20 @@ def sync_ends(
     for number in range(len(loads.segments) - 1, -1, -1):
         for at in loads.segments[number].held:
             queues[at].append(number)
-    heap: list[tuple[float, int, list[tuple[float, float]]]] = []
+    heap: list[tuple[float, int, list[tuple[float, float]], dict[StageId, float]]] = []
 
     def launch(candidates: Iterable[int]) -> None:
         for number in candidates:
             segment = loads.segments[number]
             if all(queues[at][-1] == number for at in segment.held):
-                releases = run.releases(segment)
-                heapq.heappush(heap, (run.ready(segment, releases), number, releases))
+                releases, afters = run.releases(segment)
+                heapq.heappush(heap, (run.ready(segment, releases), number, releases, afters))
 
     launch(dict.fromkeys(queue[-1] for queue in queues.values()))
     while heap:
-        _, number, releases = heapq.heappop(heap)
+        _, number, releases, afters = heapq.heappop(heap)
         segment = loads.segments[number]
-        run.travel(segment, releases)
+        run.travel(segment, releases, afters)
         launch(dict.fromkeys(queues[at][-1] for at in segment.held if queues[at].pop() == number and queues[at]))
     return {at: host.finish(idle[at]) for at, host in run.hosts.items()}
 
@@ -318,26 +318,30 @@ class _SyncRun:
             return 0.0, 0.0
         return host_seconds(segment, at, self.costs, self.chips[at], self.item, self.times is None)
 
-    def releases(self, segment: SyncSegment) -> list[tuple[float, float]]:
+    def releases(self, segment: SyncSegment) -> tuple[list[tuple[float, float]], dict[StageId, float]]:
+        """(releases of a segment that starts, by stage the host's seconds after it has travelled)."""
         share = 1 / segment.buckets
         found: Sequence[tuple[float, Mapping[StageId, float]]] = [(1.0, self.idle)]
         if self.times is not None and self.costs.options.overlap:
             found = segment.releases(self.times)
-        packed = [0.0] * len(found)
+        packed, afters = [0.0] * len(found), dict[StageId, float]()
         for at in segment.held:
-            (pack, after), last = self.host_seconds(segment, at), found[-1][1][at]
+            pack, after = self.host_seconds(segment, at)
+            afters[at], last = after, found[-1][1][at]
             late = self.hosts[at].send(last, pack) - last
             for i, (left, when) in enumerate(found):
                 # Before it packs more, it has summed all that was complete before but what is under way.
                 summed = after * max(0.0, 1 - left - share)
                 packed[i] = max(packed[i], when[at] + late + summed - pack * max(0.0, left - share))
-        return [(left, seconds) for (left, _), seconds in zip(found, packed)]
+        return [(left, seconds) for (left, _), seconds in zip(found, packed)], afters
 
     def ready(self, segment: SyncSegment, releases: list[tuple[float, float]]) -> float:
         """When its ranks can send the first bucket (s)."""
         return max(releases[0][1], *(self.free.get(at, 0.0) for at in segment.held))
 
-    def travel(self, segment: SyncSegment, releases: list[tuple[float, float]]) -> None:
+    def travel(
+        self, segment: SyncSegment, releases: list[tuple[float, float]], afters: Mapping[StageId, float]
+    ) -> None:
         item, share, free = self.item, 1 / segment.buckets, self.free
         begin = max([self.ready(segment, releases), *(free.get(port, 0.0) for port in segment.ports)])
 
@@ -349,7 +353,6 @@ class _SyncRun:
         for port, seconds in segment.ports.items():
             free[port] = end_of(seconds)
             end = max(end, free[port])
-        afters = {at: self.host_seconds(segment, at)[1] for at in segment.held}
         # At most IN_FLIGHT buckets travel at once, so the latency and the host's time are paid once per IN_FLIGHT ones.
         each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-segment.buckets // IN_FLIGHT)
         end = max(end + segment.latency, begin + rows * (segment.latency + (each + max(afters.values())) * share))

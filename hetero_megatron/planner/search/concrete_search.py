@@ -75,7 +75,12 @@ class ConcreteSearch(ABC, Generic[Structure]):
         """Try structures until none can take less than ``best`` seconds (inf: any plan that fits)."""
         outcome = Outcome(ended=False)
         with budget.catching():
-            rows = sorted(((self.bound(x), i, x) for i, x in enumerate(self.structures())), key=lambda row: row[:2])
+            rows = list[tuple[float, int, Structure]]()
+            for i, x in enumerate(self.structures()):
+                if best < math.inf and budget.over():
+                    return outcome
+                rows.append((self.bound(x), i, x))
+            rows.sort(key=lambda row: row[:2])
             outcome.total = sum(bound < math.inf for bound, _, _ in rows)
             for bound, _, structure in rows[: outcome.total]:
                 outcome.faster = bound < best
