@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, combinations
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.handle import Handle, Works
 from hetero_megatron.comm.hooks import Hooks, Work
+from hetero_megatron.comm.in_time import in_time
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.reach import Reach, explain
 from hetero_megatron.comm.watch import TransferWatch
@@ -32,6 +34,7 @@ from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.words import rank_ranges
 
+T = TypeVar("T")
 Channel = dist.ProcessGroup | Bridge | None  # of point-to-point messages; None: the job's gloo group
 
 
@@ -72,6 +75,18 @@ class Comm:
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
         self._channels: dict[int, tuple[Channel, Channel]] = {}  # by island of the peer: to lower ranks, to higher ones
+
+    def join(self, store: dist.Store, total: int, patience: timedelta) -> None:
+        """Make the gloo group of all ranks, all of which have come to ``store``.
+
+        Raises:
+            CommError: they did not connect within ``patience``.
+        """
+        self._connected(
+            range(total), patience, lambda: dist.init_process_group(
+                "gloo", timeout=self.timeout, store=store, rank=self.rank, world_size=total
+            ), "joining the job",
+        )  # fmt: skip
 
     def create_message_groups(self, islands: Islands, copies: Copies | None) -> None:
         """Create the groups for point-to-point messages to each island; every rank of the job calls it.
@@ -118,14 +133,13 @@ class Comm:
             backend = self._backend(route.direct)
         # The library's own watchdog must not end the process before our watch has reported the reason.
         patience = self.timeout if backend == "gloo" or self.watch is None else 2 * self.timeout
-        start = time.perf_counter()
-        with self.hooks.on_other_cores():
+        if backend == "gloo":
+            made = self._new_gloo_group(ranks, patience)
+        else:
             try:
-                made = dist.new_group(list(ranks), timeout=patience, backend=backend)
+                with self.hooks.on_other_cores():
+                    made = dist.new_group(list(ranks), timeout=patience, backend=backend)
             except (RuntimeError, ValueError) as error:
-                if backend == "gloo":
-                    others = tuple(r for r in ranks if r != self.rank)
-                    raise self.failure(others, time.perf_counter() - start, error, "making a group") from error
                 raise UserError(
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
                     field="--distributed-backend", value=backend,
@@ -134,6 +148,27 @@ class Comm:
             return None, None
         bridged = route is not None and route.bridged
         return made, Bridge(made, self.copies, self.timeout.total_seconds()) if bridged else None
+
+    def _new_gloo_group(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+        """A gloo group for these ranks; of no use on others."""
+        return self._connected(
+            ranks, timeout, lambda: dist.new_group(list(ranks), timeout=timeout, backend="gloo"), "making a group"
+        )
+
+    def _connected(self, ranks: Sequence[int], patience: timedelta, connect: Callable[[], T], activity: str) -> T:
+        """What ``connect`` returns, which makes a gloo group of ``ranks``; CommError after ``patience``, or as soon as
+        one of them is gone."""
+        others = tuple(r for r in ranks if r != self.rank) if self.rank in ranks else ()
+
+        def run() -> T:
+            with self.hooks.on_other_cores():
+                return connect()
+
+        start = time.perf_counter()
+        try:
+            return in_time(patience.total_seconds(), run, lambda: self.reach.gone(others)) if others else run()
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(others, time.perf_counter() - start, error, activity) from error
 
     def _backend(self, direct: str) -> str:
         """The backend string for ``new_group``: this rank's island's, or one that reaches other islands."""
@@ -175,8 +210,7 @@ class Comm:
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
         if key not in self._background:
-            with self.hooks.on_other_cores():
-                made = dist.new_group(list(key), timeout=timeout or self.timeout, backend="gloo")
+            made = self._new_gloo_group(key, timeout or self.timeout)
             self._background[key] = Group(self, key, made) if self.rank in key else None
         return self._background[key]
 

@@ -54,7 +54,7 @@ def start_comm(
     launcher = launcher or read_launcher()
     timeout, total = timedelta(seconds=timeout_seconds), launcher.world_size
     rank = launcher.rank if position is None else position
-    hooks, reach = hooks or Hooks(), Reach(rank)
+    hooks, reach, store = hooks or Hooks(), Reach(rank), None
     if total > 1 and not dist.is_initialized():
         if rank != launcher.rank and not (launcher.agent_store or launcher.started_by):
             raise UserError(
@@ -66,13 +66,10 @@ def start_comm(
         beacon = listen(launcher.address, launcher.one_host)
         meeting = Rendezvous(launcher, rank, max(timeout, START_UP))
         store, members = meeting.join(beacon.address if beacon is not None else None)
-        try:
-            with hooks.on_other_cores():
-                dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=total)
-        except RuntimeError as error:
-            raise meeting.failed(error) from error
         reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
     comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
+    if store is not None:
+        comm.join(store, total, max(timeout, START_UP))
     copies = copies_of(platform)
     comm.accelerator = copies.accelerator if copies is not None else None
     if total > 1:

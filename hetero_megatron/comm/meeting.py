@@ -10,18 +10,15 @@ import errno
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from hetero_megatron.comm.comm import first_line
 from hetero_megatron.comm.errors import CommError
+from hetero_megatron.comm.in_time import within
 from hetero_megatron.comm.reach import PATIENCE, UNREACHABLE, Address, Reach, explain
 from hetero_megatron.comm.store import Records, open_listener, serve
 from hetero_megatron.errors import UserError
@@ -30,7 +27,6 @@ from hetero_megatron.words import plural
 
 LOOK_SECONDS = 0.5  # longest interval between two reads of the records
 REFUSED = "hetero_megatron/refused"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Rendezvous:
             self._claim(self._records, me)
             return store, self._wait(self._records, me)
         except RuntimeError as error:
-            raise self.failed(error) from error
+            raise self._failed(error) from error
 
     def _open(self) -> dist.Store:
         launcher = self.launcher
@@ -167,7 +163,7 @@ class Rendezvous:
                 where="environment",
             )  # fmt: skip
 
-    def failed(self, error: Exception) -> CommError:
+    def _failed(self, error: Exception) -> CommError:
         """The error for a failed join: ranks that did not join, or that cannot be reached."""
         seconds, others = time.monotonic() - self.started, self.others
         records = self._records
@@ -195,18 +191,3 @@ class Rendezvous:
 
 def _key(rank: int) -> str:
     return f"hetero_megatron/member/{rank}"
-
-
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """The answer of ``ask``; None if it fails or takes longer than ``seconds``: a store that cannot be reached may
-    block for 15 minutes."""
-    answer: list[T] = []
-
-    def work() -> None:
-        with suppress(RuntimeError, UserError):
-            answer.append(ask())
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answer[0] if answer else None

@@ -130,6 +130,11 @@ class Reach:
             found = {rank: word for rank, word in zip(chosen, said, strict=True) if word is not None}
         return {**found, **dict.fromkeys(set(self.cut()) & known.keys(), UNREACHABLE)}
 
+    def gone(self, peers: Iterable[int]) -> list[int]:
+        """Those of ``peers`` (of the first ``AT_MOST``) whose processes have ended."""
+        peers = [peer for peer in peers if peer != self.rank]
+        return [peer for peer, word in self.look(peers).items() if word == GONE and peer in peers]
+
     @staticmethod
     def _choose(peers: list[int], known: dict[int, Address]) -> list[int]:
         """The peers, then one rank of every host, then the rest."""

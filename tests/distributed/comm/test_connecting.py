@@ -1,0 +1,80 @@
+"""A rank that dies while ranks connect is noticed at once, not after five time-outs, as gloo's own waiting would."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import threading
+from multiprocessing.connection import Connection, wait
+
+import pytest
+
+from hetero_megatron.comm import Comm, CommError
+from hetero_megatron.comm.in_time import in_time, within
+from tests.support.pool import PRELOAD
+
+RANKS, VICTIM = 3, 2
+TIMEOUT = 600.0  # far more than the test waits
+
+
+def _rank(rank: int, port: int, moment: str, pipe: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from hetero_megatron.comm import start_comm
+    from tests.support.vendors import platform
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == VICTIM and moment == "joining":
+        Comm.join = die  # type: ignore[method-assign, assignment]
+    try:
+        comm = start_comm(platform("cpu", rank), TIMEOUT)
+        if rank == VICTIM:
+            die()
+        if moment == "a group":
+            comm.create_groups([range(RANKS)])
+        else:
+            comm.background_group(range(RANKS))
+        pipe.send(None)
+    except CommError as error:
+        pipe.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("moment", ["joining", "a group", "a background group"])
+def test_a_rank_that_dies_while_others_connect_to_it_is_named(moment: str) -> None:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes, ranks = [], []
+    for rank in range(RANKS):
+        mine, theirs = context.Pipe(duplex=False)
+        ranks.append(context.Process(target=_rank, args=(rank, port, moment, theirs), daemon=True))
+        ranks[-1].start()
+        theirs.close()
+        pipes.append(mine)
+    try:
+        for rank, pipe in enumerate(pipes):
+            if rank != VICTIM:
+                assert wait([pipe], 120), f"rank {rank} still waits"
+                said = pipe.recv()
+                assert said is not None and f"rank {rank}," in said and "is gone" in said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def test_a_call_has_its_time_and_no_more() -> None:
+    assert in_time(60, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        in_time(60, lambda: {}[1])
+    never = threading.Event()
+    with pytest.raises(RuntimeError, match="not connected after 0.01 s"):
+        in_time(0.01, never.wait)
+    assert within(0.01, never.wait) is None
+    never.set()
