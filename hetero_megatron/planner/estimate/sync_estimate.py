@@ -142,14 +142,14 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
         segment, before = loads.segments[-1], holders
         segment.layers += layers
         least_tp = min(stages[at].tp for at in holders)
-        segment.last = costs.last_bucket(least_tp)
-        segment.bucket = max(segment.bucket, costs.bucket_elements(least_tp, False, False)[1])
-        elements = costs.most_trained(1, layers, end == "embed", end == "head")
+        segment.last = costs.memory.last_bucket(least_tp)
+        segment.bucket = max(segment.bucket, costs.memory.buckets(least_tp, False, False)[1])
+        elements = costs.memory.trained(1, layers, end == "embed", end == "head")
         segment.head += elements * (end == "head")
         segment.embed += elements * (end == "embed")
         segment.elements += elements
         for at in holders:
-            segment.held[at] += costs.most_trained(stages[at].tp, layers, end == "embed", end == "head")
+            segment.held[at] += costs.memory.trained(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in segment.lowest:
                 segment.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
     for segment in loads.segments:

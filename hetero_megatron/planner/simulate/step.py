@@ -338,7 +338,7 @@ class StepSimulator:
             if not costs.options.sharded and not needs.host:
                 held = self.sync.held[rank]
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
-            overhead = costs.framework_bytes(self.chips[rank])
+            overhead = int(costs.chip_rates(self.chips[rank]).overhead_bytes)
             memory[rank] = replace(needs, optimizer=optimizer, overhead=overhead)
         return with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)
 
