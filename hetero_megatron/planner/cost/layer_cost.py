@@ -372,7 +372,8 @@ class CostModel:
         trained, copies = self.memory.trained(*stage.cut), stage.dp * replicas
         buffers = int(self.memory.buffers(stage.tp, stage.embed, stage.head, copies, trained))
         host = host_bytes(trained / copies, self.options.moments) if stage.offload else 0
-        beside = int(self.chip_rates(stage.chip).overhead_bytes), host, self.cluster.chips[stage.chip].communicator.least
+        least = self.cluster.chips[stage.chip].communicator.least
+        beside = self.overhead(stage.chip) - least, host, least
         return MemoryBytes(*self.states(stage, replicas), in_flight * kept + working, buffers, *beside)
 
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
