@@ -15,6 +15,8 @@ from hetero_megatron.plan.memory.states import ADAM_MOMENTS, buffer_bytes, saved
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 
+AVERAGED = 16  # layers over which buckets are averaged: those of small layers have several
+
 
 class EvenStages:
     """Of one model. A stage is given by the degree of its TP groups, its number of layers, which are average ones where
@@ -65,6 +67,13 @@ class EvenStages:
         """The same of all ranks together, if each held what it owns."""
         cut = 1, self.spec.num_layers, True, True
         return self.states(*cut, self.trained(*cut))
+
+    @cached_method
+    def mean_bucket(self, tp: int) -> float:
+        """Elements of a bucket of decoder layers on average; whole tensors do not fill all of them."""
+        spec, least = self.spec, min(self.spec.num_layers, AVERAGED)
+        rows = [_bucket_sizes(spec, False, False, share, least) for share in _equal_shares(spec, tp)]
+        return max(sum(row) / len(row) for row in rows)
 
     @cached_method
     def last_bucket(self, tp: int) -> int:
@@ -142,10 +151,10 @@ def _equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _bucket_sizes(spec: ModelSpec, embed: bool, head: bool, share: Share) -> list[int]:
-    """Elements of the buckets of a rank with ``IN_FLIGHT`` decoder layers, in the order of backward."""
+def _bucket_sizes(spec: ModelSpec, embed: bool, head: bool, share: Share, layers: int = IN_FLIGHT) -> list[int]:
+    """Elements of the buckets of a rank with so many decoder layers, in the order of backward."""
     sizes: list[int] = []
-    for segment in backward_order(stage_tensors(spec, range(IN_FLIGHT), embed, head)):
+    for segment in backward_order(stage_tensors(spec, range(layers), embed, head)):
         for size in (tensor_box(tensor, share).size for tensor in segment):
             if sizes and 4 * (sizes[-1] + size) <= BUCKET_BYTES:
                 sizes[-1] += size
