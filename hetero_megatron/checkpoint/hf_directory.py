@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class WeightFiles:
     def __init__(self, directory: Path, field: str) -> None:
         self.directory, self._field = directory, field
         self._handles: dict[str, Any] = {}
+        self._stored: dict[str, str] = {}  # the name in the files, where it is another one
         self.notices: list[str] = []
         names = self._names()
         self.form = self._choose(names)
@@ -120,21 +122,28 @@ class WeightFiles:
                 where = f"they are read from {listed(self.files_of[n][-1] for n in tensors)}"
                 self.notices.append(f"{self.directory / self.form} {what} {listed(map(shown, tensors))}: {where}")
 
-    def tensor(self, name: str) -> Any:
-        """A slice object of safetensors or a ``BinSlice``: shape, dtype, and any part of the values."""
-        return self.handle(self.files_of[name][-1]).get_slice(name)
+    def rename(self, names: Mapping[str, str]) -> None:
+        """From here on call the tensors otherwise: name in the files -> new name, all of them different."""
+        self._stored = {new: stored for stored, new in names.items() if new != stored}
+        self.files_of = {names[name]: files for name, files in self.files_of.items()}
+        self.indexed = {names.get(name, name): file for name, file in self.indexed.items()}
+
+    def tensor(self, name: str, file: str | None = None) -> Any:
+        """A slice object of safetensors or a ``BinSlice``: shape, dtype, and any part of the values; from the last file
+        that holds it, or from ``file``."""
+        return self.handle(file or self.files_of[name][-1]).get_slice(self._stored.get(name, name))
 
     def whole(self, name: str) -> torch.Tensor:
         """All values of a tensor, memory-mapped."""
-        values: torch.Tensor = self.handle(self.files_of[name][-1]).get_tensor(name)
+        values: torch.Tensor = self.handle(self.files_of[name][-1]).get_tensor(self._stored.get(name, name))
         return values
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors, by name."""
         return {name: tuple(self.tensor(name).get_shape()) for name in self.files_of}
 
-    def refuse(self, problem: str, path: Path) -> UserError:
-        return UserError(problem, field=self._field, value=str(path), accepted="a directory that save_pretrained wrote")
+    def refuse(self, problem: str, path: Path, accepted: str = "a directory that save_pretrained wrote") -> UserError:
+        return UserError(problem, field=self._field, value=str(path), accepted=accepted)
 
 
 def _open_safetensors(path: Path) -> Any:
