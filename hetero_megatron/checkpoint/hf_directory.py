@@ -28,6 +28,7 @@ from hetero_megatron.files import (
     read_json_object,
     require_regular,
 )
+from hetero_megatron.spec.mistaken import WRITTEN
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,6 +36,8 @@ BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 FORMS = (SINGLE, INDEX, BIN, BIN_INDEX)
 _SHARD = re.compile(r"(model|pytorch_model)[-.].*\.(safetensors|bin)")  # a shard or a variant; told if it is not read
+_SHARDS = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
+_OTHERS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 
@@ -80,11 +83,13 @@ class WeightFiles:
         if beside is not None:
             what = "an adapter" if beside == "adapter_config.json" else "shards of a distributed save"
             whole = f" beside {form}" if form else ""
-            raise self.refuse(f"holds {what} ({beside}){whole}, which is not read", self.directory)
+            accepted = "the model without it, and the adapter as --load-adapter" if what == "an adapter" else WRITTEN
+            raise self.refuse(f"holds {what} ({beside}){whole}, which is not read", self.directory, accepted)
         if form is None:
-            others = [n for n in names if n.endswith((".safetensors", ".bin"))]
+            others = [n for n in names if n.endswith(_OTHERS)]
             held = f" (it holds {listed(map(shown, others))})" if others else ""
-            raise self.refuse(f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{held}", self.directory)
+            problem = f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{held}"
+            raise self.refuse(problem, self.directory, WRITTEN + _remedy(others))
         return form
 
     def _read_index(self) -> dict[str, str]:
@@ -105,7 +110,8 @@ class WeightFiles:
             except UserError as error:
                 named = f", which {self.form} names" if index else ""
                 problem = error.problem.removeprefix("cannot read the file: ")
-                raise self.refuse(f"cannot be read{named}: {problem}", path) from error
+                accepted = f"{WRITTEN}; {error.accepted}" if error.accepted else WRITTEN
+                raise self.refuse(f"cannot be read{named}: {problem}", path, accepted) from error
         return self._handles[file]
 
     def _note_unread_files(self, names: list[str]) -> None:
@@ -142,8 +148,19 @@ class WeightFiles:
         """Of all tensors, by name."""
         return {name: tuple(self.tensor(name).get_shape()) for name in self.files_of}
 
-    def refuse(self, problem: str, path: Path, accepted: str = "a directory that save_pretrained wrote") -> UserError:
+    def refuse(self, problem: str, path: Path, accepted: str = WRITTEN) -> UserError:
         return UserError(problem, field=self._field, value=str(path), accepted=accepted)
+
+
+def _remedy(others: list[str]) -> str:
+    """What can be done with other files of weights than those that are read."""
+    if any(n.endswith(".gguf") for n in others):
+        return "; of GGUF, transformers' from_pretrained(DIR, gguf_file=FILE) and save_pretrained make one"
+    if any(_SHARDS.fullmatch(n) for n in others):
+        return f": shards are read with their {INDEX} (or {BIN_INDEX})"
+    if len(others) == 1 and others[0].endswith(".safetensors"):
+        return f": a single file of all weights is called {SINGLE}"
+    return ""
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -166,7 +183,7 @@ def _damage(path: Path) -> str:
     with open_file(path) as file:
         start = file.read(8)
         if start == _POINTER[:8]:
-            return "it is a pointer of Git LFS, not the file itself"
+            return "it is a pointer of Git LFS, not the file itself, which git lfs pull fetches"
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > size - 8:
             return "not a safetensors file, or not a whole one (it ends inside its header)"
