@@ -144,4 +144,14 @@ def _files(path: str, field: str) -> tuple[list[Path], list[Path]]:
         if files:
             return files, []
         raise UserError("the glob matches no file", field=field, value=path, accepted=_ACCEPTED)
-    raise UserError("no such file or folder", field=field, value=path, accepted=_ACCEPTED)
+    raise UserError("no such file or folder", field=field, value=path, accepted=_ACCEPTED + _elsewhere(path))
+
+
+def _elsewhere(path: str) -> str:
+    """What to do about data that are not on this machine."""
+    if "://" in path:
+        return "; what is on another machine has to be downloaded first"
+    if path.startswith("hub:"):
+        name = path.removeprefix("hub:").partition(":")[0]
+        return f"; hub: is for finetune only, hf download --repo-type dataset {name} --local-dir DIR makes a folder"
+    return ""

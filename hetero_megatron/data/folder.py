@@ -13,9 +13,13 @@ from pathlib import Path
 from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
 
-KEYED = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+KEYED = {
+    ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
+    ".arrow": "arrow",
+}  # fmt: skip
 _PACKED = (".zst", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4")
-_TABLES = {".csv": ",", ".tsv": "tab"}
+_UNPACK = {".zst": "; zstd -d unpacks it", ".zip": "; unzip unpacks it"}
+_TABLES = {".csv": "", ".tsv": ', sep="\\t"'}
 # Descriptions that data sets bring along. Those of the first line are never data, those of the second one not beside
 # .arrow, the texts not beside files with keys: a folder of nothing but texts is all documents.
 _INFOS = {"dataset_infos.json", "dataset_info.json"}
@@ -32,22 +36,25 @@ _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
 
 
 def kind_of(path: Path, field: str) -> str:
-    """text, jsonl, parquet or arrow, by suffix. UserError: archives and tables, which are not read."""
+    """text, table, jsonl, parquet or arrow, by suffix. UserError: archives, which are not read."""
     suffix = uncompressed_name(path).suffix.lower()
     if suffix in _PACKED or (suffix in (".parquet", ".arrow") and is_compressed(path)):
         raise UserError(
             f"{suffix} files are not unpacked here", field=field, value=str(path),
-            accepted="what is in it, as it is or as .gz, .bz2 or .xz",
+            accepted=f"what is in it, as it is or as .gz, .bz2 or .xz{_UNPACK.get(suffix, '')}",
         )  # fmt: skip
-    if suffix in _TABLES:
-        more = ', sep="\\t"' if suffix == ".tsv" else ""
-        raise UserError(
-            f"{suffix} files are tables, which are not read", field=field, value=str(path),
-            accepted="*.jsonl or *.parquet; python -c 'import sys, pandas; "
-            f"pandas.read_csv(sys.argv[1]{more}).to_json(sys.argv[2], orient=\"records\", lines=True)' "
-            f"{path} {path.with_suffix('.jsonl').name} makes one",
-        )  # fmt: skip
-    return KEYED.get(suffix, "text")
+    return "table" if suffix in _TABLES else KEYED.get(suffix, "text")
+
+
+def _refuse_table(path: Path, field: str) -> UserError:
+    plain = uncompressed_name(path)
+    suffix = plain.suffix.lower()
+    return UserError(
+        f"{suffix} files are tables, which are not read", field=field, value=str(path),
+        accepted="*.jsonl or *.parquet; python -c 'import sys, pandas; "
+        f"pandas.read_csv(sys.argv[1]{_TABLES[suffix]}).to_json(sys.argv[2], orient=\"records\", lines=True)' "
+        f"{path} {plain.with_suffix('.jsonl').name} makes one",
+    )  # fmt: skip
 
 
 def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], list[Path]]:
@@ -72,14 +79,19 @@ def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], l
 
 
 def one_kind(files: Sequence[Path], path: str, field: str) -> str:
-    """The kind of all files. UserError: they are of several, which are named."""
+    """The kind of all files; tables among texts are texts. UserError: they are of several kinds, which are named, or
+    nothing but tables."""
     kinds: dict[str, list[Path]] = {}
     for file in files:
         kinds.setdefault(kind_of(file, field), []).append(file)
+    if kinds.keys() == {"table"}:
+        raise _refuse_table(files[0], field)
+    if kinds.keys() == {"table", "text"}:
+        return "text"
     if len(kinds) == 1:
         return next(iter(kinds))
     shown = "; ".join(f"{kind}: {_some(found)}" for kind, found in sorted(kinds.items()))
-    first = next(found[0] for kind, found in sorted(kinds.items()) if kind != "text")
+    first = next(found[0] for kind, found in sorted(kinds.items()) if kind in KEYED.values())
     where = Path(path) if os.path.isdir(path) else first.parent
     raise UserError(
         f"holds files of several kinds ({shown})", field=field, value=path,

@@ -68,6 +68,12 @@ def _no_form(record: Mapping[str, Any], have: set[str], where: str) -> UserError
     for key, other in _SECOND.items():
         if key in have:
             return UserError(f"missing beside {key}", field=other, accepted=ACCEPTED, where=where)
+    if len(have) == 1 and isinstance(inner := record[next(iter(have))], list) and inner and isinstance(inner[0], dict):
+        key = next(iter(have))
+        return UserError(
+            f"a list of records under {key[:40]!r} is no record", field="record", where=where,
+            accepted=f"one record per line (jq -c '.{key[:40]}[]' makes such lines)",
+        )  # fmt: skip
     names = f" (it has {shown_names(have)})" if have else ""
     text = "; plain text is for hetero-megatron pretrain" if isinstance(record.get("text"), str) else ""
     accepted = ACCEPTED + text

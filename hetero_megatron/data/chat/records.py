@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hetero_megatron.files import MAX_TEXT_BYTES
 HUB = "hub:"
 _NAME = re.compile(r"hub:(?P<name>[^:]+)(:(?P<config>[^:]+))?(:(?P<split>[^:]+))?")
 _HUB_ACCEPTED = "hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-]+(\.[0-9][\w-]*)*")  # the last part without a suffix
 _ROWS = {"parquet": parquet.read_rows, "arrow": arrow.read_rows}
 _ARRAY_BYTES = 16 * MAX_TEXT_BYTES
 
@@ -60,6 +62,9 @@ def find_records(path: str, field: str, streaming: bool = False) -> RecordSource
     """
     if path.startswith(HUB):
         return HubRecords(path, field, streaming)
+    if _ON_HUB.fullmatch(path) and not os.path.lexists(path):
+        accepted = f"a path, or hub:{path} for a data set of the Hugging Face hub"
+        raise UserError("no such file or folder", field=field, value=path, accepted=accepted)
     corpus = find_corpus(path, field=field)
     if corpus.kind not in ("jsonl", *_ROWS):
         raise UserError(

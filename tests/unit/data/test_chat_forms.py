@@ -56,6 +56,7 @@ OTHER: dict[str, tuple[dict[str, Any], list[str]]] = {
     "rated": ({"prompt": "a", "completion": "b", "label": False}, ["label = false", "preference", "select(.label)"]),
     "questions": ({"question": "a", "answer": "b"}, ["answer, question", "content: .question}"]),
     "Dolly": ({"instruction": "a", "context": "b", "response": "c"}, ["{instruction, input: .context, output: .resp"]),
+    "a list of records": ({"data": [{"messages": ASKED}]}, ["list of records under 'data'", "jq -c '.data[]'"]),
     "text": ({"text": "a"}, ["it has text", "hetero-megatron pretrain"]),
     "null": ({"messages": None}, ["messages: is null"]),
     "half a pair": ({"prompt": "a"}, ["completion: missing beside prompt"]),

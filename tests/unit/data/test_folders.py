@@ -64,6 +64,9 @@ UNCLEAR: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "two kinds": (("a.jsonl", "sub/b.parquet", "README.md"), ["jsonl: a.jsonl", "parquet: b", "'{}/**/*.jsonl'"]),
     "only companions": (("dataset_infos.json", ".gitattributes"), ["holds no files but dataset_infos.json"]),
     "a table": (("data.csv",), [".csv files are tables", "data.csv", "read_csv(sys.argv[1])", "data.jsonl"]),
+    "a packed table": (("data.tsv.gz",), [".tsv files are tables", 'sys.argv[1], sep="\\t")', "data.tsv.gz data.j"]),
+    "a table beside records": (("a.jsonl", "b.csv"), ["jsonl: a.jsonl; table: b.csv", "'{}/**/*.jsonl'"]),
+    "an archive": (("a.jsonl", "b.jsonl.zst"), [".zst files are not unpacked here", "zstd -d"]),
     "shards of splits": (
         ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"),
         ["several splits", "--train-data-path '{}/data/train*'", "--test-data-path '{}/data/test-00000-of-0"],
@@ -96,6 +99,21 @@ def test_a_folder_that_is_not_clear_is_refused_with_a_path_that_is(name: str, tm
 )  # fmt: skip
 def test_names_that_are_no_splits_are_read(files: tuple[str, ...], tmp_path: Path) -> None:
     assert names(fill(tmp_path, *files)) == sorted(files)
+
+
+def test_tables_among_texts_are_texts(tmp_path: Path) -> None:
+    assert find_corpus(str(fill(tmp_path, "a.md", "b.csv"))).kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("https://x.org/a.jsonl", "downloaded first"), ("hub:o/set:train", "hf download --repo-type dataset o/set")],
+)
+def test_data_that_are_elsewhere(path: str, says: str) -> None:
+    with pytest.raises(UserError, match=f"no such file or folder.*{says}"):
+        find_corpus(path)
+    with pytest.raises(UserError, match="hub:owner/set for a data set of"):
+        find_records("owner/set", "--data-path")
 
 
 def test_a_glob_of_several_splits_is_taken_as_it_is(tmp_path: Path) -> None:
