@@ -22,6 +22,8 @@ from hetero_megatron.checkpoint.hf_bin import BinFile
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.files import (
     MAX_TEXT_BYTES,
+    POINTER,
+    is_pointer,
     member,
     open_file,
     parse_json,
@@ -39,7 +41,6 @@ _SHARD = re.compile(r"(model|pytorch_model)[-.].*\.(safetensors|bin)")  # a shar
 _SHARDS = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
 _OTHERS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 class WeightFiles:
@@ -106,6 +107,8 @@ class WeightFiles:
             path = member(self.directory, file, where=str(index or ""), field=self._field)
             try:
                 require_regular(path)
+                if is_pointer(path):
+                    raise UserError(POINTER)
                 self._handles[file] = _open_safetensors(path) if path.suffix == ".safetensors" else BinFile(path)
             except UserError as error:
                 named = f", which {self.form} names" if index else ""
@@ -182,8 +185,6 @@ def _damage(path: Path) -> str:
     size = path.stat().st_size
     with open_file(path) as file:
         start = file.read(8)
-        if start == _POINTER[:8]:
-            return "it is a pointer of Git LFS, not the file itself, which git lfs pull fetches"
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > size - 8:
             return "not a safetensors file, or not a whole one (it ends inside its header)"

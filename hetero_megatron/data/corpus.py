@@ -15,6 +15,7 @@ from hetero_megatron.data.folder import KEYED, folder_files, one_kind
 from hetero_megatron.data.sources import arrow, jsonl, parquet, stdlib, text
 from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import POINTER, is_pointer
 from hetero_megatron.words import word
 
 Cursor = tuple[int, ...]  # (file, *position in it); the empty tuple is the beginning
@@ -127,6 +128,9 @@ def find_corpus(path: str, key: str = "text", field: str = "--data-path") -> Cor
     kind = one_kind(files, path, field)
     if sum(f.stat().st_size for f in files) == 0:
         raise UserError("the corpus is empty (0 bytes)", field=field, value=path, accepted="files with text")
+    for file in files:
+        if file.stat().st_size < 1024 and os.path.isfile(file) and is_pointer(file):
+            raise UserError(POINTER, field=field, value=str(file), accepted="the data")
     return Corpus(path, kind, tuple(files), key, tuple(left_out))
 
 

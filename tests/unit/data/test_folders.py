@@ -116,6 +116,13 @@ def test_data_that_are_elsewhere(path: str, says: str) -> None:
         find_records("owner/set", "--data-path")
 
 
+@pytest.mark.parametrize("name", ["c.jsonl", "c.txt", "c.parquet", "c.arrow"])
+def test_a_pointer_of_git_lfs_is_no_data(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(UserError, match=f"{name}: it is a pointer of Git LFS.*git lfs pull"):
+        find_corpus(str(tmp_path))
+
+
 def test_a_glob_of_several_splits_is_taken_as_it_is(tmp_path: Path) -> None:
     fill(tmp_path, "train.jsonl", "test.jsonl", "README.md")
     assert len(find_corpus(str(tmp_path / "*.jsonl")).files) == 2

@@ -33,6 +33,13 @@ MISTAKEN: dict[str, tuple[dict[str, str], str, list[str]]] = {
 }  # fmt: skip
 
 
+def test_checkpoints_of_a_training_are_for_another_flag(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "latest").write_text("iter_0000002")
+    with pytest.raises(UserError, match="--load-hf = .*is a directory of checkpoints. Accepted: --load, or"):
+        load_model(str(tmp_path), "--load-hf")
+
+
 @pytest.mark.parametrize("flag", ["--load-hf", "--model", "SOURCE"])
 @pytest.mark.parametrize("name", MISTAKEN)
 def test_what_is_no_model_is_named(name: str, flag: str, tmp_path: Path) -> None:
