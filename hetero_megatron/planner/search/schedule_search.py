@@ -10,6 +10,7 @@ own seconds: layers, recompute and order of stages, micro-batches.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,7 +100,7 @@ class ScheduleSearch:
             start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
             if start is None or _busiest(start) >= NEAR * limit:
                 continue
-            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING)
+            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING, NEAR * limit)
             if made is not None:
                 other = self._judged(start, made, problem, scorer.costs)
             else:  # it stays 1F1B
@@ -145,7 +146,7 @@ class ScheduleSearch:
                 return False
             made = start.plan if chunks == 1 else interleaved(start.plan, chunks)
             if made is not None and best.plan.schedule != "interleaved":
-                made = adapted(made, start.prediction, scorer.costs, CLIMBING)
+                made = adapted(made, start.prediction, scorer.costs, CLIMBING, best.step_seconds)
             found = None if made is None else self._judged(start, made, problem, scorer.costs)
             if found is None or found.step_seconds >= best.step_seconds * (1 - LEAST_GAIN):
                 return False
@@ -172,7 +173,8 @@ class ScheduleSearch:
             validate(plan, problem.model, problem.cluster, dtype=problem.dtype)
         except UserError:
             return None
-        found = predict(plan, problem.model, problem.cluster, problem.dtype, costs)
+        sync = start.prediction.sync if plan.stages == start.plan.stages else None
+        found = predict(plan, problem.model, problem.cluster, problem.dtype, costs, sync=sync)
         return None if found.over else replace(start, plan=plan, prediction=found)
 
     @staticmethod
@@ -273,17 +275,21 @@ def interleaved(plan: Plan, chunks: int) -> Plan | None:
     return replace(plan, schedule="interleaved", pipelines=tuple(pipelines))
 
 
-def adapted(plan: Plan, prediction: Prediction, costs: CostModel, effort: int = EFFORT) -> Plan | None:
+def adapted(
+    plan: Plan, prediction: Prediction, costs: CostModel, effort: int = EFFORT, limit: float = math.inf
+) -> Plan | None:
     """The plan with a schedule made for each of its pipelines; None where it stays 1F1B, or interleaved 1F1B.
 
     Args:
         prediction: of the plan under 1F1B; for one with several chunks, before its layers were cut.
         effort: actions that may be timed for each pipeline.
+        limit: seconds of a step; None also where it would take longer, judged by the schedules' own seconds.
     """
     prices = StageCosts(plan, costs)
     if not without_context(plan):
         return None
     known: dict[PipelineTimes | ChunkedTimes, tuple[str, ...]] = {}
+    limit -= sum(prediction.parts[x] for x in ("jitter", "optimizer", "parameters"))
     pipelines, tails = [], _tails(prediction, plan, prices)
     for pipeline in plan.pipelines:
         priced = prices.of(pipeline)
@@ -296,8 +302,10 @@ def adapted(plan: Plan, prediction: Prediction, costs: CostModel, effort: int = 
             found = (
                 search_adaptive(times, pipeline.num_micro_batches, effort) if isinstance(times, PipelineTimes)
                 else search_adaptive_chunks(times, pipeline.num_micro_batches, effort)
-            ).schedule  # fmt: skip
-            known[times] = stored_orders(found) if found.name == ADAPTIVE else ()
+            )  # fmt: skip
+            if found.seconds > limit:
+                return None
+            known[times] = stored_orders(found.schedule) if found.schedule.name == ADAPTIVE else ()
         pipelines.append(replace(pipeline, orders=known[times]))
     return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines)) if any(known.values()) else None
 
