@@ -46,7 +46,7 @@ def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
-    from hetero_megatron.training.loop import optimizer_factory
+    from hetero_megatron.training.optimizer_factory import optimizer_factory
     from hetero_megatron.training.runtime import Runtime
 
     spec = from_hf_config(config(layers))

@@ -104,7 +104,7 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
-    from hetero_megatron.training.loop import optimizer_factory
+    from hetero_megatron.training.optimizer_factory import optimizer_factory
     from hetero_megatron.training.runtime import Runtime
 
     _, b, s = CASES[case]

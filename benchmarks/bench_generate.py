@@ -65,7 +65,7 @@ def run_ours(case: str, batch: int, new: int, folder: str) -> None:
     from hetero_megatron.launcher import LauncherEnvironment
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.training.islands import plan_for, transport_of
-    from hetero_megatron.training.loop import platform_at, position
+    from hetero_megatron.training.rank_platform import platform_at, position
 
     words = ["--load-hf", folder, "--seq-length", "8", "--micro-batch-size", "1", "--dry-run"]
     run = configure(words, {})

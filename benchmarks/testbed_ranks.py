@@ -32,7 +32,8 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
 from hetero_megatron.testbed.clocks import worst_clock
 from hetero_megatron.training.calibration import Calibration, CalibrationOptions, Job, calibrate
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory, position
+from hetero_megatron.training.optimizer_factory import optimizer_factory
+from hetero_megatron.training.rank_platform import position
 from hetero_megatron.training.runtime import Runtime
 
 DTYPE = "fp32"

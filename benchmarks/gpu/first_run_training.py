@@ -24,7 +24,7 @@ from hetero_megatron.spec import from_hf_config
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import rank_kernels
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.throughput import measured_peak_flops
 

@@ -42,10 +42,10 @@ from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.progress import WorkLine, tracked
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -219,14 +219,15 @@ def _measure(
     """
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.emulation import Emulation
+    from hetero_megatron.platform.dtypes import DTYPES as TORCH_DTYPES
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
     from hetero_megatron.training.calibration import Job, calibrate
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.islands import transport_of
     from hetero_megatron.training.kernels import fp8_kernels, rank_kernels
-    from hetero_megatron.training.loop import DTYPES as TORCH_DTYPES
-    from hetero_megatron.training.loop import optimizer_factory, platform_at, position
+    from hetero_megatron.training.optimizer_factory import optimizer_factory
+    from hetero_megatron.training.rank_platform import platform_at, position
 
     spec = load_model(options.model)
     launcher = _launcher(cluster)

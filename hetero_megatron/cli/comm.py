@@ -87,7 +87,7 @@ def _check(options: argparse.Namespace, launcher: LauncherEnvironment, cluster: 
     from hetero_megatron.emulation import Emulation
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.training.islands import transport_of
-    from hetero_megatron.training.loop import check_device, platform_at, position
+    from hetero_megatron.training.rank_platform import check_device, platform_at, position
 
     rank = position(cluster, launcher)
     platform = platform_at(rank, cluster, launcher, load_plugins(), options.platform)

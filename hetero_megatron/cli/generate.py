@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,9 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         accepted = "--prompt TEXT or --prompt-file FILE"
         raise UserError("missing: nothing to continue", field="--prompt", accepted=accepted)
     if args.load is None and args.load_hf is None:
+        for word in rest:
+            if near := get_close_matches(word.partition("=")[0], ("--load-hf", "--load"), 1, 0.75):
+                raise UserError(f"no such flag (did you mean {near[0]}?)", field=word.partition("=")[0])
         raise UserError("missing: no model", field="--load-hf", accepted="--load-hf DIR or --load DIR")
     if args.ckpt_step is not None and args.load is None:
         raise UserError("has no effect without --load", field="--ckpt-step", value=args.ckpt_step)
@@ -201,9 +205,10 @@ def _generate(
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.generation import Decoder, Sampling
     from hetero_megatron.plan.shares import pipeline_shares
+    from hetero_megatron.platform.dtypes import DTYPES
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.training.islands import plan_for, transport_of
-    from hetero_megatron.training.loop import DTYPES, check_device, check_world, platform_at, position
+    from hetero_megatron.training.rank_platform import check_device, check_world, platform_at, position
 
     check_world(config, launcher.world_size)
     place = position(config.cluster, launcher)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
                 return dry_run(config, launcher)
             # Only now: importing torch takes seconds, and a refusal should not.
             refuse_over_memory(config, _memory(config), launcher.rank == 0)
-            from hetero_megatron.training.loop import train
+            from hetero_megatron.training.train import train
 
             return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
     except (Exception, KeyboardInterrupt) as error:

@@ -17,12 +17,13 @@ from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.plan import locate
+from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.dry_experts import expect_routing
 from hetero_megatron.training.dry_repeat import RepeatingExecutor
 from hetero_megatron.training.kernels import shape_kernels
-from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.words import rank_ranges
 

@@ -14,7 +14,11 @@ from pathlib import Path
 
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.comm.refusals import together
-from hetero_megatron.data import Datasets, build_datasets
+from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
+from hetero_megatron.data.batch import BatchOptions
+from hetero_megatron.data.chat.build import show_sample
+from hetero_megatron.data.loader import BatchLoader
+from hetero_megatron.data.sample import Dataset
 from hetero_megatron.data.sample_server import SampleClient, SampleServer, ServedDataset, socket_folder
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import RunConfig
@@ -35,7 +39,8 @@ class NodeData:
     """
 
     def __init__(self, config: RunConfig, comm: Comm, world: Group) -> None:
-        assert config.data is not None
+        assert config.data is not None, "the command line refuses training without data"
+        self._flags = config.data
         self._comm, self._world = comm, world
         self._server: SampleServer | None = None
         valid = config.evaluation.iterations * config.plan.global_batch_size
@@ -81,6 +86,23 @@ class NodeData:
         if self._server is not None:
             self._server.start()
         return made[0]
+
+    def loader(self, data: Dataset) -> BatchLoader:
+        """Batches of one of the data sets, as the flags have positions and attention at the ends of documents."""
+        flags = self._flags
+        apart = flags.sft  # conversations that share a sample do not see each other
+        options = BatchOptions(
+            flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss,
+            self.datasets.eod,
+        )  # fmt: skip
+        return BatchLoader(data, options, flags.num_workers)
+
+    def describe(self, data: Dataset) -> str:
+        """A conversation as it is trained on, or the entropy of single tokens; reads the first samples of ``data``."""
+        if self._flags.sft:
+            return show_sample(data[0], self.datasets.tokenizer)
+        entropy = unigram_entropy(data, num_samples=64)
+        return f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone"
 
     def close(self, problem: UserError | None = None) -> None:
         """Stop serving other ranks; ``problem``: why, which they raise as well if they ask again."""

@@ -37,7 +37,17 @@ TIMELINE_AFTER = 2  # steps before the one whose timeline is written down: the f
 
 
 class Reporter:
-    """The first rank of the plan prints and writes; the others only take part in gathering."""
+    """The first rank of the plan prints and writes; the others only take part in gathering.
+
+    Args:
+        first_step: number of the first optimizer step of this run, from 1.
+
+    Attributes:
+        speaks: this is the first rank of the plan.
+        chips: type of chip by rank.
+        expected_busy: predicted seconds of compute per step by rank, from calibrated rates only; empty on ranks that do
+            not speak.
+    """
 
     def __init__(
         self, config: RunConfig, runtime: Runtime, platform: Platform, first_step: int, emulation: Emulation
@@ -52,7 +62,7 @@ class Reporter:
         kind = platform.device.type
         self.chips = {r: cluster.chip_of(r).name if cluster is not None else kind for r in config.plan.ranks}
         self.shares = work_shares(config.plan, config.spec)
-        self.expected_busy: dict[int, float] = {}  # by rank, from calibrated rates only; empty on the other ranks
+        self.expected_busy: dict[int, float] = {}
         self.predicted: float | None = None
         self.writer = self._writer() if self.speaks else None
         if self.speaks:
@@ -103,6 +113,11 @@ class Reporter:
                 set_aside(directory, FILE)
             text = f"start at step {self.first_step}" + (" after a restart" if again else "")
             self.event("start", text, **start_event(self.config, found, busy, self.chips, self.first_step))
+
+    def say(self, text: str) -> None:
+        """Print a line, on the rank that speaks."""
+        if self.speaks:
+            print(text, flush=True)
 
     def event(self, kind: str, text: str, **more: Any) -> None:
         """Add to ``events.jsonl`` in the --save directory, if there is one; from the rank that speaks."""

@@ -13,12 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import read_json_object
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.log_fields import integer, number, numbered, record, require, text
+from hetero_megatron.words import notice_line
+
+if TYPE_CHECKING:  # a launcher starts without torch
+    from hetero_megatron.training.exit import ExitConditions
+    from hetero_megatron.training.report import Reporter
 
 WARM_UP, BASELINE, RECENT = 3, 20, 8  # steps that are ignored, that make the own baseline, that are compared with it
 FACTOR = 1.5
@@ -113,6 +118,45 @@ class StragglerWatch:
                 steady = min(recent) > self.factor * should
                 found.append(Behind(rank, self.chips[rank], seconds, should, predicted, steady))
         return found
+
+
+class StragglerReport:
+    """Names ranks that fall behind, where that was asked for, and stops the run for a new plan, where that was.
+
+    Only the rank that speaks has something to watch; a stop becomes everyone's at the next step.
+    """
+
+    def __init__(self, config: RunConfig, reporter: Reporter, exit: ExitConditions) -> None:
+        self.config, self.reporter, self.exit = config, reporter, exit
+        self._watch: StragglerWatch | None = None
+        self._drift: list[Behind] = []  # for which the run stops
+        self._reason = ""
+        failure, plan = config.failure, config.plan
+        if (failure.stragglers or failure.replan_on_drift) and reporter.speaks:
+            factor = failure.replan_on_drift or FACTOR
+            expected, size = reporter.expected_busy, plan.global_batch_size
+            self._watch = StragglerWatch(plan.ranks, reporter.chips, expected, factor, size)
+
+    def step(self, step: int, busy: Sequence[float], batch_size: int) -> None:
+        """After ``step`` steps; ``busy``: seconds of compute of the last one per rank of the plan."""
+        if self._watch is None:
+            return
+        for behind in self._watch.step(busy, batch_size):
+            self.reporter.say(notice_line(f"step {step}: {behind}"))
+            self.reporter.event("straggler", str(behind), step=step, rank=behind.rank, ratio=behind.ratio)
+        steady = [b for b in self._watch.behind() if b.steady]
+        if self.config.failure.replan_on_drift and not self.exit.reason and steady:
+            self._drift = steady
+            ranks = ", ".join(str(b.rank) for b in steady)
+            self.exit.reason = self._reason = f"rank {ranks} drifted from its rate"
+
+    def wants_plan(self, step: int) -> bool:
+        """At the end of the run, after ``step`` steps: whether drift is why it stopped, and no signal since. Then the
+        launcher is told which ranks."""
+        if not self._drift or self.exit.reason != self._reason or step >= self.config.steps:
+            return False
+        write_drift(self.config, step, self._drift)
+        return True
 
 
 def write_drift(config: RunConfig, step: int, behind: Sequence[Behind]) -> None:

@@ -27,7 +27,7 @@ from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import Lora, ModelSpec, adapted, from_hf_config, shares
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import agree_on_kernels
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.parallel.test_context_kernels import CONTEXT
 from tests.distributed.training.test_kernel_training import LENGTH, MODEL, batch, make_plan

@@ -27,7 +27,7 @@ from hetero_megatron.training.calibration import Job
 from hetero_megatron.training.calibration.fp8_products import Fp8Tables, measure_fp8
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import fp8_kernels
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from tests.support.pool import shared_pool
 
 SMALL = ModelSpec("small", "llama", 2, 32, 64, 2, 2, 16, 64, 64)

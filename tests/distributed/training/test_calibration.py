@@ -32,7 +32,7 @@ from hetero_megatron.training.calibration.layers import StageTimes, fit_split, f
 from hetero_megatron.training.calibration.measure import relative_spread, repeated, robust_fit
 from hetero_megatron.training.calibration.pipelines import MICRO_BATCHES, Run, Runs, degrees, depths, steady
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from tests.support.pool import shared_pool
 
 CLUSTER = {

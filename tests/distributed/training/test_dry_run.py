@@ -18,13 +18,14 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.plan.memory.report import format_memory
+from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.dry_run import _batch, run_rank
 from hetero_megatron.training.kernels import shape_kernels
-from hetero_megatron.training.loop import DTYPES, optimizer_factory
 from hetero_megatron.training.memory import MemoryTracker
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks

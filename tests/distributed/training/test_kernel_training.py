@@ -24,7 +24,7 @@ from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.pool import shared_pool

@@ -22,7 +22,7 @@ from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, St
 from hetero_megatron.schedule.stored import stored_orders
 from hetero_megatron.spec import ModelSpec, from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import shared_pool

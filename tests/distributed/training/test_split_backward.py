@@ -18,7 +18,7 @@ from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, from_hf_config, load_model
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import shared_pool

@@ -124,7 +124,7 @@ def test_a_run_ends_when_its_directory_is_lost(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "run").rename(tmp_path / "moved")
         return 0.0
 
-    monkeypatch.setattr("hetero_megatron.training.loop.unigram_entropy", move)
+    monkeypatch.setattr("hetero_megatron.training.node_data.unigram_entropy", move)
     words = [*RUN, "--train-iters", "9", "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
     _, err = inside(words, code=2)
     assert "is no longer the directory that this run began with" in err and "Traceback" not in err

@@ -34,7 +34,7 @@ def test_refused_before_the_work(
     def work(*_: object, **__: object) -> None:
         raise AssertionError("it has begun")
 
-    importlib.import_module("hetero_megatron.training.loop")  # else it is imported with the patch, and keeps it
+    importlib.import_module("hetero_megatron.training.train")  # else it is imported with the patch, and keeps it
     monkeypatch.setattr(target, work)
     launch = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "HETERO_NODE": "fast"}
     for name, value in launch.items():

@@ -21,7 +21,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import from_hf_config, shares
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.dry_run import _batch
-from hetero_megatron.training.loop import optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 
 LENGTH = 8

@@ -17,9 +17,10 @@ from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.plan import locate, stage_at, unit_at
 from hetero_megatron.plan.memory.activations import RankWork, operand_bytes
 from hetero_megatron.plan.memory.states import ITEM_BYTES
+from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.training.dry_run import _batch
 from hetero_megatron.training.kernels import shape_kernels
-from hetero_megatron.training.loop import DTYPES, optimizer_factory
+from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.training.test_parity import pipe, plan, stage
 from tests.support.selection import quick

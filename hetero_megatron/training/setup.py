@@ -1,0 +1,104 @@
+"""Building what a rank of the plan trains with, in the order in which mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_megatron.checkpoint.hf_save import check_target
+from hetero_megatron.comm import Comm
+from hetero_megatron.emulation import Emulation
+from hetero_megatron.parallel.offload import check_offload
+from hetero_megatron.plan import locate, stage_at
+from hetero_megatron.platform import Platform
+from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.plugins import Plugins
+from hetero_megatron.training.agreement import check_agreement
+from hetero_megatron.training.alignment.session import Alignment
+from hetero_megatron.training.checkpointing import Checkpointing
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.failure import StepGuard
+from hetero_megatron.training.initial_weights import InitialWeights
+from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
+from hetero_megatron.training.loop import Training
+from hetero_megatron.training.node_data import NodeData
+from hetero_megatron.training.optimizer_factory import optimizer_factory
+from hetero_megatron.training.profile import profiler_of
+from hetero_megatron.training.report import Reporter
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.save_directory import claim_directory, make_folders
+from hetero_megatron.training.stragglers import StragglerReport
+
+
+def set_up(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation
+) -> Training:
+    """The run of this rank, up to its first step: model built, checkpoint loaded. Called on all ranks of the plan.
+
+    Args:
+        comm: in which the groups of ``config.compiled`` are created.
+
+    Raises:
+        UserError: something in the configuration cannot be honoured; all ranks raise it.
+        CommError: a peer is gone.
+    """
+    world = comm.group(config.plan.ranks)
+    lock = claim_directory(config, world)
+    make_folders(config, world)
+    if config.save_hf is not None:
+        check_target(config.save_hf, config.spec.base, world)
+    weights = InitialWeights(config, world)
+    # Before weights are read and the model is built: a mistyped path is known at once.
+    node_data = NodeData(config, comm, world)
+    data = node_data.datasets
+    check_agreement(world, {f"data ({name})": mark for name, mark in data.fingerprints.items()})
+    check_offload(config.plan, config.optimizer.name, config.dtype)
+    alignment = Alignment(config.alignment)
+    runtime = build_runtime(config, comm, platform, plugins, weights, alignment)
+    weights.complete(runtime)
+    alignment.follow(runtime)
+    agree_on_kernels(runtime, config.logging.kernel_plan)
+    source_dtypes = weights.dtypes if weights.adapters is None else None
+    checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
+    config, done, loss_scale = checkpoints.load()
+    exit = _exit_conditions(config, comm, checkpoints.active)
+    reporter = Reporter(config, runtime, platform, done.step + 1, emulation)
+    check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
+    failure = config.failure
+    training = Training(
+        config, runtime, node_data, weights, checkpoints, reporter,
+        guard=StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, reporter.say),
+        exit=exit,
+        stragglers=StragglerReport(config, reporter, exit),
+        profiler=profiler_of(config, runtime, platform),
+        alignment=alignment, emulation=emulation,
+        step=done.step, consumed=done.consumed, loss_scale=loss_scale,
+    )  # fmt: skip
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    return training
+
+
+def build_runtime(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, weights: InitialWeights, alignment: Alignment
+) -> Runtime:
+    """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
+    plan, dtype = config.plan, DTYPES[config.dtype]
+    chosen = rank_kernels(
+        plan, config.spec, comm.rank, plugins.registry, platform, dtype, config.compile is not None,
+        config.deterministic, config.logits_bytes, config.fp8, config.dropout,
+    )  # fmt: skip
+    kernels = alignment.wrap(chosen, comm.rank)
+    offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
+    return Runtime(
+        config.compiled, comm, dtype, weights.values, optimizer_factory(config.optimizer, offload, kernels.adamw),
+        kernels=kernels, compile_backend=config.compile, logits_bytes=config.logits_bytes,
+        balancing=config.balancing, dropout=config.dropout, seed=config.seed, graphs_after=config.graphs_after,
+    )  # fmt: skip
+
+
+def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:
+    """Where there is something to save, being told to stop means saving first."""
+    asked = config.exit.signal or ("SIGTERM" if saves else "SIGINT")
+    signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
+    return ExitConditions(config.exit.minutes, config.exit.interval, signals, comm.launcher.rank == 0)
