@@ -21,12 +21,13 @@ from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
+from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template, placed_plan
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
+from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import Prediction, predict
+from hetero_megatron.planner.template.placement import place
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.schedule.adaptive import search_adaptive
@@ -96,6 +97,8 @@ class ScheduleSearch:
         ):
             if incumbent.should_stop():
                 break
+            if _bound(templates[0], problem, scorer) >= NEAR * limit:
+                continue
             judged = [judge_template(template, problem, scorer) for template in templates]
             start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
             if start is None or _busiest(start) >= NEAR * limit:
@@ -140,6 +143,8 @@ class ScheduleSearch:
         def improves(template: PlanTemplate) -> bool:
             nonlocal best, plain
             if incumbent.should_stop() or _least_seconds(template, scorer) >= best.step_seconds:
+                return False
+            if chunks == 1 and _bound(template, problem, scorer) >= best.step_seconds:
                 return False
             start = judge_template(template, problem, scorer)
             if start is None or _busiest(start) >= best.step_seconds:
@@ -202,6 +207,18 @@ def _least_seconds(template: PlanTemplate, scorer: TemplateScorer) -> float:
     """Seconds of compute of the busiest stage."""
     rows = ((part.num_micro_batches, *scorer.stage_seconds(part.shape)) for part in template.parts)
     return max(count * max(map(sum, zip(forward, backward))) for count, forward, backward in rows)
+
+
+def _bound(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> float:
+    """Seconds of a step that no schedule with one chunk per stage beats, whatever its memory; inf: not placeable."""
+    placed = place(template, scorer.pool)
+    if placed is None:
+        return math.inf
+    after = max(
+        scorer.bounds.stage_sync_tail(stage, template.pipelines, s == 0, s == len(part.shape.stages) - 1)[2]
+        for part in template.parts for s, stage in enumerate(part.shape.stages)
+    )  # fmt: skip
+    return after + least_seconds(placed_plan(placed, problem, scorer), scorer.costs)
 
 
 def _busiest(start: JudgedPlan) -> float:
