@@ -74,6 +74,10 @@ def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], l
     if not data:
         held = f" but {', '.join(sorted(f.name for f in companions)[:3])}" if companions else ""
         raise UserError(f"the folder holds no files{held}", field=field, value=str(folder), accepted=accepted)
+    if pairs := [f.with_suffix("") for f in data if f.suffix == ".idx" and f.with_suffix(".bin") in data]:
+        shown = ", ".join(str(prefix) for prefix in pairs[:4]) + (" …" if len(pairs) > 4 else "")
+        accepted = f"the prefix of a pair, or several, as a blend: {shown}"
+        raise UserError("holds pairs of .bin and .idx", field=field, value=str(folder), accepted=accepted)
     _refuse_splits(folder, data, field)
     return data, sorted(companions)
 

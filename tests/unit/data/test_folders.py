@@ -66,6 +66,7 @@ UNCLEAR: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "a table": (("data.csv",), [".csv files are tables", "data.csv", "read_csv(sys.argv[1])", "data.jsonl"]),
     "a packed table": (("data.tsv.gz",), [".tsv files are tables", 'sys.argv[1], sep="\\t")', "data.tsv.gz data.j"]),
     "a table beside records": (("a.jsonl", "b.csv"), ["jsonl: a.jsonl; table: b.csv", "'{}/**/*.jsonl'"]),
+    "token files": (("a_text_document.idx", "a_text_document.bin"), ["pairs of .bin and .idx", "{}/a_text_document"]),
     "an archive": (("a.jsonl", "b.jsonl.zst"), [".zst files are not unpacked here", "zstd -d"]),
     "shards of splits": (
         ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"),
