@@ -148,7 +148,7 @@ def run_gradients(rounds: int) -> None:
         sync.finish()
 
     modes = {"with": step(sync), "after": step(None), "alone": alone}
-    measure(runtime, modes, rounds, lambda: [sync.gradient(n) for n in sync.params])
+    measure(runtime, modes, rounds, lambda: [sync.sums.sum(n) for n in sync.params])
 
 
 def measure(

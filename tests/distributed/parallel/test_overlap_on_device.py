@@ -96,7 +96,7 @@ def starts_of(comm: Comm, name: str, key: str, tied: bool, chunked: bool) -> tup
         memory = []
         for step in range(2):
             runtime.train_step(fetch, 0, plan.global_batch_size, 1e-3)
-            memory.append({i: flat.memory.data_ptr() for i, flat in runtime.sync._grads.items()})
+            memory.append({i: flat.memory.data_ptr() for i, flat in runtime.sync.sums.allocated.items()})
             if not step:
                 first, started = started, []
     finally:
