@@ -73,15 +73,24 @@ class GradientSync:
             param.register_post_accumulate_grad_hook(partial(_call, accumulated, name))
 
     def take_products(self, products: Iterable[Sequence[torch.Tensor]], gradients: WeightGradients) -> None:
-        """Have the gradients of some weights, each used once in a forward and by ``gemm`` alone, added up in place;
-        ``products``: the weights of each, several where they are multiplied at once."""
+        """Have the gradients of some weights added up in place by the product that makes them.
+
+        Args:
+            products: the weights of each product, [out, in], several where they are multiplied at once. Each is used
+                once in a forward, and by ``gemm`` alone.
+            gradients: of the kernel plan, which calls back with dy [..., out] and x [..., in].
+        """
         names = {id(param): name for name, param in self.params.items()}
         for weights in products:
             gradients.assign(weights, partial(self._add_product, [names[id(weight)] for weight in weights]))
 
     def take_ahead(self, weight: torch.Tensor, gradients: WeightGradients, again: bool) -> None:
-        """The same of the weight whose gradient comes in forward, before any of backward: the head's, where its loss
-        makes it. ``again``: it is the embedding, too, of which backward brings another part."""
+        """The same of the weight whose gradient comes in forward, before any of backward: the head's, [V_local, h],
+        where its loss makes it.
+
+        Args:
+            again: the weight is the embedding, too, of which backward brings another part.
+        """
         name = self._name(weight)
         gradients.assign([weight], partial(self._add_ahead, name))
         if not again:
@@ -126,8 +135,8 @@ class GradientSync:
 
     @contextmanager
     def captured(self) -> Iterator[list[str]]:
-        """A graph is captured: the gradients that products leave here and those that ``add`` is given are its own.
-        Gives the names of all of them."""
+        """Context in which a graph is captured: the gradients that products leave here and those that ``add`` is given
+        are its own. Gives the list of their names, which grows meanwhile. From now on the memory of all sums stays."""
         assert self._captured is None
         self.sums.keep, self._captured = True, []
         try:
@@ -136,14 +145,14 @@ class GradientSync:
             self._captured = None
 
     def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        """In a capture: of a parameter whose product nobody took."""
+        """In a capture: add the gradient, of the parameter's shape, of one whose product nobody took."""
         assert self._captured is not None
         name = self._name(param)
         self.sums.view(name).add_(grad)
         self._has_come(name)
 
     def before_graph(self, names: Iterable[str]) -> None:
-        """A graph will add the gradients that were captured under these names."""
+        """A graph will add the gradients that were captured under these names: zeros where nothing has come yet."""
         for name in names:
             self.sums.sum(name)
 
@@ -153,12 +162,18 @@ class GradientSync:
             self._has_come(name)
 
     def begin(self, reduces: Iterable[Action]) -> None:
-        """The last gradients of the first chunk will come: from now on the ``reduces`` start, in this order."""
+        """The last gradients of the first chunk will come: from now on the ``reduces`` start, in this order, each as
+        soon as its bucket is complete. Every bucket of this rank is among them."""
         self._reduction = StepReduction(reduces, self.by_bucket, self.sums, self._aside, self._chunks)
 
     def last_gradients(self, chunk: int, products: Iterable[torch.Tensor] | None) -> None:
-        """In what runs next the last gradients of a chunk come: of those weights whose ``products`` it computes, all
-        others are there; or, where that is None, of any of its parameters."""
+        """What runs next brings the last gradients of a chunk. Called after :meth:`begin`, once per chunk.
+
+        Args:
+            chunk: its number on this stage.
+            products: the weights whose products run next, while the gradients of all others are there; None: those of
+                any of its parameters may come.
+        """
         assert self._reduction is not None, "before begin"
         names, there = self._chunks[chunk], self._ahead
         if products is not None:
@@ -167,7 +182,11 @@ class GradientSync:
         self._reduction.last_of_chunk(names, there)
 
     def complete(self, action: Action) -> None:
-        """Return when ``action`` has ended. Backward is over, so what has not come by now is zero."""
+        """Return when the REDUCE ``action`` has ended. Backward is over, so what has not come by now is zero.
+
+        Raises:
+            CommError: a peer is gone.
+        """
         assert self._reduction is not None, "before begin"
         self._reduction.complete(action)
 
@@ -175,8 +194,11 @@ class GradientSync:
         """Complete what is left; the step ends, and the next gradient begins another one.
 
         Returns:
-            per exchange, the sums over all holders of the pieces that this rank owns, in the dtype of ``sums``. The
-            memory of those that are summed up in place goes when these are given up.
+            per exchange, the sums over all holders of the pieces that this rank owns, in the dtype of ``sums``; where
+            they are summed up in place, in the memory of ``sums``, which the next step overwrites.
+
+        Raises:
+            CommError: a peer is gone.
         """
         if self._reduction is None:
             self.begin(self.reduces)
