@@ -157,6 +157,11 @@ class Runtime:
             found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
         return found
 
+    def use_schedules(self, compiled: CompiledPlan) -> None:
+        """Go on with the schedules of a plan that has the same stages as this one."""
+        self.compiled = compiled
+        self._step_work.use_schedules(compiled)
+
     def work(
         self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False, step: int = 0
     ) -> StageWork:

@@ -31,6 +31,10 @@ class StepWork:
         self._uploader = Uploader(comm.accelerator, comm.device) if comm.accelerator is not None else None
         self._schedules: dict[tuple[int, bool], tuple[tuple[Action, ...], tuple[Action, ...]]] = {}
 
+    def use_schedules(self, compiled: CompiledPlan) -> None:
+        """Those of a plan with the same stages, from now on."""
+        self._compiled, self._schedules = compiled, {}
+
     def make(
         self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool, draws: DrawsOf | None
     ) -> StageWork:
