@@ -24,6 +24,8 @@ MAX_TEXT_BYTES = 64 << 20  # a plan of 10,240 ranks with every unit written out 
 MAX_LINE_BYTES = 16 << 20  # the record of a step of 10,240 ranks has 0.7 MB
 MAX_DEPTH = 64
 MAX_DIGITS = 32  # of an integer; readers bound the value itself
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
+POINTER = "it is a pointer of Git LFS, not the file itself, which git lfs pull fetches"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _KINDS = (
     (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISCHR, "a device"),
@@ -91,6 +93,12 @@ def read_json(path: Name, field: str = "", limit: int = MAX_TEXT_BYTES) -> Any:
     return parse_json(read_text(path, field, limit), os.fspath(path), field)
 
 
+def is_pointer(path: Name) -> bool:
+    """Whether a regular file is a pointer of Git LFS, as a clone without it has them in place of large files."""
+    with open_file(path) as file:
+        return file.read(len(_POINTER)) == _POINTER
+
+
 def read_json_object(path: Name, field: str = "", limit: int = MAX_TEXT_BYTES) -> dict[str, Any]:
     """As :func:`read_json`, for a file whose value has to be an object."""
     value = read_json(path, field, limit)
@@ -117,6 +125,8 @@ def parse_json(text: str | bytes, where: str, field: str = "") -> Any:
     try:
         value = json.loads(text, parse_int=integer)
     except json.JSONDecodeError as error:
+        if (text if isinstance(text, bytes) else text.encode()).startswith(_POINTER):
+            raise UserError(POINTER, field=field, where=where) from None
         raise UserError(f"not valid JSON: {error.msg}", field=field, where=f"{where}:{error.lineno}") from None
     except UnicodeDecodeError:
         raise UserError("not UTF-8 text", field=field, where=where) from None

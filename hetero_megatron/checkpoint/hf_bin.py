@@ -50,7 +50,8 @@ class BinFile:
             problem, names = scan_archive(file) if archive else scan_pickles(file, _LEGACY_PICKLES)
         foreign = [name for name in names if not TENSOR_NAMES.fullmatch(name)]
         if problem or foreign:
-            raise UserError(f"not a file of tensors ({problem or refers(foreign[0])})")
+            accepted = "" if problem else "what model.save_pretrained(NEW) writes in the program that pickled it"
+            raise UserError(f"not a file of tensors ({problem or refers(foreign[0])})", accepted=accepted)
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
         except Exception as error:  # whatever torch makes of a damaged file; its words are not for our users
@@ -75,7 +76,9 @@ def _plain_tensors(content: Any) -> dict[str, torch.Tensor]:
             raise UserError(f"not a dictionary of tensors by name: it has the key {ascii(name)[:40]}")
         require_text(name)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise UserError(f"not a flat dictionary of tensors: {name} is no tensor")
+            inner = isinstance(tensor, dict) and any(isinstance(value, torch.Tensor) for value in tensor.values())
+            accepted = f"a file by torch.save of what is under {name[:40]!r} alone" if inner else ""
+            raise UserError(f"not a flat dictionary of tensors: {name} is no tensor", accepted=accepted)
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
             raise UserError(f"{name} has no plain values (sparse, quantized, nested or meta)")
     return {name: tensor.detach() for name, tensor in content.items()}

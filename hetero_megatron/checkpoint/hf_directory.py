@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from hetero_megatron.checkpoint.hf_bin import BinFile
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.files import (
     MAX_TEXT_BYTES,
+    POINTER,
+    is_pointer,
     member,
     open_file,
     parse_json,
     read_json_object,
     require_regular,
 )
+from hetero_megatron.spec.mistaken import WRITTEN
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,8 +38,9 @@ BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 FORMS = (SINGLE, INDEX, BIN, BIN_INDEX)
 _SHARD = re.compile(r"(model|pytorch_model)[-.].*\.(safetensors|bin)")  # a shard or a variant; told if it is not read
+_SHARDS = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
+_OTHERS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 class WeightFiles:
@@ -54,6 +59,7 @@ class WeightFiles:
     def __init__(self, directory: Path, field: str) -> None:
         self.directory, self._field = directory, field
         self._handles: dict[str, Any] = {}
+        self._stored: dict[str, str] = {}  # the name in the files, where it is another one
         self.notices: list[str] = []
         names = self._names()
         self.form = self._choose(names)
@@ -78,11 +84,13 @@ class WeightFiles:
         if beside is not None:
             what = "an adapter" if beside == "adapter_config.json" else "shards of a distributed save"
             whole = f" beside {form}" if form else ""
-            raise self.refuse(f"holds {what} ({beside}){whole}, which is not read", self.directory)
+            accepted = "the model without it, and the adapter as --load-adapter" if what == "an adapter" else WRITTEN
+            raise self.refuse(f"holds {what} ({beside}){whole}, which is not read", self.directory, accepted)
         if form is None:
-            others = [n for n in names if n.endswith((".safetensors", ".bin"))]
+            others = [n for n in names if n.endswith(_OTHERS)]
             held = f" (it holds {listed(map(shown, others))})" if others else ""
-            raise self.refuse(f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{held}", self.directory)
+            problem = f"holds none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}{held}"
+            raise self.refuse(problem, self.directory, WRITTEN + _remedy(others))
         return form
 
     def _read_index(self) -> dict[str, str]:
@@ -99,11 +107,14 @@ class WeightFiles:
             path = member(self.directory, file, where=str(index or ""), field=self._field)
             try:
                 require_regular(path)
+                if is_pointer(path):
+                    raise UserError(POINTER)
                 self._handles[file] = _open_safetensors(path) if path.suffix == ".safetensors" else BinFile(path)
             except UserError as error:
                 named = f", which {self.form} names" if index else ""
                 problem = error.problem.removeprefix("cannot read the file: ")
-                raise self.refuse(f"cannot be read{named}: {problem}", path) from error
+                accepted = f"{WRITTEN}; {error.accepted}" if error.accepted else WRITTEN
+                raise self.refuse(f"cannot be read{named}: {problem}", path, accepted) from error
         return self._handles[file]
 
     def _note_unread_files(self, names: list[str]) -> None:
@@ -120,21 +131,39 @@ class WeightFiles:
                 where = f"they are read from {listed(self.files_of[n][-1] for n in tensors)}"
                 self.notices.append(f"{self.directory / self.form} {what} {listed(map(shown, tensors))}: {where}")
 
-    def tensor(self, name: str) -> Any:
-        """A slice object of safetensors or a ``BinSlice``: shape, dtype, and any part of the values."""
-        return self.handle(self.files_of[name][-1]).get_slice(name)
+    def rename(self, names: Mapping[str, str]) -> None:
+        """From here on call the tensors otherwise: name in the files -> new name, all of them different."""
+        self._stored = {new: stored for stored, new in names.items() if new != stored}
+        self.files_of = {names[name]: files for name, files in self.files_of.items()}
+        self.indexed = {names.get(name, name): file for name, file in self.indexed.items()}
+
+    def tensor(self, name: str, file: str | None = None) -> Any:
+        """A slice object of safetensors or a ``BinSlice``: shape, dtype, and any part of the values; from the last file
+        that holds it, or from ``file``."""
+        return self.handle(file or self.files_of[name][-1]).get_slice(self._stored.get(name, name))
 
     def whole(self, name: str) -> torch.Tensor:
         """All values of a tensor, memory-mapped."""
-        values: torch.Tensor = self.handle(self.files_of[name][-1]).get_tensor(name)
+        values: torch.Tensor = self.handle(self.files_of[name][-1]).get_tensor(self._stored.get(name, name))
         return values
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors, by name."""
         return {name: tuple(self.tensor(name).get_shape()) for name in self.files_of}
 
-    def refuse(self, problem: str, path: Path) -> UserError:
-        return UserError(problem, field=self._field, value=str(path), accepted="a directory that save_pretrained wrote")
+    def refuse(self, problem: str, path: Path, accepted: str = WRITTEN) -> UserError:
+        return UserError(problem, field=self._field, value=str(path), accepted=accepted)
+
+
+def _remedy(others: list[str]) -> str:
+    """What can be done with other files of weights than those that are read."""
+    if any(n.endswith(".gguf") for n in others):
+        return "; of GGUF, transformers' from_pretrained(DIR, gguf_file=FILE) and save_pretrained make one"
+    if any(_SHARDS.fullmatch(n) for n in others):
+        return f": shards are read with their {INDEX} (or {BIN_INDEX})"
+    if len(others) == 1 and others[0].endswith(".safetensors"):
+        return f": a single file of all weights is called {SINGLE}"
+    return ""
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -156,8 +185,6 @@ def _damage(path: Path) -> str:
     size = path.stat().st_size
     with open_file(path) as file:
         start = file.read(8)
-        if start == _POINTER[:8]:
-            return "it is a pointer of Git LFS, not the file itself"
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > size - 8:
             return "not a safetensors file, or not a whole one (it ends inside its header)"

@@ -15,6 +15,7 @@ from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.names import hf_source, stored_boxes, stored_tensors
+from hetero_megatron.checkpoint.wrapped_names import Names, plain_names, unmerged
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
@@ -24,6 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPE_OF = {label: dtype for dtype, (label, _) in DTYPES.items()}
 # Buffers that old exports contain and that hold no weights.
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+_SHOWN = 12  # problems of one directory in its refusal
 _COMPARED = 1 << 20  # elements at a time
 
 
@@ -48,11 +50,10 @@ class HFWeights:
         self._files = WeightFiles(self.directory, field)
         self.notices = self._files.notices
         self.nonfinite: dict[str, None] = {}
-        self._shapes = self._files.shapes()
-        # GPT-2 on the hub has no "transformer." prefix; what transformers itself writes has it.
-        self._gpt2_prefix = any(n.startswith("transformer.") for n in self._shapes)
-        # What the names have before them, and those beside, in the files of a model of more than language.
         whole = FAMILIES[spec.hf_model_type].inside
+        self._renamed = self._unwrap(whole.prefix if whole is not None else None)
+        self._shapes = self._files.shapes()
+        # What the names have before them, and those beside, in the files of a model of more than language.
         wrapped = whole is not None and any(n.startswith(whole.prefix) for n in self._shapes)
         self._prefix, self._apart = (whole.prefix, whole.apart) if wrapped and whole is not None else ("", ())
         if apart := sum(n.startswith(self._apart) for n in self._shapes):
@@ -61,11 +62,23 @@ class HFWeights:
         self._check()
         self._check_copies()
 
+    def _unwrap(self, whole: str | None) -> Names:
+        """Take wrappers off the tensors' names."""
+        names = plain_names(self._files.files_of, FAMILIES[self.spec.hf_model_type].names.layer, HEAD, whole)
+        if names.adapters:
+            accepted = "what merge_and_unload() and save_pretrained write, or the base with --load-adapter"
+            raise self._files.refuse(unmerged(names), self.directory, accepted)
+        if names.clash:
+            one, other = map(shown, names.clash)
+            raise self._files.refuse(f"holds {one} and {other}, which are one tensor", self.directory)
+        self._files.rename(names.plain)
+        if names.changed:
+            self.notices.append(f"{self.directory}: names of tensors are read {names.changed}")
+        return names
+
     def _source(self, name: str) -> HFSource:
         """Where a logical tensor is in these files."""
         source = hf_source(self.spec, name)
-        if self.spec.hf_model_type == "gpt2" and not self._gpt2_prefix:
-            source = replace(source, name=source.name.removeprefix("transformer."))
         source = replace(source, name=self._prefix + source.name)
         if self.spec.tied and name == EMBEDDING and source.name not in self._shapes and self._head in self._shapes:
             return HFSource(self._head)  # of a tied pair, either may be in the files
@@ -90,24 +103,28 @@ class HFWeights:
         beside = used | ({self._head} if self.spec.tied else set())
         known = (n for n in self._shapes if n in beside or _BUFFERS.fullmatch(n) or n.startswith(self._apart))
         spare = sorted(self._shapes.keys() - set(known))
-        problems += [f"unexpected {shown(name)}" for name in spare]
-        if problems:
-            found = list(dict.fromkeys(problems))
-            more = f"; and {len(found) - 12} more" if len(found) > 12 else ""
-            fit = f"does not fit the model {self.spec.name}: {'; '.join(found[:12])}{more}"
+        if problems or spare:
+            problems, beyond = list(dict.fromkeys(problems)), [f"unexpected {shown(name)}" for name in spare]
+            kept = max(_SHOWN - 4, _SHOWN - len(beyond))  # some of both: a tensor may be there under another name
+            found = [*_first(problems, kept), *_first(beyond, _SHOWN - min(kept, len(problems)))]
+            read = f" (names are read {self._renamed.changed})" if self._renamed.changed else ""
+            fit = f"does not fit the model {self.spec.name}{read}: {'; '.join(found)}"
             raise self._files.refuse(fit, self.directory)
 
     def _why_missing(self, name: str) -> str:
         if name in self._files.indexed:
             return f" ({self._files.form} says it is in {shown(self._files.indexed[name])})"
-        return " (config.json says that it is not tied to the embedding)" if name == self._head else ""
+        if name != self._head:
+            return ""
+        base = "; the files hold a base model without a head" if self._renamed.added else ""
+        return f" (config.json says that it is not tied to the embedding{base})"
 
     def _check_copies(self) -> None:
         """Tensors that occur several times must be equal."""
         for name in dict.fromkeys(source.name for source in self._sources.values()):
             files = self._files.files_of[name]
             for file in files[:-1]:
-                if not _equal(self._files.handle(file).get_slice(name), self._files.tensor(name)):
+                if not _equal(self._files.tensor(name, file), self._files.tensor(name)):
                     both = f"holds two different tensors {name}, in {shown(file)} and in {shown(files[-1])}"
                     raise self._files.refuse(both, self.directory)
         embedding = self._sources[EMBEDDING].name
@@ -164,6 +181,10 @@ class HFWeights:
             rounded = torch.promote_types(self.dtype(known[name]), dtype) != dtype
             if rounded and master.dtype != dtype:
                 master.copy_(self.read(known[name], box))
+
+
+def _first(found: list[str], most: int) -> list[str]:
+    return found[:most] + ([f"and {len(found) - most} more"] if len(found) > most else [])
 
 
 def _equal(a: Any, b: Any) -> bool:

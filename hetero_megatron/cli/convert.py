@@ -14,6 +14,7 @@ from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import model_folder
+from hetero_megatron.spec.mistaken import refuse_mistaken
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.words import dtype_name, notice_line, plural
 
@@ -114,6 +115,12 @@ def _kind(source: str) -> str:
     foreign = (root / "config.json").exists()
     if is_megatron(root) and not (foreign and any(p.suffix in (".safetensors", ".bin") for p in root.iterdir())):
         return MEGATRON
+    if root.is_file():
+        refuse_mistaken(source, "SOURCE")
+        accepted = "the directory that it is in, or one that --save wrote"
+        raise UserError("is a file", field="SOURCE", value=source, accepted=accepted)
+    if not foreign and not native:
+        refuse_mistaken(source, "SOURCE")
     if not foreign:
         refuse_foreign(source, "SOURCE")
     if native == foreign:

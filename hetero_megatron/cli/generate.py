@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,9 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         accepted = "--prompt TEXT or --prompt-file FILE"
         raise UserError("missing: nothing to continue", field="--prompt", accepted=accepted)
     if args.load is None and args.load_hf is None:
+        for word in rest:
+            if near := get_close_matches(word.partition("=")[0], ("--load-hf", "--load"), 1, 0.75):
+                raise UserError(f"no such flag (did you mean {near[0]}?)", field=word.partition("=")[0])
         raise UserError("missing: no model", field="--load-hf", accepted="--load-hf DIR or --load DIR")
     if args.ckpt_step is not None and args.load is None:
         raise UserError("has no effect without --load", field="--ckpt-step", value=args.ckpt_step)

@@ -102,6 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"holds {corpus.kind} files", field="--input", value=arguments.input,
             accepted="*.jsonl; other files need no preprocessing: give them to --data-path",
         )  # fmt: skip
+    if notice := corpus.notice():
+        print(notice)
     folder = Path(arguments.output_prefix).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError("no folder that can be written", field="--output-prefix", value=str(folder))

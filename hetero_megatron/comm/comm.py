@@ -6,10 +6,11 @@ dead or silent peer into a :class:`CommError` that says who waited for whom in w
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, combinations
@@ -34,6 +35,7 @@ from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.words import rank_ranges
 
+MAKING = "making a group"  # activity
 T = TypeVar("T")
 Channel = dist.ProcessGroup | Bridge | None  # of point-to-point messages; None: the job's gloo group
 
@@ -82,11 +84,10 @@ class Comm:
         Raises:
             CommError: they did not connect within ``patience``.
         """
-        self._connected(
-            range(total), patience, lambda: dist.init_process_group(
-                "gloo", timeout=self.timeout, store=store, rank=self.rank, world_size=total
-            ), "joining the job",
-        )  # fmt: skip
+        connect = functools.partial(
+            dist.init_process_group, "gloo", timeout=self.timeout, store=store, rank=self.rank, world_size=total
+        )
+        self._connected(range(total), patience, connect, "joining the job")
 
     def create_message_groups(self, islands: Islands, copies: Copies | None) -> None:
         """Create the groups for point-to-point messages to each island; every rank of the job calls it.
@@ -136,8 +137,10 @@ class Comm:
         if backend == "gloo":
             made = self._new_gloo_group(ranks, patience)
         else:
+            # Not in a thread: a library's calls may have to come from one (MPI), or from where its device is current.
+            limit = self.watch.during(self._others(ranks), MAKING) if self.watch is not None else nullcontext()
             try:
-                with self.hooks.on_other_cores():
+                with self.hooks.on_other_cores(), limit:
                     made = dist.new_group(list(ranks), timeout=patience, backend=backend)
             except (RuntimeError, ValueError) as error:
                 raise UserError(
@@ -151,14 +154,16 @@ class Comm:
 
     def _new_gloo_group(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
         """A gloo group for these ranks; of no use on others."""
-        return self._connected(
-            ranks, timeout, lambda: dist.new_group(list(ranks), timeout=timeout, backend="gloo"), "making a group"
-        )
+        connect = functools.partial(dist.new_group, list(ranks), timeout=timeout, backend="gloo")
+        return self._connected(ranks, timeout, connect, MAKING)
+
+    def _others(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(r for r in ranks if r != self.rank) if self.rank in ranks else ()
 
     def _connected(self, ranks: Sequence[int], patience: timedelta, connect: Callable[[], T], activity: str) -> T:
         """What ``connect`` returns, which makes a gloo group of ``ranks``; CommError after ``patience``, or as soon as
         one of them is gone."""
-        others = tuple(r for r in ranks if r != self.rank) if self.rank in ranks else ()
+        others = self._others(ranks)
 
         def run() -> T:
             with self.hooks.on_other_cores():

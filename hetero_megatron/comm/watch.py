@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from hetero_megatron.comm.handle import Works
@@ -22,6 +22,19 @@ class _Transfer:
     peers: tuple[int, ...]
     activity: str
     started: float
+
+
+class Pending:
+    """Something under way on the host that the watch is to look after as after a transfer."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        """Nothing: it is asked once it has ended."""
 
 
 class TransferWatch:
@@ -48,6 +61,16 @@ class TransferWatch:
         for one in work.works if isinstance(work, Works) else (work,):
             self._transfers.append(_Transfer(one, peers, activity, time.monotonic()))
 
+    @contextmanager
+    def during(self, peers: tuple[int, ...], activity: str) -> Iterator[None]:
+        """What is done inside counts as a transfer: a call that waits for peers without a limit of its own."""
+        pending = Pending()
+        self._transfers.append(_Transfer(pending, peers, activity, time.monotonic()))
+        try:
+            yield
+        finally:
+            pending.ended = True
+
     def look(self) -> Exception | None:
         """The error of the oldest transfer that failed or timed out; None: there is none."""
         with self._lock, self._aside():
@@ -62,7 +85,7 @@ class TransferWatch:
     def _error(self, transfer: _Transfer) -> Exception | None:
         if not transfer.work.is_completed():
             if time.monotonic() - transfer.started > self._timeout:
-                return RuntimeError("the device still waits for it")
+                return RuntimeError("it has not ended")
             self._transfers.append(transfer)
             return None
         try:

@@ -12,7 +12,7 @@ from hetero_megatron.data.cache import Log, cache_folder, say
 from hetero_megatron.data.chat.build import ChatData
 from hetero_megatron.data.chat.packed import PackedConversations
 from hetero_megatron.data.config import SPLITS, DataConfig
-from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
+from hetero_megatron.data.corpus import Corpus, find_corpus, indexed_prefix, is_indexed
 from hetero_megatron.data.fingerprint import data_fingerprint
 from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
@@ -225,11 +225,16 @@ class _SplitBuilder:
             if path != "stdlib" and is_indexed(path):
                 self._stores[path] = open_indexed(indexed_prefix(path), flag)
             else:
-                corpus = find_corpus(path, self.config.json_keys, flag)
                 self._stores[path] = tokenize(
-                    corpus, self.tokenizer, self.config.data_cache_path, self.log, self.limit
+                    self._corpus(path, flag), self.tokenizer, self.config.data_cache_path, self.log, self.limit
                 )
         return self._stores[path]
+
+    def _corpus(self, path: str, flag: str) -> Corpus:
+        corpus = find_corpus(path, self.config.json_keys, flag)
+        if notice := corpus.notice():
+            self.log(notice)
+        return corpus
 
     def _cache(self) -> Path | None:
         """The index cache folder; None unless the user gave one: building an index takes under a second per million
@@ -246,6 +251,6 @@ class _SplitBuilder:
             raise UserError(
                 ".bin/.idx is mapped, not streamed", field="--dataloader-type", value="streaming", accepted="single"
             )
-        corpus = find_corpus(paths[0], self.config.json_keys, split.flag)
+        corpus = self._corpus(paths[0], split.flag)
         corpus.check_ends()
         return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit, max(WINDOW, self.keep))

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_megatron.data.sources import jsonl, parquet, stdlib, text
+from hetero_megatron.data.folder import KEYED, folder_files, one_kind
+from hetero_megatron.data.sources import arrow, jsonl, parquet, stdlib, text
 from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import POINTER, is_pointer
+from hetero_megatron.words import word
 
 Cursor = tuple[int, ...]  # (file, *position in it); the empty tuple is the beginning
 START: Cursor = ()
@@ -22,23 +25,34 @@ _READERS: dict[str, Callable[..., Iterator[tuple[str, tuple[int, ...]]]]] = {
     "text": text.read,
     "jsonl": jsonl.read,
     "parquet": parquet.read,
+    "arrow": arrow.read,
     "stdlib": functools.partial(text.read, errors="replace"),
 }
-_KEYED = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-_ACCEPTED = "stdlib, a .bin/.idx prefix, or a file, folder or glob of text, *.jsonl or *.parquet"
+_ACCEPTED = "stdlib, a .bin/.idx prefix, or a file, folder or glob of text, *.jsonl, *.parquet or *.arrow"
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Attributes:
         name: as given on the command line.
-        kind: text, jsonl, parquet or stdlib.
-        key: key or column of the text."""
+        kind: text, jsonl, parquet, arrow or stdlib.
+        key: key or column of the text.
+        left_out: files of the folder that only describe the data."""
 
     name: str
     kind: str
     files: tuple[Path, ...]
     key: str = "text"
+    left_out: tuple[Path, ...] = ()
+
+    def notice(self) -> str | None:
+        """What the user should know about the choice of files; None: nothing."""
+        if not self.left_out:
+            return None
+        names = list(dict.fromkeys(file.name for file in self.left_out))
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        described = f"{word(len(names), 'file')} beside the data, not read"
+        return f"data: {self.name}: {described}: {', '.join(names[:8])}{more}"
 
     def documents(self, cursor: Cursor = START) -> Iterator[tuple[str, Cursor]]:
         """(text, cursor after it) from a cursor to the end of the last file; UserError for invalid content."""
@@ -76,6 +90,8 @@ class Corpus:
                 jsonl.check_end(file, self.key)
             elif self.kind == "parquet":
                 parquet.check(file, self.key)
+            elif self.kind == "arrow":
+                arrow.check(file, self.key)
 
     def num_bytes(self) -> int:
         return self._starts[-1]
@@ -97,7 +113,7 @@ def may_have_keys(path: str) -> bool:
     """Whether documents of a path may have keys or columns; also True for paths that do not exist (yet)."""
     if path == stdlib.NAME or is_indexed(path):
         return False
-    return uncompressed_name(Path(path)).suffix in _KEYED or not os.path.isfile(path)
+    return uncompressed_name(Path(path)).suffix in KEYED or not os.path.isfile(path)
 
 
 def indexed_prefix(path: str) -> str:
@@ -108,48 +124,38 @@ def find_corpus(path: str, key: str = "text", field: str = "--data-path") -> Cor
     """The corpus of a path: the built-in corpus, a file, all files below a folder, or a glob, in sorted order."""
     if path == stdlib.NAME:
         return Corpus(path, "stdlib", tuple(stdlib.stdlib_files()), key)
-    files = _files(path, field)
-    kinds = {_kind(f) for f in files}
-    if len(kinds) > 1:
-        raise UserError(
-            f"holds files of several kinds ({', '.join(sorted(kinds))})",
-            field=field, value=path, accepted="a glob that selects one kind, e.g. 'folder/*.jsonl'",
-        )  # fmt: skip
+    files, left_out = _files(path, field)
+    kind = one_kind(files, path, field)
     if sum(f.stat().st_size for f in files) == 0:
         raise UserError("the corpus is empty (0 bytes)", field=field, value=path, accepted="files with text")
-    return Corpus(path, kinds.pop(), tuple(files), key)
+    for file in files:
+        if file.stat().st_size < 1024 and os.path.isfile(file) and is_pointer(file):
+            raise UserError(POINTER, field=field, value=str(file), accepted="the data")
+    return Corpus(path, kind, tuple(files), key, tuple(left_out))
 
 
-def _files(path: str, field: str) -> list[Path]:
+def _files(path: str, field: str) -> tuple[list[Path], list[Path]]:
+    """(data, files beside it that are left out)."""
     if not path:
         raise UserError("the path is empty", field=field, value=path, accepted=_ACCEPTED)
     target = Path(os.path.expanduser(path))  # unlike Path.expanduser, takes ~nobody for a plain name
     if os.path.isdir(target):
-        if not os.access(target, os.R_OK | os.X_OK):
-            raise UserError("the folder cannot be read: permission denied", field=field, value=path)
-        files = sorted(f for f in target.rglob("*") if f.is_file() and not _hidden(f.relative_to(target)))
-        if not files:
-            raise UserError("the folder holds no files", field=field, value=path, accepted=_ACCEPTED)
-        return files
+        return folder_files(target, field, _ACCEPTED)
     if os.path.isfile(target):  # unlike Path.is_file, False also for a name that is too long
-        return [target]
+        return [target], []
     if glob.has_magic(path):
         files = sorted(Path(f) for f in glob.glob(str(target), recursive=True) if os.path.isfile(f))
         if files:
-            return files
+            return files, []
         raise UserError("the glob matches no file", field=field, value=path, accepted=_ACCEPTED)
-    raise UserError("no such file or folder", field=field, value=path, accepted=_ACCEPTED)
+    raise UserError("no such file or folder", field=field, value=path, accepted=_ACCEPTED + _elsewhere(path))
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _kind(path: Path) -> str:
-    suffix = uncompressed_name(path).suffix
-    if suffix in (".zst", ".zip", ".tar", ".tgz", ".7z") or (suffix == ".parquet" and is_compressed(path)):
-        raise UserError(
-            f"{suffix} files are not unpacked here", field="--data-path", value=str(path),
-            accepted="what is in it, as it is or as .gz, .bz2 or .xz",
-        )  # fmt: skip
-    return _KEYED.get(suffix, "text")
+def _elsewhere(path: str) -> str:
+    """What to do about data that are not on this machine."""
+    if "://" in path:
+        return "; what is on another machine has to be downloaded first"
+    if path.startswith("hub:"):
+        name = path.removeprefix("hub:").partition(":")[0]
+        return f"; hub: is for finetune only, hf download --repo-type dataset {name} --local-dir DIR makes a folder"
+    return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from hetero_megatron.files import open_file, read_json_object, require_regular, 
 
 LIMIT = 256 << 20  # bytes of a tokenizer.json; the largest in use have some 35 MB
 _FIELD = "--tokenizer-model"
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.vocab", "*.py")
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "added_tokens.json", "special_tokens_map.json",
           "chat_template*", "config.json")  # fmt: skip
 _ACCEPTED = "a directory with tokenizer.json, or a name that this machine can download or has downloaded"
@@ -70,10 +71,26 @@ def cannot_load(model: str, error: Exception) -> UserError:
         what = f" ({' or '.join(missing)})" if missing else ""
         problem = f"reading this tokenizer needs a package that is not installed here{what}"
         return UserError(problem, field=_FIELD, value=model, accepted=_EXTRA)
+    if os.path.isdir(path) and (known := _unread(path)):
+        return UserError(known[0], field=_FIELD, value=model, accepted=known[1])
     what = "a directory without a tokenizer that transformers can load, or a damaged one" if os.path.isdir(path) else (
         "neither a directory nor a tokenizer that can be had from the Hugging Face hub"
     )  # fmt: skip
     return UserError(f"it is {what} ({type(error).__name__})", field=_FIELD, value=model, accepted=_ACCEPTED)
+
+
+def _unread(path: Path) -> tuple[str, str] | None:
+    """(what a directory's tokenizer is, what to do), where transformers does not say it."""
+    names = os.listdir(path)
+    if not any(fnmatch(name, pattern) for name in names for pattern in _VOCABULARIES):
+        return "the directory holds no tokenizer", _ACCEPTED
+    if "tekken.json" in names and "tokenizer.json" not in names:
+        return "the directory holds Mistral's tekken.json and no tokenizer.json", f"{_ACCEPTED}, of the same model"
+    with suppress(UserError):
+        config = path / "tokenizer_config.json"
+        if os.path.isfile(config) and read_json_object(config, _FIELD, LIMIT).get("auto_map"):
+            return "the tokenizer needs code that comes with it (auto_map)", "--trust-remote-code, which runs that code"
+    return None
 
 
 def _is_sentencepiece(path: Path) -> bool:

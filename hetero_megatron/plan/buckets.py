@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -169,25 +169,41 @@ def make_buckets(
                 runs[-1] = (kind, runs[-1][1], runs[-1][2] + size)
             else:
                 runs.append((kind, [name], size))
-    owners: dict[tuple[object, ...], tuple[list[Layout], list[Layout] | None]] = {}
+    owners: dict[tuple[object, ...], list[Layout]] = {}
     divided: dict[tuple[object, ...], dict[str, Layout]] = {}
     buckets = []
     for i, ((ranks, _), names, _) in enumerate(runs):
         held = {name: holders[name] for name in names}
-        # Buckets of equal layouts are owned alike; names count only by their order, which breaks ties.
-        key = (tuple(map(id, held.values())), tuple(sorted(range(len(names)), key=names.__getitem__)))
+        # Buckets of equal layouts are owned alike.
+        key = (tuple(map(id, held.values())), _order(names))
         if key not in owners:
-            owned = _owners(held, weights, WHOLE_BYTES // itemsize, key[1], divided)
-            between = island_layouts(held, owned, islands_of(plan, ranks), WHOLE_BYTES // itemsize)
-            owners[key] = (list(owned.values()), list(between.values()) if between is not None else None)
-        last, middle = owners[key]
-        owned = dict(zip(names, last, strict=True))
-        hops: tuple[Hop, ...] = (Hop((ranks,), held, owned),)
+            owners[key] = list(_owners(held, weights, WHOLE_BYTES // itemsize, key[1], divided).values())
+        owned = dict(zip(names, owners[key], strict=True))
+        buckets.append(Bucket(i, ranks, tuple(names), held, owned, (Hop((ranks,), held, owned),)))
+    return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
+
+
+def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -> tuple[Bucket, ...]:
+    """Buckets that go in one hop, in two where that saves bytes between these islands."""
+    known: dict[tuple[object, ...], list[Layout] | None] = {}
+    found = []
+    for bucket in buckets:
+        near, key = split_by_island(islands, bucket.ranks), (bucket.layout_key, _order(bucket.names))
+        if key not in known:
+            between = island_layouts(bucket.holders, bucket.owners, near, WHOLE_BYTES // itemsize)
+            known[key] = list(between.values()) if between is not None else None
+        middle = known[key]
         if middle is not None:
-            between = dict(zip(names, middle, strict=True))
-            hops = (Hop(islands_of(plan, ranks), held, between), Hop((ranks,), between, owned))
-        buckets.append(Bucket(i, ranks, tuple(names), held, owned, hops))
-    return tuple(buckets)
+            by_name = dict(zip(bucket.names, middle, strict=True))
+            hops = (Hop(near, bucket.holders, by_name), Hop((bucket.ranks,), by_name, bucket.owners))
+            bucket = replace(bucket, hops=hops)
+        found.append(bucket)
+    return tuple(found)
+
+
+def _order(names: Sequence[str]) -> tuple[int, ...]:
+    """What of the names of a bucket counts for its layouts: their order breaks ties."""
+    return tuple(sorted(range(len(names)), key=names.__getitem__))
 
 
 def _owners(

@@ -13,7 +13,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout.layout import IntArray
 from hetero_megatron.layout.transfer import reduction_elements
-from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, islands_of, make_buckets
+from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, by_islands, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.experts import Islands
@@ -101,16 +101,16 @@ def _near(plan: Plan, model: ModelSpec, cluster: Cluster) -> Plan:
     hop, by the bandwidths of links and of what a node has for all others together; of those that take about equally
     long, the one that loads links the least in all.
     """
-    found = []
+    found, straight = [], make_buckets(plan, model)
     for islands in divisions(plan, cluster):
         divided = replace(plan, islands=islands)
-        buckets, tokens = make_buckets(divided, model), list(_token_moves(divided, model))
+        buckets, tokens = by_islands(straight, islands), list(_token_moves(divided, model))
         if any(len(b.hops) > 1 for b in buckets) or any(twice for twice, _ in tokens):
             found.append((divided, *_link_seconds(buckets, [moves for _, moves in tokens], cluster)))
     if not found:
         return plan
-    straight = [moves for _, moves in _token_moves(plan, model)]
-    found.insert(0, (plan, *_link_seconds(make_buckets(plan, model), straight, cluster)))
+    moves = [moves for _, moves in _token_moves(plan, model)]
+    found.insert(0, (plan, *_link_seconds(straight, moves, cluster)))
     least = min(busiest for _, busiest, _ in found)
     equal = [(together, i) for i, (_, busiest, together) in enumerate(found) if busiest <= EQUAL * least]
     return found[min(equal)[1]][0]

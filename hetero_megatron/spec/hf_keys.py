@@ -113,6 +113,15 @@ def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) 
     """Refuse a value that is none of ``accepted``, of the same type (``true`` is not 1, 1 and 1.0 are)."""
     if not any(_same(value, one) for one in accepted):
         words = ", ".join(dict.fromkeys(_word(one) for one in accepted))
+        if key == "quantization_config":
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            how = f" ({method})" if isinstance(method, str) else ""
+            raise UserError(
+                f"the weights are quantised{how}, and nothing is trained in such a format",
+                field=key, value=value, where=where,
+                accepted=f"{words}: the model's directory from before the quantisation (of bitsandbytes' also what "
+                "model.dequantize() and save_pretrained write)",
+            )  # fmt: skip
         raise UserError(
             "this setting changes the model and is not supported", field=key, value=value, accepted=words, where=where
         )

@@ -25,7 +25,9 @@ class ConfigReader:
         self.config, self.where, self.prefix = config, where, prefix
 
     def refuse(self, problem: str, key: str, accepted: str) -> UserError:
-        value = self.config.get(key)
+        if key not in self.config:
+            return UserError(f"missing, and {problem}", field=self.prefix + key, accepted=accepted, where=self.where)
+        value = self.config[key]
         return UserError(problem, field=self.prefix + key, value=value, accepted=accepted, where=self.where)
 
     def value(self, key: str, default: Any, nullable: bool = False) -> Any:
@@ -38,7 +40,8 @@ class ConfigReader:
         value = self.value(key, default, nullable)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             problem = "must be a positive integer" if least else "must be an integer"
-            raise self.refuse(problem, key, f"{least} to {most}")
+            quoted = ", without quotation marks" if isinstance(value, str) else ""
+            raise self.refuse(problem, key, f"{least} to {most}{quoted}")
         return value
 
     def positive(self, key: str, default: float | None = None, nullable: bool = False) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import member, read_json_object
 from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.mistaken import WRITTEN, refuse_mistaken
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.paper_models import PAPER_MODELS
 from hetero_megatron.spec.rope import Rope, RopeScaling
@@ -88,12 +89,13 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
     """
     if name in _PRESETS and field == "--model":
         return _PRESETS[name]
+    refuse_mistaken(name, field)
     path, folder = Path(name), os.path.isdir(name)  # unlike Path.is_dir, takes any name
     if folder:
         path = member(name, "config.json", where=name, field=field)
     if not os.path.lexists(path) and (folder or field != "--model"):
         problem = "holds no config.json" if folder else "is no file or directory"
-        raise UserError(problem, field=field, value=name, accepted="a directory that save_pretrained wrote")
+        raise UserError(problem, field=field, value=name, accepted=WRITTEN)
     if not os.path.lexists(path):
         close = difflib.get_close_matches(name, _PRESETS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

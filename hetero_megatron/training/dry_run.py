@@ -70,6 +70,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         offload = runtime.optimizer.offload
         if offload:
             memory.forget(master for masters in runtime.optimizer.masters for master in masters)
+        memory.peak = memory.live  # initial values are made, and brought into 8 bits, in the host's memory
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
         memory.host = False

@@ -15,7 +15,7 @@ from hetero_megatron.data.cache import Log
 from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packed import PackedConversations, encode_store
-from hetero_megatron.data.chat.records import find_records
+from hetero_megatron.data.chat.records import RecordSource, find_records
 from hetero_megatron.data.chat.stream import WINDOW, StreamedConversations
 from hetero_megatron.data.config import DataConfig
 from hetero_megatron.data.indexed import TokenStore
@@ -69,9 +69,15 @@ class ChatData:
             return self._streams(split)
         return split_dataset(split, partial(self._packed, split), lambda data: data.num_packs)
 
+    def _records(self, path: str, flag: str, streaming: bool = False) -> RecordSource:
+        records = find_records(path, flag, streaming)
+        if records.notice:
+            self.log(records.notice)
+        return records
+
     def _store(self, path: str, flag: str) -> TokenStore:
         if path not in self._stores:
-            records = find_records(path, flag)
+            records = self._records(path, flag)
             self._stores[path] = encode_store(
                 records, self.encoder, self.config.data_cache_path, self.limit, self.log
             )
@@ -102,7 +108,7 @@ class ChatData:
             )  # fmt: skip
         made = [
             StreamedConversations(
-                find_records(path, flag, streaming=True), self.encoder, self.seq_length, self.seed + (i << 32),
+                self._records(path, flag, streaming=True), self.encoder, self.seq_length, self.seed + (i << 32),
                 self._tokens.pad, Overlong(self.config.overlong_samples, self.seq_length),
                 not self.config.no_packing, self.config.shuffle_buffer, self.limit, max(WINDOW, self.keep),
             )  # fmt: skip

@@ -1,20 +1,21 @@
 """One record of a fine-tuning data set -> a conversation.
 
-Read are ``messages`` (as OpenAI, TRL and Hugging Face have them), ShareGPT's ``conversations`` and ``prompt`` with
-``completion`` (both strings, or both lists of messages). A record that could be meant in two ways is refused.
+Read are ``messages`` (as OpenAI, TRL and Hugging Face have them), ShareGPT's ``conversations``, ``prompt`` with
+``completion`` (both strings, or both lists of messages) and Alpaca's ``instruction``, ``input`` and ``output``. A
+record that could be meant in two ways is refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_megatron.data.sources.jsonl import shown_names
+from hetero_megatron.data.chat.forms import ALPACA, PROMPT, form_of
 from hetero_megatron.errors import UserError
 
-ACCEPTED = "messages, conversations (ShareGPT), or prompt and completion"
 _ROLES = {  # ShareGPT's ``from`` -> role
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
@@ -43,29 +44,59 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
         where: file and line, for messages.
 
     Raises:
-        UserError: not one of the three formats, or damaged; no turn of the assistant.
+        UserError: not one of the four formats, or damaged; no turn of the assistant.
     """
-    forms = [key for key in ("messages", "conversations", "prompt") if record.get(key) is not None]
-    if not forms:
-        names = f" (it has {shown_names(record)})" if record else ""
-        raise UserError(f"the record is no conversation{names}", field="record", accepted=ACCEPTED, where=where)
-    if len(forms) > 1:
-        shown = " and ".join(forms)
-        raise UserError(f"the record has {shown}", field="record", accepted=f"one of {ACCEPTED}", where=where)
-    if forms == ["prompt"]:
+    form = form_of(record, where)
+    if form == PROMPT:
         return _prompt(record, where)
-    raw = _list(record[forms[0]], forms[0], where)
-    # ShareGPT's turns have from and value; some data sets call lists of OpenAI's messages conversations.
-    share = forms == ["conversations"] and any(isinstance(turn, dict) and "from" in turn for turn in raw)
-    messages = tuple(_turn(turn, f"{forms[0]}[{i}]", where, share) for i, turn in enumerate(raw))
-    _require_assistant(messages, forms[0], where)
-    return Conversation(messages, _tools(record, where))
+    if form == ALPACA:
+        return _alpaca(record, where)
+    raw = _list(record[form], form, where)
+    # ShareGPT's turns have from and value, under whatever name; conversations may also hold OpenAI's messages.
+    share = any(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in raw)
+    messages = tuple(_turn(turn, f"{form}[{i}]", where, share) for i, turn in enumerate(raw))
+    _require_assistant(messages, form, where)
+    return Conversation(_with_system(record, messages, where), _tools(record, where))
+
+
+def _with_system(
+    record: Mapping[str, Any], messages: tuple[Mapping[str, Any], ...], where: str
+) -> tuple[Mapping[str, Any], ...]:
+    """The messages after what the record has under ``system``, beside them."""
+    system = record.get("system")
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise UserError("is no text", field="system", value=_shown(system), accepted="a string", where=where)
+    if messages[0]["role"] == "system":
+        raise UserError(
+            "the messages begin with a system message, too", field="system", value=_shown(system), where=where,
+            accepted="one of them",
+        )  # fmt: skip
+    return ({"role": "system", "content": _text(system, "system", where)}, *messages)
+
+
+def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
+    """The instruction, and below it the input, if there is one, are what the user says."""
+    if record.get("history"):
+        raise UserError(
+            "earlier turns are not read beside an instruction", field="history", value=_shown(record["history"]),
+            accepted="messages", where=where,
+        )  # fmt: skip
+    texts = {key: record.get(key) for key in (ALPACA, "input", "output")}
+    for key, value in texts.items():
+        if not isinstance(value, str) and not (key == "input" and value is None):
+            raise UserError("is no text", field=key, value=_shown(value), accepted="a string", where=where)
+        _text(value or "", key, where)
+    if not texts["output"]:
+        raise UserError("is empty", field="output", value="", accepted="text to be learned", where=where)
+    asked = "\n".join(text for text in (texts[ALPACA], texts["input"]) if text)
+    messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]})
+    return Conversation(_with_system(record, messages, where), _tools(record, where))
 
 
 def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
-    prompt, completion = record["prompt"], record.get("completion")
-    if completion is None:
-        raise UserError("missing beside prompt", field="completion", accepted=ACCEPTED, where=where)
+    prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise UserError("is empty", field="completion", value="", accepted="text to be learned", where=where)
@@ -82,8 +113,12 @@ def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _list(value: Any, field: str, where: str) -> list[Any]:
-    if isinstance(value, list) and value:
-        return value
+    found = value
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as tables store it in one column
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+    if isinstance(found, list) and found:
+        return found
     problem = "is empty" if value == [] else "is not a list"
     raise UserError(problem, field=field, value=_shown(value), accepted="a list of messages", where=where)
 
@@ -110,13 +145,26 @@ def _turn(turn: Any, field: str, where: str, share: bool = False) -> Mapping[str
     content = turn.get("content")
     if isinstance(content, str):
         _text(content, f"{field}.content", where)
-    elif not (isinstance(content, list) or (content is None and turn.get("tool_calls"))):
+    elif isinstance(content, list):
+        _require_text_parts(content, f"{field}.content", where)
+    elif not (content is None and turn.get("tool_calls")):
         accepted = "a string (or a list of parts; or null beside tool_calls)"
         value = "missing" if "content" not in turn else _shown(content)
         name = "value" if share else "content"
         raise UserError("is no text", field=f"{field}.{name}", value=value, accepted=accepted, where=where)
     # Keys without a value (columns of a table that other rows use) are not there for a template, as in transformers.
     return {key: value for key, value in turn.items() if value is not None}
+
+
+def _require_text_parts(parts: Sequence[Any], field: str, where: str) -> None:
+    """Images and sounds would become marks in the text that stand for nothing."""
+    for i, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
+            raise UserError(
+                "this version trains on text only", field=f"{field}[{i}].type", value=_shown(kind), accepted="text",
+                where=where,
+            )  # fmt: skip
 
 
 def _require_assistant(messages: Sequence[Mapping[str, Any]], field: str, where: str) -> None:

@@ -135,7 +135,8 @@ class ChatEncoder:
             said = " ".join(str(error).split())[:200]
             raise UserError(
                 f"the chat template does not take this conversation: {said or type(error).__name__}",
-                field=_TEMPLATE, accepted="roles and an order of turns that the template knows", where=where,
+                field=_TEMPLATE, where=where,
+                accepted="what the template knows: roles and their order, tool calls, content as text or as parts",
             ) from None  # fmt: skip
         return texts[0], [(int(a), int(b)) for a, b in spans[0]] if self.marked else []
 

@@ -1,9 +1,10 @@
-"""Records of fine-tuning data: jsonl, a JSON array, parquet, or a data set of the Hugging Face hub."""
+"""Records of fine-tuning data: jsonl, a JSON array, parquet, Arrow, or a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hetero_megatron.data.corpus import Corpus, find_corpus
-from hetero_megatron.data.sources import jsonl, parquet
+from hetero_megatron.data.sources import arrow, jsonl, parquet
 from hetero_megatron.data.sources.compressed import open_content
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import MAX_TEXT_BYTES
@@ -19,6 +20,8 @@ from hetero_megatron.files import MAX_TEXT_BYTES
 HUB = "hub:"
 _NAME = re.compile(r"hub:(?P<name>[^:]+)(:(?P<config>[^:]+))?(:(?P<split>[^:]+))?")
 _HUB_ACCEPTED = "hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT"
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-]+(\.[0-9][\w-]*)*")  # the last part without a suffix
+_ROWS = {"parquet": parquet.read_rows, "arrow": arrow.read_rows}
 _ARRAY_BYTES = 16 * MAX_TEXT_BYTES
 
 
@@ -34,6 +37,7 @@ class RecordSource(Protocol):
 
     Attributes:
         name: as given on the command line; identity: changes when the content does; num_bytes: about how much it is.
+        notice: what the user should know about the choice of files, or None.
     """
 
     @property
@@ -42,6 +46,8 @@ class RecordSource(Protocol):
     def identity(self) -> str: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def notice(self) -> str | None: ...
 
     def read(self, skip: int = 0) -> Iterator[Record]:
         """All records in order, without the first ``skip``."""
@@ -56,11 +62,14 @@ def find_records(path: str, field: str, streaming: bool = False) -> RecordSource
     """
     if path.startswith(HUB):
         return HubRecords(path, field, streaming)
+    if _ON_HUB.fullmatch(path) and not os.path.lexists(path):
+        accepted = f"a path, or hub:{path} for a data set of the Hugging Face hub"
+        raise UserError("no such file or folder", field=field, value=path, accepted=accepted)
     corpus = find_corpus(path, field=field)
-    if corpus.kind not in ("jsonl", "parquet"):
+    if corpus.kind not in ("jsonl", *_ROWS):
         raise UserError(
             f"holds {corpus.kind} files", field=field, value=path,
-            accepted="conversations: *.jsonl, *.json, *.parquet, or hub:NAME",
+            accepted="conversations: *.jsonl, *.json, *.parquet, *.arrow, or hub:NAME",
         )  # fmt: skip
     return FileRecords(corpus, field)
 
@@ -82,13 +91,17 @@ class FileRecords:
     def num_bytes(self) -> int:
         return self.corpus.num_bytes()
 
+    @property
+    def notice(self) -> str | None:
+        return self.corpus.notice()
+
     def read(self, skip: int = 0) -> Iterator[Record]:
         return itertools.islice(self._all(), skip, None)
 
     def _all(self) -> Iterator[Record]:
         for path in self.corpus.files:
-            if self.corpus.kind == "parquet":
-                for row, value in enumerate(parquet.read_rows(path)):
+            if self.corpus.kind in _ROWS:
+                for row, value in enumerate(_ROWS[self.corpus.kind](path)):
                     yield Record(value, f"{path}: row {row}")
             elif _is_array(path, self.field):
                 yield from _array(path, self.field)
@@ -126,6 +139,7 @@ class HubRecords:
     name: str
     field: str
     streaming: bool
+    notice: str | None = None
     _data: Any = None
 
     def __post_init__(self) -> None:

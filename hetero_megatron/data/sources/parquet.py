@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.data.sources.jsonl import shown_names
+from hetero_megatron.data.sources.columns import import_pyarrow, require_strings
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import require_regular
 
@@ -62,13 +62,9 @@ def _batches(path: Path, key: str, done: int) -> Iterator[tuple[int, list[str | 
 def _open_file(path: Path) -> Any:
     """A ParquetFile."""
     require_regular(path, "--data-path")
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            "parquet needs the package pyarrow", field="--data-path", value=str(path),
-            accepted="pip install 'hetero-megatron[data]'",
-        ) from None  # fmt: skip
+    import_pyarrow(path)
+    import pyarrow.parquet
+
     try:
         file = pyarrow.parquet.ParquetFile(path)
         len(file.schema_arrow)
@@ -80,21 +76,7 @@ def _open_file(path: Path) -> Any:
 def _open(path: Path, key: str) -> Any:
     """A ParquetFile that has a column ``key`` of strings."""
     file = _open_file(path)
-    import pyarrow as pa
-
-    columns = {field.name: field.type for field in file.schema_arrow}
-    twice = len(columns) < len(file.schema_arrow)
-    if key not in columns or twice:
-        problem = "two columns have one name" if twice else "no such column"
-        raise UserError(problem, field="--json-keys", value=key, accepted=shown_names(columns), where=str(path))
-    kind = columns[key]
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    strings = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    if not any(test(kind) for test in strings):
-        raise UserError(
-            f"a column of {str(kind)[:60]}, not of strings", field="--json-keys", value=key,
-            accepted="a column of strings", where=str(path),
-        )  # fmt: skip
+    require_strings(file.schema_arrow, key, path)
     return file
 
 

@@ -1,15 +1,13 @@
-"""Elements that a rank holds, and bytes of its weights, gradients, optimizer and buckets under way, by formula."""
+"""Bytes of a rank's weights, gradients, optimizer and buckets under way, by formula."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
-from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
-from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
+from hetero_megatron.spec import LogicalTensor, Share, tensor_box
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2
@@ -79,80 +77,10 @@ class MemoryBytes:
         return max(parts, key=parts.__getitem__)
 
 
-def held_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: Share) -> int:
-    """Parameters that a rank holds, in layers that are average ones where their kinds differ."""
-    return round(layers * _layer_elements(spec, share, False)) + _elements(spec, _ends(embed, head), share)
-
-
-def trained_elements(spec: ModelSpec, layers: int, embed: bool, head: bool, share: Share) -> int:
-    """Those of :func:`held_elements` that have gradients and optimizer states: all, or with adapters only these."""
-    return round(layers * _layer_elements(spec, share, True)) + _elements(spec, _ends(embed, head), share, True)
-
-
-@lru_cache(maxsize=4096)
-def saved_per_layer(spec: ModelSpec, share: Share, item: int) -> float:
-    """Bytes that the weights of an average layer take less than ``item`` per element because some are in 8 bits."""
-    return _mean_over_layers(spec, lambda tensors: saved_in_int8(tensors, share, item))
-
-
 def saved_in_int8(tensors: Iterable[LogicalTensor], share: Share, item: int) -> int:
     """Bytes that those of a rank's tensors that are in 8 bits take less than ``item`` per element."""
     boxes = (tensor_box(t, share) for t in tensors if t.int8)
     return sum(box.size * (item - 1) - SCALE_BYTES * math.prod(box.shape[:-1]) for box in boxes)
-
-
-def _ends(embed: bool, head: bool) -> str:
-    return ("embed" if embed else "") + ("head" if head else "")
-
-
-@lru_cache(maxsize=4096)
-def _layer_elements(spec: ModelSpec, share: Share, trained: bool) -> float:
-    """Of an average layer."""
-    return _mean_over_layers(spec, lambda tensors: _size(tensors, share, trained))
-
-
-def _mean_over_layers(spec: ModelSpec, size: Callable[[Iterable[LogicalTensor]], int]) -> float:
-    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones."""
-    kinds: dict[str, list[int]] = {}
-    for layer, kind in enumerate(spec.layers):
-        kinds.setdefault(kind.mlp, []).append(layer)
-    sizes = [len(alike) * size(stage_tensors(spec, alike[:1], False, False)) for alike in kinds.values()]
-    return sum(sizes) / spec.num_layers
-
-
-@lru_cache(maxsize=4096)
-def _elements(spec: ModelSpec, what: str, share: Share, trained: bool = False) -> int:
-    return _size(stage_tensors(spec, (), "embed" in what, "head" in what), share, trained)
-
-
-def _size(tensors: Iterable[LogicalTensor], share: Share, trained: bool) -> int:
-    return sum(tensor_box(t, share).size for t in tensors if t.trained or not trained)
-
-
-@lru_cache(maxsize=1024)
-def equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
-    """The distinct shares of an equal split over ``tp`` ranks."""
-    return tuple(dict.fromkeys(shares(spec, (1,) * tp)))
-
-
-@lru_cache(maxsize=4096)
-def bucket_sizes(spec: ModelSpec, embed: bool, head: bool, share: Share) -> list[int]:
-    """Elements of the buckets of a rank with ``IN_FLIGHT`` decoder layers, in the order of backward."""
-    sizes: list[int] = []
-    for segment in backward_order(stage_tensors(spec, range(IN_FLIGHT), embed, head)):
-        for size in (tensor_box(tensor, share).size for tensor in segment):
-            if sizes and 4 * (sizes[-1] + size) <= BUCKET_BYTES:
-                sizes[-1] += size
-            else:
-                sizes.append(size)
-    return sizes
-
-
-def bucket_elements(spec: ModelSpec, embed: bool, head: bool, share: Share) -> tuple[int, int]:
-    """Elements of (the largest bucket, those that are under way at once) on a rank with decoder layers."""
-    # More layers fill buckets that are not full here.
-    sizes = [max(size, BUCKET_BYTES // 4) for size in bucket_sizes(spec, embed, head, share)]
-    return max(sizes), max(sum(sizes[i : i + IN_FLIGHT]) for i in range(len(sizes)))
 
 
 def host_bytes(owned: float, moments: int = 2) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
 from hetero_megatron.planner.context.groupings import Grouping, even_block
 from hetero_megatron.planner.context.memory import head_bytes, ring_bytes, token_bytes

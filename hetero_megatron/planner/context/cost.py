@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.context.groupings import unevenness
 from hetero_megatron.planner.context.memory import group_bytes, member_limits, ring_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup

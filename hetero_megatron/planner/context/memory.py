@@ -9,13 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_megatron.plan.memory.context_groups import ContextLayers, KeptWorking
-from hetero_megatron.plan.memory.states import (
-    equal_shares,
-    held_elements,
-    saved_per_layer,
-    state_bytes,
-    trained_elements,
-)
+from hetero_megatron.plan.memory.even_stages import EvenStages
 from hetero_megatron.planner.context.problem import ContextProblem
 
 Floats = npt.NDArray[np.float64]
@@ -24,13 +18,11 @@ Floats = npt.NDArray[np.float64]
 def member_states(problem: ContextProblem) -> tuple[float, float]:
     """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam states (these two
     of what is trained). fp32 masters and two moments are divided evenly over the members (distributed optimizer)."""
-    model, options = problem.model, problem.options
-    (whole,) = equal_shares(model, 1)
+    options, memory = problem.options, EvenStages(problem.model, problem.options.item)
 
     def states(layers: int, embed: bool, head: bool) -> tuple[int, int, int]:
-        held, trained = (f(model, layers, embed, head, whole) for f in (held_elements, trained_elements))
-        saved = round(layers * saved_per_layer(model, whole, options.item))
-        return state_bytes(held, trained / options.replicas, options.item, trained=trained, saved=saved)
+        cut = 1, layers, embed, head
+        return memory.states(*cut, memory.trained(*cut) / options.replicas)
 
     weights, gradients, optimizer = states(problem.layers, options.embed, options.head)
     if not options.shard_states:

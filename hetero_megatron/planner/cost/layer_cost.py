@@ -6,31 +6,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Recompute, Stage
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import cut_fits, stage_fp8
-from hetero_megatron.plan.memory.activations import RankWork, chunk_limit, kept_bytes, working_bytes
+from hetero_megatron.plan.memory.even_stages import EvenStages
 from hetero_megatron.plan.memory.of_plan import logits_limit
-from hetero_megatron.plan.memory.states import (
-    ITEM_BYTES,
-    MemoryBytes,
-    bucket_elements,
-    bucket_sizes,
-    buffer_bytes,
-    equal_shares,
-    held_elements,
-    host_bytes,
-    saved_per_layer,
-    state_bytes,
-    trained_elements,
-)
+from hetero_megatron.plan.memory.states import ITEM_BYTES, MemoryBytes, host_bytes
 from hetero_megatron.plan.routing import EVEN, Routing
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.expert_cost import token_bytes
 from hetero_megatron.planner.cost.link_model import LinkModel, LinkPrice
 from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES, Operators
@@ -80,6 +67,11 @@ class StageChoice:
     def full(self) -> int:
         """Layers that are recomputed whole."""
         return Recompute(self.recompute, self.first).whole(self.layers)
+
+    @property
+    def cut(self) -> tuple[int, int, bool, bool]:
+        """What :class:`EvenStages` knows a stage by."""
+        return self.tp, self.layers, self.embed, self.head
 
 
 @dataclass(frozen=True)
@@ -183,6 +175,7 @@ class CostModel:
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
         self.links = LinkModel(self.rates)
+        self.memory = EvenStages(model, self.item, options.moments, options.logits_bytes)
         self._home = {
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
         }
@@ -352,16 +345,9 @@ class CostModel:
         per_byte = max(link.link, max(link.out, link.into) * sharing)
         return link.alpha + max(size * per_byte / min(wide), one * link.pair)
 
-    def message_seconds(self, chip: str) -> float:
-        """Host seconds of one send or receive."""
-        return self.chip_rates(chip).message_seconds
-
-    def action_seconds(self, chip: str) -> float:
-        return self.chip_rates(chip).action_seconds
-
     def owned_elements(self, stage: StageChoice, replicas: float) -> float:
         """Elements whose optimizer states one rank keeps when ``replicas`` pipelines hold the same layers."""
-        return self.trained_elements(stage) / (stage.dp * replicas)
+        return self.memory.trained(*stage.cut) / (stage.dp * replicas)
 
     def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
         return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
@@ -375,51 +361,6 @@ class CostModel:
             seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
         return seconds + self.chip_rates(home.chip).step_seconds
 
-    def held_elements(self, stage: StageChoice) -> int:
-        """Elements on the stage's rank that holds the most."""
-        return self._most(held_elements, stage.tp, stage.layers, stage.embed, stage.head)
-
-    def saved_bytes(self, stage: StageChoice) -> int:
-        """Bytes that weights in 8 bits save on the stage's rank on which they save the least."""
-        return int(stage.layers * self._saved_per_layer(stage.tp))
-
-    @cached_method
-    def _saved_per_layer(self, tp: int) -> float:
-        return min(saved_per_layer(self.model, share, self.item) for share in equal_shares(self.model, tp))
-
-    def trained_elements(self, stage: StageChoice) -> int:
-        """Elements with gradients on the stage's rank that holds the most of them."""
-        return self.most_trained(stage.tp, stage.layers, stage.embed, stage.head)
-
-    def most_trained(self, tp: int, layers: int, embed: bool, head: bool) -> int:
-        """:meth:`trained_elements` of a stage given by these values."""
-        return self._most(trained_elements, tp, layers, embed, head)
-
-    @cached_method
-    def _most(self, elements: Callable[..., int], tp: int, layers: int, embed: bool, head: bool) -> int:
-        return max(elements(self.model, layers, embed, head, share) for share in equal_shares(self.model, tp))
-
-    def buffering(self, stage: StageChoice, replicas: float) -> tuple[float, float, int, int]:
-        """Buckets under way: (bytes per element travelling, bytes per element being summed, most elements travelling,
-        most elements summed at once)."""
-        copies, tp = stage.dp * replicas, stage.tp
-        if copies <= 1 and tp == 1:
-            return 0.0, 0.0, 0, 0
-        # Without TP all replicas hold the same elements.
-        per_element = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
-        return *per_element, *self.bucket_elements(tp, stage.embed, stage.head)
-
-    @cached_method
-    def bucket_elements(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
-        """(most elements travelling, most in one bucket) on a rank of a stage."""
-        known = [bucket_elements(self.model, embed, head, share) for share in equal_shares(self.model, tp)]
-        return max(together for _, together in known), max(largest for largest, _ in known)
-
-    @cached_method
-    def last_bucket(self, tp: int) -> int:
-        """Elements of the last bucket of a rank's decoder layers in backward."""
-        return max(bucket_sizes(self.model, False, False, share)[-1] for share in equal_shares(self.model, tp))
-
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """Memory of the stage's worst rank.
 
@@ -428,47 +369,28 @@ class CostModel:
             replicas: pipelines that hold these layers.
         """
         kept, working = self.activation_bytes(stage, micro_batch_size)
-        activations = in_flight * kept + working
-        held = self.trained_elements(stage)
-        moving, adding, together, largest = self.buffering(stage, replicas)
-        buffers = int(max(moving * min(held, together), adding * min(held, largest)))
-        host = host_bytes(self.owned_elements(stage, replicas), self.options.moments) if stage.offload else 0
-        communicators = self.cluster.chips[stage.chip].communicator.least
-        beside = self.framework_bytes(stage.chip), host, communicators
-        return MemoryBytes(*self.states(stage, replicas), activations, buffers, *beside)
+        trained, copies = self.memory.trained(*stage.cut), stage.dp * replicas
+        buffers = int(self.memory.buffers(stage.tp, stage.embed, stage.head, copies, trained))
+        host = host_bytes(trained / copies, self.options.moments) if stage.offload else 0
+        least = self.cluster.chips[stage.chip].communicator.least
+        beside = self.overhead(stage.chip) - least, host, least
+        return MemoryBytes(*self.states(stage, replicas), in_flight * kept + working, buffers, *beside)
 
     def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
-        held, owned = self.held_elements(stage), self.owned_elements(stage, replicas)
-        trained, saved = self.trained_elements(stage), self.saved_bytes(stage)
-        weights, gradients, optimizer = state_bytes(held, owned, self.item, self.options.moments, trained, saved)
+        weights, gradients, optimizer = self.memory.states(*stage.cut, self.owned_elements(stage, replicas))
         return weights, gradients, 0 if stage.offload else optimizer
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
-        rows, fp8 = -(-micro_batch_size // stage.dp), self.in_fp8(stage, micro_batch_size)
-        ends = stage.embed, stage.head
-        return self._activations(stage.tp, rows, stage.layers, *ends, stage.recompute, stage.first, fp8)
-
-    @cached_method
-    def _activations(
-        self, tp: int, rows: int, layers: int, embed: bool, head: bool, recompute: str, first: int, fp8: bool
-    ) -> tuple[int, int]:
-        tokens, logits_bytes = rows * self.seq_length, self.options.logits_bytes
-        limit = chunk_limit(self.model, [(tokens, (1,) * tp)], self.item, logits_bytes) if head else None
-        recipe = self.options.fp8.recipe if fp8 and self.options.fp8 else None
-        held = RankWork(
-            layers, embed, head, recompute, first, tokens, self.item, tp, tp, limit, fp8=recipe, rows=rows
-        )
-        return kept_bytes(self.model, held), working_bytes(self.model, held)
-
-    def framework_bytes(self, chip: str) -> int:
-        """Bytes that the framework takes on a chip before the first tensor and the first communicator."""
-        return int(self.chip_rates(chip).overhead_bytes)
+        rows, fp8 = -(-micro_batch_size // stage.dp), self.options.fp8
+        recipe = fp8.recipe if fp8 is not None and self.in_fp8(stage, micro_batch_size) else None
+        again = stage.recompute, stage.first
+        return self.memory.activations(*stage.cut, *again, rows, self.seq_length, recipe)
 
     def overhead(self, chip: str) -> int:
-        """The same with communicators, before it is known how many there are."""
-        return self.framework_bytes(chip) + self.cluster.chips[chip].communicator.least
+        """Bytes of the framework and of communicators on a chip, before it is known how many there are."""
+        return int(self.chip_rates(chip).overhead_bytes) + self.cluster.chips[chip].communicator.least
 
     def memory_limit(self, chip: str) -> int:
         """Most bytes that :meth:`memory_bytes` (with overhead) may reach: the chip's memory minus the margin."""

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.rates import Rates
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.cost.expert_cost import expert_seconds
 from hetero_megatron.planner.cost.product_cost import Fp8Products, Products, in_all, nearest, product_seconds
 from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, model_fingerprint

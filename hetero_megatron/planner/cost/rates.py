@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.cluster import Chip, Cluster, Link
 from hetero_megatron.cluster.document import Entry, from_data
 from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.spec import ModelSpec
 
 MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's name; the longest match counts

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.estimate.stage_table import MANY_REPLICAS, StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.plan_template import StageTemplate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.template.device_pool import DevicePool

@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan.memory.states import equal_shares, trained_elements
-from hetero_megatron.planner.cached_method import cached_by
+from hetero_megatron.cached_method import cached_by
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form
@@ -89,7 +88,7 @@ class TemplateBounds:
     def update_seconds(self) -> float:
         """Least seconds in which all chips together update all parameters, however the states are divided."""
         costs, chips = self.scorer.costs, [(g.chip, g.chips) for g in self.scorer.pool.groups]
-        total = trained_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
+        total = costs.memory.trained(1, costs.model.num_layers, True, True)
 
         def most(seconds_: float) -> float:
             left = [(n, chip, seconds_ - costs.chip_rates(chip).step_seconds) for chip, n in chips]
@@ -115,7 +114,7 @@ class TemplateBounds:
         if pipelines * stage.dp == 1 or not stage.layers:
             return 0.0, 0.0, optimizer
         copies, item = pipelines * stage.dp, self.scorer.costs.wide
-        held = self.scorer.costs.trained_elements(self.scorer.tables.choice(stage, False, False))
+        held = self.scorer.costs.memory.trained(stage.tp, stage.layers, False, False)
         moved = held * (copies - 1) / copies
         # Some may go to copies in the node, the others through its cards, which the TP group shares.
         (inside, a), (outside, b) = (self.links.best(stage.group, near) for near in (True, False))
@@ -151,7 +150,7 @@ class SyncBounds:
         for s, stage in enumerate(stages):
             count = ways[:, s]
             reduce, latency, rest, saved = self._rows_of(stage, pipelines, s == 0, s == last)[:, count]
-            own = backward[:, s] - costs.message_seconds(groups[stage.group].chip) * ((s != 0) + (s != last))
+            own = backward[:, s] - costs.chip_rates(groups[stage.group].chip).message_seconds * ((s != 0) + (s != last))
             shown = np.maximum(reduce - own, reduce / np.maximum(1, count)) + latency
             after, update = np.maximum(after, shown - drain), np.maximum(update, rest)
             drain, most = drain + own + (links[s][1] if s < last else 0.0), np.maximum(most, saved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.stage_table import StageTables
 from hetero_megatron.planner.template.device_pool import DevicePool
@@ -43,11 +43,11 @@ class PipelineScorer:
         """Of one micro-batch of ``size`` sequences; ``embed``, ``head``: the stage has them."""
         costs = self.costs
         choice = self.tables.choice(stage, embed, head)
-        messages = costs.message_seconds(choice.chip) * ((not embed) + (not head))
+        messages = costs.chip_rates(choice.chip).message_seconds * ((not embed) + (not head))
         own = costs.backward_seconds(choice, size)
         bare, plain = (costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head))
-        layer = (bare - costs.action_seconds(choice.chip)) / stage.layers if stage.layers else 0.0
-        saved = costs.trained_elements(choice) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
+        layer = (bare - costs.chip_rates(choice.chip).action_seconds) / stage.layers if stage.layers else 0.0
+        saved = costs.memory.trained(*choice.cut) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
         return StageSeconds(costs.forward_seconds(choice, size) + messages, own + messages, own, layer, plain, saved)
 
     def saved_seconds(self, stage: StageTemplate, embed: bool, head: bool) -> float:

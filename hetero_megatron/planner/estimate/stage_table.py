@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.cached_method import cached_by, cached_method
 from hetero_megatron.plan import supports
-from hetero_megatron.planner.cached_method import cached_by, cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.estimate.communicator_memory import StageCommunicators
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
@@ -176,7 +176,7 @@ class StageTables:
             return 2 * one - two, two - one
 
         # Host time of sends and receives: one of each per neighbour and direction.
-        message = self.costs.message_seconds(chip) * ((not kind.embed) + (not kind.head))
+        message = self.costs.chip_rates(chip).message_seconds * ((not kind.embed) + (not kind.head))
         found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
         seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
         layer_again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
@@ -226,11 +226,10 @@ class StageTables:
         return np.where(buffers <= free, free, -1.0).astype(np.float64)
 
     def _buffers(self, kind: StageKind) -> Floats:
-        moving, adding, together, largest = self.costs.buffering(self._stage(kind, "none", 1), kind.replicas)
-        none, one = (self.costs.most_trained(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
-        held = none + (one - none) * self._layers
-        found = np.maximum(moving * np.minimum(held, together), adding * np.minimum(held, largest))
-        return np.asarray(found, np.float64)
+        none, one = (self.costs.memory.trained(kind.tp, n, kind.embed, kind.head) for n in (0, 1))
+        trained = none + (one - none) * self._layers
+        copies = kind.dp * kind.replicas
+        return np.asarray(self.costs.memory.buffers(kind.tp, kind.embed, kind.head, copies, trained), np.float64)
 
     @cached_by(lambda kind: kind.compute)
     def _activations(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:

@@ -34,8 +34,8 @@ class SyncSegment:
         copies: holders of each element; ranks: holders in all; total: sum of the ranks' optimizer shares.
         share: by stage, the fraction of a copy's elements that its TP group owns.
         layers: number of layers; head, embed: elements of the head and of the embedding, whose gradients come first and
-            last in backward; elements: of one copy; bucket, last: most elements in one bucket
-            of layers, and in the last one.
+            last in backward; elements: of one copy; bucket, last: elements in a bucket of
+            layers on average, and in the last one.
         ports: seconds per byte of an element that each port is busy; link: the same for the most loaded pair of ends.
         latency: seconds, including the hosts' time per message.
     """
@@ -50,7 +50,7 @@ class SyncSegment:
     head: int = 0
     embed: int = 0
     elements: int = 0
-    bucket: int = BUCKET_BYTES // 4
+    bucket: float = BUCKET_BYTES // 4
     last: int = 0
     ports: dict[Port, float] = field(default_factory=dict)
     link: float = 0.0
@@ -142,14 +142,14 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
         segment, before = loads.segments[-1], holders
         segment.layers += layers
         least_tp = min(stages[at].tp for at in holders)
-        segment.last = costs.last_bucket(least_tp)
-        segment.bucket = max(segment.bucket, costs.bucket_elements(least_tp, False, False)[1])
-        elements = costs.most_trained(1, layers, end == "embed", end == "head")
+        segment.last = costs.memory.last_bucket(least_tp)
+        segment.bucket = costs.memory.mean_bucket(least_tp)
+        elements = costs.memory.trained(1, layers, end == "embed", end == "head")
         segment.head += elements * (end == "head")
         segment.embed += elements * (end == "embed")
         segment.elements += elements
         for at in holders:
-            segment.held[at] += costs.most_trained(stages[at].tp, layers, end == "embed", end == "head")
+            segment.held[at] += costs.memory.trained(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in segment.lowest:
                 segment.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
     for segment in loads.segments:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.planner.cached_method import cached_by, cached_method, share_results
+from hetero_megatron.cached_method import cached_by, cached_method, share_results
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds

@@ -144,7 +144,7 @@ def schedule_gap(summary: Summary) -> float | None:
     best, costs = summary.result.best, summary.result.scorer.costs
     if costs.cluster is not best.cluster:  # the plan is for a part of it
         return None
-    least = least_seconds(best.prediction, costs)
+    least = least_seconds(best.plan, costs, best.prediction)
     return max(0.0, max(best.prediction.pipeline_seconds) / least - 1) if least else None
 
 

@@ -22,7 +22,7 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.materialize import TemplateBuilder
 from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.template.placement import place, to_plan
+from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.words import plural
@@ -204,13 +204,18 @@ def judge(
     return sorted(found, key=lambda plan: plan.step_seconds)
 
 
+def placed_plan(placed: PlacedTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> Plan:
+    """The plan of a placed template, without islands."""
+    return with_dtypes(to_plan(placed, problem.cluster, problem.seq_length, problem.model.num_heads), scorer.costs)
+
+
 def judge_template(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> JudgedPlan | None:
     """The plan of a template, validated and simulated; None when its TP groups do not pack into the nodes."""
     placed = place(template, scorer.pool)
     if placed is None:
         return None
     model, cluster = problem.model, problem.cluster
-    plan = with_dtypes(to_plan(placed, cluster, problem.seq_length, model.num_heads), scorer.costs)
+    plan = placed_plan(placed, problem, scorer)
     plan = with_islands_where_quick(plan, model, cluster)
     validate(plan, model, cluster, dtype=problem.dtype)
     prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)

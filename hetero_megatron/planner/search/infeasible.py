@@ -8,14 +8,12 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import Link, format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory.states import equal_shares, saved_per_layer, state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
 from hetero_megatron.planner.search.layers_program import LayersProgram, ProgramInputs, grid
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.spec.flops import parameter_count, trained_count
 from hetero_megatron.words import plural
 
 MOST_NODES = 4096
@@ -40,9 +38,7 @@ def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
     if away:
         scorer = scorer.for_pool(pool, offload=frozenset(g.chip for g in pool.groups))
     usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
-    count, trained = parameter_count(model), trained_count(model)
-    saved = round(model.num_layers * saved_per_layer(model, equal_shares(model, 1)[0], costs.item))
-    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained, saved)
+    weights, gradients, optimizer = costs.memory.whole
     what, state = "weights, gradients and optimizer", weights + gradients + optimizer
     if away:
         what, state = "weights and gradients, with the optimizer in host memory,", weights + gradients

@@ -17,8 +17,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -123,7 +123,7 @@ class ProgramInputs:
             inside = (holders <= group.per_node) | math.isinf(far)
             port = np.maximum(port, np.where(inside, near if math.isfinite(near) else 0.0, far * group.per_node))
             latency = np.maximum(latency, np.where(inside, soon if math.isfinite(soon) else 0.0, late))
-            message = max(message, costs.message_seconds(group.chip))
+            message = max(message, costs.chip_rates(group.chip).message_seconds)
         each = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
         return held * costs.wide * port + each, held * costs.item * port + each
 
@@ -175,7 +175,7 @@ class LayersProgram:
             none = np.zeros(self.depth + 1)
             return none, none
         holders = self.replicas * chips / np.maximum(np.arange(self.depth + 1), 1)
-        elements = self.inputs.scorer.costs.most_trained(1, self.inputs.model.num_layers, True, True)
+        elements = self.inputs.scorer.costs.memory.trained(1, self.inputs.model.num_layers, True, True)
         return self.inputs.sync_seconds(elements / chips, holders, groups)
 
     def least_seconds(self, nominal: float) -> tuple[Bounds, Bounds]:

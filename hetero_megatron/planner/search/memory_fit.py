@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hetero_megatron.cached_method import cached_by
 from hetero_megatron.plan.memory.of_plan import estimate_memory
-from hetero_megatron.plan.memory.states import MemoryBytes, bucket_elements, equal_shares, state_bytes, trained_elements
-from hetero_megatron.planner.cached_method import cached_by
+from hetero_megatron.plan.memory.states import MemoryBytes, state_bytes
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
@@ -125,22 +125,19 @@ class MemoryFit:
     def limits(self, x: _PlacedStage, ranks: int) -> tuple[int, int]:
         """(bytes for activations on the stage's fullest rank if it owns no states, the same if it owns all that it
         holds and receives its largest buckets from all ``ranks`` at once)."""
-        costs = self.scorer.costs
+        costs, memory = self.scorer.costs, self.scorer.costs.memory
         choice = self.scorer.tables.choice(x.stage, x.embed, x.head)
-        held, trained = costs.held_elements(choice), costs.trained_elements(choice)
-        rest = costs.item, costs.options.moments, trained, costs.saved_bytes(choice)
-        weights, gradients, optimizer = state_bytes(held, trained, *rest)
+        trained = memory.trained(*choice.cut)
+        weights, gradients, optimizer = memory.states(*choice.cut, trained)
         free = costs.memory_limit(choice.chip) - costs.overhead(choice.chip) - weights - gradients
-        known = [bucket_elements(costs.model, x.embed, x.head, n) for n in equal_shares(costs.model, x.stage.tp)]
-        buckets = min(trained, max(together for _, together in known)) * costs.wide * ranks if ranks > 1 else 0
+        together, _ = memory.buckets(x.stage.tp, x.embed, x.head)
+        buckets = min(trained, together) * costs.wide * ranks if ranks > 1 else 0
         room = free - optimizer
         return free, room if buckets <= room else -1
 
     @cached_property
     def all_states(self) -> int:
-        costs = self.scorer.costs
-        total = trained_elements(costs.model, costs.model.num_layers, True, True, equal_shares(costs.model, 1)[0])
-        return state_bytes(total, total, costs.item, costs.options.moments)[2]
+        return self.scorer.costs.memory.whole[2]
 
     def states(self, placed: PlacedTemplate, beside: Mapping[StageId, int]) -> dict[int, StateRoom]:
         """By rank. Independent of chip types, so placements that differ only in those are computed once. ``beside``:
@@ -280,14 +277,14 @@ class _OneFit:
 
     def _layer_ranges(self) -> LayerRanges:
         """Ranges of layers with the same holders, embedding first, head last."""
-        costs, share = self.fit.scorer.costs, equal_shares(self.fit.scorer.costs.model, 1)[0]
+        memory = self.fit.scorer.costs.memory
         shapes = [shape for shape, _, _ in self.placed.pipelines]
         starts = [list(itertools.accumulate((s.layers for s in x.stages), initial=0)) for x in shapes]
         cuts = sorted({n for row in starts for n in row})
 
         def state(layers: int, embed: bool, head: bool) -> float:
-            held = trained_elements(costs.model, layers, embed, head, share)
-            return float(state_bytes(held, held, costs.item, costs.options.moments)[2])
+            cut = 1, layers, embed, head
+            return float(memory.states(*cut, memory.trained(*cut))[2])
 
         found = [(state(0, True, False), [(p, 0) for p in range(len(starts))])]
         for a, b in itertools.pairwise(cuts):

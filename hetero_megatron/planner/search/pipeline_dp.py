@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.islands_dp import divide_into_islands
@@ -196,7 +196,7 @@ class Programs:
     def _seconds(self, family: PipelineFamily) -> float:
         """Estimated step of a family, with gradient reduction between the stages that it has."""
         inputs, stages = self.inputs, self._outline(family).stages
-        held = inputs.scorer.costs.most_trained(1, inputs.model.num_layers, True, True) / len(stages)
+        held = inputs.scorer.costs.memory.trained(1, inputs.model.num_layers, True, True) / len(stages)
         late = 0.0
         for stage in dict.fromkeys(stages):
             holders = family.replicas * stage.dp * stage.tp

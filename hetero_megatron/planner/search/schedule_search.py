@@ -10,6 +10,7 @@ own seconds: layers, recompute and order of stages, micro-batches.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,13 @@ from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
+from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template, placed_plan
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
+from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import Prediction, predict
+from hetero_megatron.planner.template.placement import place
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.schedule.adaptive import search_adaptive
@@ -95,11 +97,13 @@ class ScheduleSearch:
         ):
             if incumbent.should_stop():
                 break
+            if _bound(templates[0], problem, scorer) >= NEAR * limit:
+                continue
             judged = [judge_template(template, problem, scorer) for template in templates]
             start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
             if start is None or _busiest(start) >= NEAR * limit:
                 continue
-            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING)
+            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING, NEAR * limit)
             if made is not None:
                 other = self._judged(start, made, problem, scorer.costs)
             else:  # it stays 1F1B
@@ -140,12 +144,14 @@ class ScheduleSearch:
             nonlocal best, plain
             if incumbent.should_stop() or _least_seconds(template, scorer) >= best.step_seconds:
                 return False
+            if chunks == 1 and _bound(template, problem, scorer) >= best.step_seconds:
+                return False
             start = judge_template(template, problem, scorer)
             if start is None or _busiest(start) >= best.step_seconds:
                 return False
             made = start.plan if chunks == 1 else interleaved(start.plan, chunks)
             if made is not None and best.plan.schedule != "interleaved":
-                made = adapted(made, start.prediction, scorer.costs, CLIMBING)
+                made = adapted(made, start.prediction, scorer.costs, CLIMBING, best.step_seconds)
             found = None if made is None else self._judged(start, made, problem, scorer.costs)
             if found is None or found.step_seconds >= best.step_seconds * (1 - LEAST_GAIN):
                 return False
@@ -172,7 +178,8 @@ class ScheduleSearch:
             validate(plan, problem.model, problem.cluster, dtype=problem.dtype)
         except UserError:
             return None
-        found = predict(plan, problem.model, problem.cluster, problem.dtype, costs)
+        sync = start.prediction.sync if plan.stages == start.plan.stages else None
+        found = predict(plan, problem.model, problem.cluster, problem.dtype, costs, sync=sync)
         return None if found.over else replace(start, plan=plan, prediction=found)
 
     @staticmethod
@@ -200,6 +207,18 @@ def _least_seconds(template: PlanTemplate, scorer: TemplateScorer) -> float:
     """Seconds of compute of the busiest stage."""
     rows = ((part.num_micro_batches, *scorer.stage_seconds(part.shape)) for part in template.parts)
     return max(count * max(map(sum, zip(forward, backward))) for count, forward, backward in rows)
+
+
+def _bound(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> float:
+    """Seconds of a step that no schedule with one chunk per stage beats, whatever its memory; inf: not placeable."""
+    placed = place(template, scorer.pool)
+    if placed is None:
+        return math.inf
+    after = max(
+        scorer.bounds.stage_sync_tail(stage, template.pipelines, s == 0, s == len(part.shape.stages) - 1)[2]
+        for part in template.parts for s, stage in enumerate(part.shape.stages)
+    )  # fmt: skip
+    return after + least_seconds(placed_plan(placed, problem, scorer), scorer.costs)
 
 
 def _busiest(start: JudgedPlan) -> float:
@@ -273,17 +292,21 @@ def interleaved(plan: Plan, chunks: int) -> Plan | None:
     return replace(plan, schedule="interleaved", pipelines=tuple(pipelines))
 
 
-def adapted(plan: Plan, prediction: Prediction, costs: CostModel, effort: int = EFFORT) -> Plan | None:
+def adapted(
+    plan: Plan, prediction: Prediction, costs: CostModel, effort: int = EFFORT, limit: float = math.inf
+) -> Plan | None:
     """The plan with a schedule made for each of its pipelines; None where it stays 1F1B, or interleaved 1F1B.
 
     Args:
         prediction: of the plan under 1F1B; for one with several chunks, before its layers were cut.
         effort: actions that may be timed for each pipeline.
+        limit: seconds of a step; None also where it would take longer, judged by the schedules' own seconds.
     """
     prices = StageCosts(plan, costs)
     if not without_context(plan):
         return None
     known: dict[PipelineTimes | ChunkedTimes, tuple[str, ...]] = {}
+    limit -= sum(prediction.parts[x] for x in ("jitter", "optimizer", "parameters"))
     pipelines, tails = [], _tails(prediction, plan, prices)
     for pipeline in plan.pipelines:
         priced = prices.of(pipeline)
@@ -296,8 +319,10 @@ def adapted(plan: Plan, prediction: Prediction, costs: CostModel, effort: int = 
             found = (
                 search_adaptive(times, pipeline.num_micro_batches, effort) if isinstance(times, PipelineTimes)
                 else search_adaptive_chunks(times, pipeline.num_micro_batches, effort)
-            ).schedule  # fmt: skip
-            known[times] = stored_orders(found) if found.name == ADAPTIVE else ()
+            )  # fmt: skip
+            if found.seconds > limit:
+                return None
+            known[times] = stored_orders(found.schedule) if found.schedule.name == ADAPTIVE else ()
         pipelines.append(replace(pipeline, orders=known[times]))
     return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines)) if any(known.values()) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hetero_megatron.plan import Pipeline, Plan
@@ -16,16 +17,18 @@ from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, St
 
 
 def pipeline_times(
-    prediction: Prediction, pipeline: Pipeline, priced: PipelineCosts, costs: CostModel, tails: Sequence[float]
+    prediction: Prediction | None, pipeline: Pipeline, priced: PipelineCosts, costs: CostModel, tails: Sequence[float]
 ) -> PipelineTimes | ChunkedTimes | None:
     """Seconds of the pipeline's stages and links (``tails``: of gradient reduction after each stage), and the bytes
-    that its activations may take beside all else that ``prediction`` counts; None where a stage has no room for one
-    micro-batch."""
+    that its activations may take beside all else that ``prediction`` counts (None: any number); None where a stage has
+    no room for one micro-batch."""
     seconds, stages = priced.costs, list[tuple[StageTimes, ...]]()
     for s, stage in enumerate(pipeline.stages):
         rows = micro_batch_bytes(stage, costs.model, costs.item, costs.options.routing, costs.options.fp8)
-        limits, memory = prediction.limits, prediction.memory
-        room = min(limits[rank] - memory[rank].lasting - max(x[2] for x in row) for rank, row in rows.items())
+        room = math.inf
+        if prediction is not None:
+            limits, memory = prediction.limits, prediction.memory
+            room = min(limits[rank] - memory[rank].lasting - max(x[2] for x in row) for rank, row in rows.items())
         kept, waiting = ([max(row[c][i] for row in rows.values()) for c in range(pipeline.chunks)] for i in (0, 1))
         if room < sum(kept):
             return None
@@ -66,11 +69,10 @@ def without_context(plan: Plan) -> bool:
     return not any(has_context(stage, plan.seq_length) for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
-def least_seconds(prediction: Prediction, costs: CostModel) -> float:
-    """No schedule over the stages of the predicted plan computes forwards and backwards in less, in the memory that
-    there is; 0 where that is not known (context groups)."""
-    plan, bound = prediction.plan, 0.0
-    prices = StageCosts(plan, costs)
+def least_seconds(plan: Plan, costs: CostModel, prediction: Prediction | None = None) -> float:
+    """No schedule over the plan's stages and chunks computes forwards and backwards in less; 0 where that is not known
+    (context groups). ``prediction``: of the plan, for the memory that there is."""
+    prices, bound = StageCosts(plan, costs), 0.0
     for pipeline in plan.pipelines if without_context(plan) else ():
         no_tails = [0.0] * len(pipeline.stages)
         times = pipeline_times(prediction, pipeline, prices.of(pipeline), costs, no_tails)

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hetero_megatron.planner.cached_method import cached_method
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.estimate.layer_partition import LISTED, Floats, best_split, count_splits, listed
 from hetero_megatron.planner.estimate.lower_bounds import AffineBound, SyncBounds, affine_lower_bound, split_lower_bound
 from hetero_megatron.planner.estimate.pipeline_time import Link, many

@@ -14,11 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.layout import Box, Layout
 from hetero_megatron.layout.layout import box_arrays, overlapping_pairs
 from hetero_megatron.plan.buckets import Bucket
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.link_model import LinkKind, LinkModel
 
 Ints = NDArray[np.int64]

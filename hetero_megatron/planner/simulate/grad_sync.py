@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.plan import Plan, Stage
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.planner.cost.sync_host_cost import RankHosts, back_copies
 from hetero_megatron.planner.simulate.bucket_flows import BucketFlows, PortPrice, price

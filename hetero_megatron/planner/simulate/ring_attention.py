@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.plan import Stage, Unit
 from hetero_megatron.plan.context_plan import StageContext, stage_contexts
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import SWAPS, CostModel, UnitSeconds
 from hetero_megatron.planner.cost.link_model import ExchangePrice, Port
 from hetero_megatron.planner.simulate.ring_traffic import LayerTraffic, Passage, Volumes

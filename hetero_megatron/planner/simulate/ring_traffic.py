@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.layout import Transfer
 from hetero_megatron.layout.mask import tiles, visible
 from hetero_megatron.plan.context_plan import (
@@ -23,7 +24,6 @@ from hetero_megatron.plan.context_plan import (
     ring_schedule,
     seen_tokens,
 )
-from hetero_megatron.planner.cached_method import cached_method
 
 Volumes = Mapping[tuple[int, int], int]  # (source rank, destination rank) -> (token, head) units
 

@@ -61,6 +61,7 @@ class Prediction:
             counted by FLOPs, and splitting costs nothing.
         dtypes: by rank, what its linear modules compute in, as words; empty where the run has no fp8.
         communicators: what of ``memory`` the communication libraries take, in words, and where that is from.
+        sync: buckets and their prices, which plans with the same stages share.
     """
 
     plan: Plan
@@ -82,6 +83,7 @@ class Prediction:
     unsplit: tuple[str, ...] = ()
     dtypes: Mapping[int, str] = field(default_factory=dict)
     communicators: tuple[str, ...] = ()
+    sync: GradSync | None = field(default=None, repr=False, compare=False)
 
     @property
     def pipeline_seconds(self) -> tuple[float, ...]:
@@ -111,12 +113,14 @@ def predict(
     costs: CostModel | None = None,
     options: CostOptions | None = None,
     prepared: PreparedPlan | None = None,
+    sync: GradSync | None = None,
 ) -> Prediction:
     """Simulate one step of a valid plan on the chips of the cluster.
 
     Args:
         costs: the cost model, when the caller has one for this model, cluster, sequence length and dtype.
         prepared: the compiled plan, when the caller has it.
+        sync: of a prediction by the same cost model, whose plan may have had another schedule.
 
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing.
@@ -125,7 +129,7 @@ def predict(
         validate(plan, model, cluster, dtype=dtype)
         costs = CostModel(model, cluster, plan.seq_length, dtype, options or CostOptions())
     fp8_fits(plan, model, costs.options.fp8, costs.dtype, cluster)
-    return StepSimulator(plan, costs, prepared).prediction()
+    return StepSimulator(plan, costs, prepared, sync).prediction()
 
 
 @dataclass(frozen=True)
@@ -141,13 +145,15 @@ class StepTimes:
 
 class StepSimulator:
     """One step of a valid plan: pipelines, then reduction of gradients, optimizer and spread of parameters. Every part
-    is simulated when it is first asked for. ``prepared``: the compiled plan, when the caller has it.
+    is simulated when it is first asked for. ``prepared``, ``sync``: as of :func:`predict`.
 
     Raises:
         UserError: the cluster has fewer chips than the plan.
     """
 
-    def __init__(self, plan: Plan, costs: CostModel, prepared: PreparedPlan | None = None) -> None:
+    def __init__(
+        self, plan: Plan, costs: CostModel, prepared: PreparedPlan | None = None, sync: GradSync | None = None
+    ) -> None:
         self.plan, self.costs = plan, costs
         self.prepared = prepared or PreparedPlan(CompiledPlan(plan, costs.model))
         if plan.ranks[-1] >= costs.cluster.world_size:
@@ -158,6 +164,10 @@ class StepSimulator:
         assert costs.seq_length == plan.seq_length, "costs for another sequence length"
         self.chips = {r: costs.cluster.ranks[r].chip for r in plan.ranks}
         self.stages = StageCosts(plan, costs, self.prepared)
+
+        if sync is not None:
+            assert sync.plan.stages == plan.stages and sync.plan.islands == plan.islands and sync.model is costs
+            self.sync = sync
 
     @cached_property
     def sync(self) -> GradSync:
@@ -257,6 +267,7 @@ class StepSimulator:
             chips=self.chips,
             communicators=tuple(format_communicators(self.plan, costs.cluster)),
             tails=times.tails,
+            sync=self.sync,
             dtypes=self._dtypes(),
             assumed={c: source_of(costs.cluster.chips[c]) for c in chips if not costs.chip_rates(c).calibrated},
             unsplit=tuple(c for c in split if costs.chip_rates(c).calibrated and not self._split_measured(c)),
@@ -338,7 +349,7 @@ class StepSimulator:
             if not costs.options.sharded and not needs.host:
                 held = self.sync.held[rank]
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
-            overhead = costs.framework_bytes(self.chips[rank])
+            overhead = int(costs.chip_rates(self.chips[rank]).overhead_bytes)
             memory[rank] = replace(needs, optimizer=optimizer, overhead=overhead)
         return with_communicators(memory, self.plan, costs.model, self.sync.all_buckets, costs.cluster)
 

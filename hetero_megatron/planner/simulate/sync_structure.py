@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_actions, make_buckets
 from hetero_megatron.plan.islands import hop_elements
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.simulate.bucket_flows import BucketFlows, PortIndex, bucket_flows
 

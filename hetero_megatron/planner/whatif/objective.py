@@ -19,14 +19,12 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory.states import equal_shares, saved_per_layer, state_bytes
 from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.spec.flops import parameter_count, trained_count
 
 MOST_SEARCHED = 48
 MOST_PARTS = 1 << 16  # parts that are ranked; if there are more, groups are only halved, or not divided
@@ -113,9 +111,7 @@ def parts(problem: PlanningProblem, costs: CostModel) -> list[ClusterPart]:
 
 
 def _least_bytes(problem: PlanningProblem, costs: CostModel) -> float:
-    count, trained = parameter_count(costs.model), trained_count(costs.model)
-    saved = round(costs.model.num_layers * saved_per_layer(costs.model, equal_shares(costs.model, 1)[0], costs.item))
-    weights, gradients, optimizer = state_bytes(count, trained, costs.item, costs.options.moments, trained, saved)
+    weights, gradients, optimizer = costs.memory.whole
     away = problem.space.offload != "never" and problem.can_offload
     return weights + gradients + (0 if away else optimizer)
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hetero_megatron.cached_method import cached_method
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.islands import with_islands_where_quick
-from hetero_megatron.planner.cached_method import cached_method
 from hetero_megatron.planner.estimate.layer_partition import bottleneck
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem

@@ -368,7 +368,7 @@ def test_a_calibration_gives_what_the_clock_says() -> None:
         assert rows["spread"]["layers"] < 0.01 and rows["spread"]["attention"] == 0.0 and rows["jitter"] < 1e-3
     cluster = cluster_from_dict({**CLUSTER, "rates": rates})
     costs = CostModel(SMALL, cluster, 32, "fp32")
-    expected = 3 * layer[4] + costs.action_seconds("big")
+    expected = 3 * layer[4] + costs.chip_rates("big").action_seconds
     assert costs.forward_seconds(StageChoice("big", 1, 1, 3, False, False), 2) == pytest.approx(expected, rel=0.01)
     assert {link.get("within", link.get("from")) for link in rates["links"]} == {"fast", "slow"}
     assert all(link["spread"] >= 0 for link in rates["links"])

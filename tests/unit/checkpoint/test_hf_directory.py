@@ -449,3 +449,31 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(
     directory, weights = llama
     put(directory, form, weights | {NORM: weights[NORM].to(dtype)})
     assert f"{NORM} has dtype" in refusal(directory)
+
+
+# What can be done with files that are not read
+
+
+OTHER_FILES: dict[str, tuple[Callable[[Path, Tensors], Any], list[str]]] = {
+    "GGUF": (lambda d, w: (d / "model-Q4.gguf").write_text("GGUF"), ["it holds model-Q4.gguf", "gguf_file=FILE"]),
+    "shards alone": (lambda d, w: [put(d, INDEX, w), (d / INDEX).unlink()], ["read with their model.safetensors.ind"]),
+    "one variant": (lambda d, w: save_file(w, d / "model.fp16.safetensors"), ["is called model.safetensors"]),
+    "a trainer's state": (
+        lambda d, w: torch.save({"model": w, "step": 3}, d / BIN), ["torch.save of what is under 'model' alone"],
+    ),
+    "a whole model": (
+        lambda d, w: torch.save(torch.nn.Linear(1, 1), d / BIN), ["nn.modules.linear.Linear", "save_pretrained(NEW)"],
+    ),
+    "an adapter beside": (
+        lambda d, w: [put(d, SINGLE, w), (d / "adapter_config.json").write_text("{}")], ["adapter as --load-adapter"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_a_refusal_says_what_can_be_done(kind: str, llama: tuple[Path, Tensors]) -> None:
+    directory, weights = llama
+    write, says = OTHER_FILES[kind]
+    write(directory, weights)
+    message = refusal(directory)
+    assert not [word for word in says if word not in message], message

@@ -22,6 +22,7 @@ CASES = [
 ]  # fmt: skip
 FILES = {
     "plain.txt": "a text\n", "empty.jsonl": '{"messages": []}\n', "nothing.jsonl": "", "broken.jsonl": "{no\n",
+    "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
     "hollow.jsonl": '{"messages": [{"role": "user"}]}\n', "numbers.jsonl": "[1, 2]\n", "broken.jinja": "{% for %}",
     "roles.jsonl": '{"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
     "plain.jsonl": '{"text": "a"}\n', "ia3/adapter_config.json": '{"peft_type": "IA3"}',

@@ -122,6 +122,23 @@ def test_a_model_file_that_needs_a_package_says_which(first: bytes, tmp_path: Pa
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"config.json": "{}"}, "the directory holds no tokenizer"),
+        ({"tekken.json": "{}"}, "tekken.json and no tokenizer.json"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "git lfs pull"),
+        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B"]}}', "a.py": ""}, "--trust-remote-code"),
+    ],
+)
+def test_directories_without_a_tokenizer_that_is_read_say_why(files: dict[str, str], says: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=says):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
 def fifo(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)

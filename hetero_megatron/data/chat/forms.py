@@ -1,0 +1,80 @@
+"""Which form of conversation a record has; of forms that are not read, what they are and what makes them readable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_megatron.data.sources.jsonl import shown_names
+from hetero_megatron.errors import UserError
+
+ACCEPTED = "messages, conversations (ShareGPT), prompt and completion, or instruction and output (Alpaca)"
+LISTS = ("messages", "conversations", "conversation")  # keys of a list of turns
+PROMPT, ALPACA = "prompt", "instruction"
+_SECOND = {PROMPT: "completion", ALPACA: "output"}
+# Questions and answers under other names, which a user has to say the meaning of.
+_PAIRS = (
+    ("question", "answer"), ("query", "response"), ("prompt", "response"), ("prompt", "output"),
+    ("instruction", "response"), ("instruction", "completion"), ("problem", "solution"), ("input", "output"),
+    ("question", "response"), ("input", "target"),
+)  # fmt: skip
+
+
+def form_of(record: Mapping[str, Any], where: str) -> str:
+    """The key that the conversation is under: one of ``LISTS``, ``PROMPT`` or ``ALPACA``.
+
+    A prompt without completion beside a whole conversation is a copy of its beginning, as data sets have it.
+
+    Raises:
+        UserError: there is none, or more than one whole conversation; where: file and line.
+    """
+    have = {key for key, value in record.items() if value is not None}
+    forms = [key for key in LISTS if key in have] + [key for key, other in _SECOND.items() if {key, other} <= have]
+    if len(forms) > 1:
+        shown = " and ".join(forms)
+        raise UserError(f"the record has {shown}", field="record", accepted=f"one of {ACCEPTED}", where=where)
+    if not forms:
+        raise _no_form(record, have, where)
+    if forms == [PROMPT] and isinstance(record.get("label"), bool):
+        raise UserError(
+            "the record is rated, for preference training, which this version has not", field="label",
+            value=json.dumps(record["label"]), where=where,
+            accepted="the records that shall be learned from, without label (jq -c 'select(.label) | del(.label)')",
+        )  # fmt: skip
+    return forms[0]
+
+
+def _no_form(record: Mapping[str, Any], have: set[str], where: str) -> UserError:
+    if {"chosen", "rejected"} <= have:
+        kept = "{messages: .chosen}" if PROMPT not in have else "{prompt: .prompt, completion: .chosen}"
+        return UserError(
+            "the record is a preference pair (chosen, rejected), and this version has no DPO", field="record",
+            accepted=f"{ACCEPTED}; jq -c '{kept}' keeps what was chosen", where=where,
+        )  # fmt: skip
+    if null := [key for key in LISTS if key in record]:
+        return UserError("is null", field=null[0], accepted=ACCEPTED, where=where)
+    if {ALPACA, "context", "response"} <= have:
+        return UserError(
+            f"the record is no conversation (it has {shown_names(have)})", field="record", where=where,
+            accepted=f"{ACCEPTED}; jq -c '{{instruction, input: .context, output: .response}}' makes such records",
+        )  # fmt: skip
+    if pair := next((pair for pair in _PAIRS if all(isinstance(record.get(key), str) for key in pair)), None):
+        turns = f'[{{role: "user", content: .{pair[0]}}}, {{role: "assistant", content: .{pair[1]}}}]'
+        return UserError(
+            f"the record is no conversation (it has {shown_names(have)})", field="record",
+            accepted=f"{ACCEPTED}; jq -c '{{messages: {turns}}}' makes such records", where=where,
+        )  # fmt: skip
+    for key, other in _SECOND.items():
+        if key in have:
+            return UserError(f"missing beside {key}", field=other, accepted=ACCEPTED, where=where)
+    if len(have) == 1 and isinstance(inner := record[next(iter(have))], list) and inner and isinstance(inner[0], dict):
+        key = next(iter(have))
+        return UserError(
+            f"a list of records under {key[:40]!r} is no record", field="record", where=where,
+            accepted=f"one record per line (jq -c '.{key[:40]}[]' makes such lines)",
+        )  # fmt: skip
+    names = f" (it has {shown_names(have)})" if have else ""
+    text = "; plain text is for hetero-megatron pretrain" if isinstance(record.get("text"), str) else ""
+    accepted = ACCEPTED + text
+    return UserError(f"the record is no conversation{names}", field="record", accepted=accepted, where=where)

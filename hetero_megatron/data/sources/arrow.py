@@ -1,0 +1,78 @@
+"""Arrow files, as ``save_to_disk`` of datasets and others write them (IPC streams and files), batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.data.sources.columns import import_pyarrow, require_strings
+from hetero_megatron.errors import UserError
+from hetero_megatron.files import open_file
+
+Position = tuple[int, ...]
+_FILE = b"ARROW1"  # how an IPC file begins; a stream has no such mark
+
+
+def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
+    """The string in column ``key`` of each row; null counts as empty. A position is (rows before it,)."""
+    done, at = position[0] if position else 0, 0
+    for batch in _batches(path, key):
+        if at + batch.num_rows > done:
+            values = batch.column(batch.schema.get_field_index(key))
+            for text in values[max(0, done - at) :].to_pylist():
+                done += 1
+                yield text or "", (done,)
+        at += batch.num_rows
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """All columns of each row."""
+    for batch in _batches(path):
+        yield from batch.to_pylist()
+
+
+def check(path: Path, key: str) -> None:
+    """UserError unless this is an Arrow file with a column of strings ``key``."""
+    with open_file(path, "--data-path") as file:
+        require_strings(_open(path, file).schema, key, path)
+
+
+def _batches(path: Path, key: str | None = None) -> Iterator[Any]:
+    """Record batches in order; with ``key``, of a file that has such a column of strings."""
+    with open_file(path, "--data-path") as file:
+        reader = _open(path, file)
+        if key is not None:
+            require_strings(reader.schema, key, path)
+        count = getattr(reader, "num_record_batches", None)  # of a file
+        number = 0
+        try:
+            if count is None:
+                for batch in reader:
+                    batch.validate()
+                    yield batch
+                    number += 1
+            else:
+                for number in range(count):
+                    yield reader.get_batch(number)
+        except UserError:
+            raise
+        except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
+            raise _unreadable(path, f"it is damaged after batch {number}") from None
+
+
+def _open(path: Path, file: Any) -> Any:
+    pa = import_pyarrow(path)
+    try:
+        start = file.read(len(_FILE))
+        file.seek(0)
+        return pa.ipc.open_file(file) if start == _FILE else pa.ipc.open_stream(file)
+    except Exception:
+        raise _unreadable(path, "it is damaged, or of another format") from None
+
+
+def _unreadable(path: Path, problem: str) -> UserError:
+    return UserError(
+        f"cannot be read as Arrow: {problem}",
+        field="--data-path", value=str(path), accepted="an undamaged Arrow IPC file or stream",
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""What parquet and Arrow files have in common: pyarrow, and a column of strings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.data.sources.jsonl import shown_names
+from hetero_megatron.errors import UserError
+
+
+def import_pyarrow(path: Path) -> Any:
+    """The package. UserError: it is not installed."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(
+            f"{path.suffix} files need the package pyarrow", field="--data-path", value=str(path),
+            accepted="pip install 'hetero-megatron[data]'",
+        ) from None  # fmt: skip
+    return pyarrow
+
+
+def require_strings(schema: Any, key: str, path: Path) -> None:
+    """UserError unless a pyarrow schema has one column ``key``, of any type of string."""
+    columns = {field.name: field.type for field in schema}
+    twice = len(columns) < len(schema)
+    if key not in columns or twice:
+        problem = "two columns have one name" if twice else "no such column"
+        raise UserError(problem, field="--json-keys", value=key, accepted=_accepted(columns), where=str(path))
+    kind = columns[key]
+    if not _is_string(kind):
+        raise UserError(
+            f"a column of {str(kind)[:60]}, not of strings", field="--json-keys", value=key,
+            accepted="a column of strings", where=str(path),
+        )  # fmt: skip
+
+
+def _accepted(columns: dict[str, Any]) -> str:
+    """What --json-keys may name; and where conversations go."""
+    if strings := [name for name, kind in columns.items() if _is_string(kind)]:
+        return shown_names(strings)
+    chats = {"messages", "conversations"} & columns.keys()
+    more = "; conversations are for hetero-megatron finetune" if chats else ""
+    return f"a file with a column of strings (it has {shown_names(columns)}){more}"
+
+
+def _is_string(kind: Any) -> bool:
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    return any(test(kind) for test in tests)

@@ -1,0 +1,163 @@
+"""Memory of stages that are described without ranks: TP groups that divide everything evenly, on the rank with most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hetero_megatron.cached_method import cached_method
+from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
+from hetero_megatron.plan.memory.activations import RankWork, chunk_limit, kept_bytes, working_bytes
+from hetero_megatron.plan.memory.states import ADAM_MOMENTS, buffer_bytes, saved_in_int8, state_bytes
+from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
+from hetero_megatron.spec.flops import LOGITS_BYTES
+
+AVERAGED = 16  # layers over which buckets are averaged: those of small layers have several
+
+
+class EvenStages:
+    """Of one model. A stage is given by the degree of its TP groups, its number of layers, which are average ones where
+    their kinds differ, and whether it has the embedding and the head.
+
+    Args:
+        item: bytes of a weight; moments: optimizer moments per element.
+        logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, item: int, moments: int = ADAM_MOMENTS, logits_bytes: int = LOGITS_BYTES
+    ) -> None:
+        self.spec, self.item, self.moments, self.logits_bytes = spec, item, moments, logits_bytes
+
+    @cached_method
+    def held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
+        """Parameters."""
+        return self._most(tp, layers, embed, head, False)
+
+    @cached_method
+    def trained(self, tp: int, layers: int, embed: bool, head: bool) -> int:
+        """Those that have gradients and optimizer states: all, or with adapters only these."""
+        return self._most(tp, layers, embed, head, True)
+
+    def _most(self, tp: int, layers: int, embed: bool, head: bool, trained: bool) -> int:
+        spec, rest = self.spec, (embed, head, trained)
+        return max(
+            round(layers * _layer_elements(spec, share, trained)) + _elements(spec, share, *rest)
+            for share in _equal_shares(spec, tp)
+        )
+
+    @cached_method
+    def saved_per_layer(self, tp: int) -> float:
+        """Bytes that the weights of a layer take less because some are in 8 bits, on the rank where that is least."""
+        def saved(share: Share) -> float:
+            return _mean_over_layers(self.spec, lambda tensors: saved_in_int8(tensors, share, self.item))
+
+        return min(map(saved, _equal_shares(self.spec, tp)))
+
+    def states(self, tp: int, layers: int, embed: bool, head: bool, owned: float) -> tuple[int, int, int]:
+        """Bytes of (weights, gradients, optimizer); ``owned``: elements whose optimizer states the rank keeps."""
+        cut, saved = (tp, layers, embed, head), int(layers * self.saved_per_layer(tp))
+        return state_bytes(self.held(*cut), owned, self.item, self.moments, self.trained(*cut), saved)
+
+    @property
+    def whole(self) -> tuple[int, int, int]:
+        """The same of all ranks together, if each held what it owns."""
+        cut = 1, self.spec.num_layers, True, True
+        return self.states(*cut, self.trained(*cut))
+
+    @cached_method
+    def mean_bucket(self, tp: int) -> float:
+        """Elements of a bucket of decoder layers on average; whole tensors do not fill all of them."""
+        spec, least = self.spec, min(self.spec.num_layers, AVERAGED)
+        rows = [_bucket_sizes(spec, False, False, share, least) for share in _equal_shares(spec, tp)]
+        return max(sum(row) / len(row) for row in rows)
+
+    @cached_method
+    def last_bucket(self, tp: int) -> int:
+        """Elements of the last bucket of decoder layers in backward."""
+        return max(_bucket_sizes(self.spec, False, False, share)[-1] for share in _equal_shares(self.spec, tp))
+
+    @cached_method
+    def buckets(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
+        """Elements of (those buckets that are under way at once, the largest one) on a rank with decoder layers."""
+        # More layers fill buckets that are not full here.
+        rows = [_bucket_sizes(self.spec, embed, head, share) for share in _equal_shares(self.spec, tp)]
+        rows = [[max(size, BUCKET_BYTES // 4) for size in row] for row in rows]
+        return max(sum(row[i : i + IN_FLIGHT]) for row in rows for i in range(len(row))), max(map(max, rows))
+
+    def buffers(self, tp: int, embed: bool, head: bool, copies: float, trained: Any) -> Any:
+        """Bytes of buckets under way.
+
+        Args:
+            copies: TP groups that hold the same layers.
+            trained: elements on the rank, or an array for several ranks.
+        """
+        if copies <= 1 and tp == 1:
+            return 0 * trained
+        # Without TP all of them hold the same elements.
+        moving, adding = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
+        together, largest = self.buckets(tp, embed, head)
+        return np.maximum(moving * np.minimum(trained, together), adding * np.minimum(trained, largest))
+
+    @cached_method
+    def activations(
+        self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
+        fp8: str | None = None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """(bytes kept per micro-batch, working bytes of backward).
+
+        Args:
+            recompute, first, fp8: as in :class:`RankWork`; rows: sequences of ``length`` tokens on a TP group.
+        """
+        tokens = rows * length
+        limit = chunk_limit(self.spec, [(tokens, (1,) * tp)], self.item, self.logits_bytes) if head else None
+        work = RankWork(
+            layers, embed, head, recompute, first, tokens, self.item, tp, tp, limit, fp8=fp8, rows=rows
+        )
+        return kept_bytes(self.spec, work), working_bytes(self.spec, work)
+
+
+@lru_cache(maxsize=4096)
+def _layer_elements(spec: ModelSpec, share: Share, trained: bool) -> float:
+    """Of an average layer."""
+    return _mean_over_layers(spec, lambda tensors: _size(tensors, share, trained))
+
+
+def _mean_over_layers(spec: ModelSpec, size: Callable[[Iterable[LogicalTensor]], int]) -> float:
+    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones."""
+    kinds: dict[str, list[int]] = {}
+    for layer, kind in enumerate(spec.layers):
+        kinds.setdefault(kind.mlp, []).append(layer)
+    sizes = [len(alike) * size(stage_tensors(spec, alike[:1], False, False)) for alike in kinds.values()]
+    return sum(sizes) / spec.num_layers
+
+
+@lru_cache(maxsize=4096)
+def _elements(spec: ModelSpec, share: Share, embed: bool, head: bool, trained: bool) -> int:
+    return _size(stage_tensors(spec, (), embed, head), share, trained)
+
+
+def _size(tensors: Iterable[LogicalTensor], share: Share, trained: bool) -> int:
+    return sum(tensor_box(t, share).size for t in tensors if t.trained or not trained)
+
+
+@lru_cache(maxsize=1024)
+def _equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
+    """The distinct shares of an equal split over ``tp`` ranks."""
+    return tuple(dict.fromkeys(shares(spec, (1,) * tp)))
+
+
+@lru_cache(maxsize=4096)
+def _bucket_sizes(spec: ModelSpec, embed: bool, head: bool, share: Share, layers: int = IN_FLIGHT) -> list[int]:
+    """Elements of the buckets of a rank with so many decoder layers, in the order of backward."""
+    sizes: list[int] = []
+    for segment in backward_order(stage_tensors(spec, range(layers), embed, head)):
+        for size in (tensor_box(tensor, share).size for tensor in segment):
+            if sizes and 4 * (sizes[-1] + size) <= BUCKET_BYTES:
+                sizes[-1] += size
+            else:
+                sizes.append(size)
+    return sizes
