@@ -17,6 +17,7 @@ from hetero_megatron.errors import UserError
 LINE = '{"text": "a line"}\n'
 BESIDE = (
     ".gitattributes", "README.md", "LICENSE", "LICENSE-CC-BY.txt", "dataset_infos.json", ".cache/x.json", "_SUCCESS",
+    "figures/curve.png",
 )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def test_companions_are_left_out_and_named(suffix: str, tmp_path: Path) -> None:
     corpus = find_corpus(str(tmp_path))
     assert names(tmp_path) == data and corpus.kind == suffix.removesuffix(".gz")
     notice = corpus.notice()
-    assert notice and "LICENSE, LICENSE-CC-BY.txt, README.md, _SUCCESS, dataset_infos.json" in notice
+    assert notice and "LICENSE, LICENSE-CC-BY.txt, README.md, _SUCCESS, dataset_infos.json, curve.png" in notice
 
 
 def test_the_run_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
