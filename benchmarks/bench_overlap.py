@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +105,23 @@ def run_pipeline(rounds: int) -> None:
     stages = [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [1, 2]}]
     pipeline = {"micro_batch_size": MICRO_BATCH, "num_micro_batches": MICRO_BATCHES, "stages": stages}
     runtime, work = make_runtime([pipeline], MICRO_BATCH * MICRO_BATCHES)
-    real, me = runtime._boundary, runtime.comm.rank
+    executor, me = runtime.executor, runtime.comm.rank
     empty = EmptyBoundary(runtime.comm, 1 - me, (MICRO_BATCH, SEQ, MODEL["hidden_size"]))
     step_work = work()
     x = torch.randn(MICRO_BATCH, SEQ, MODEL["hidden_size"])
+    (real,) = executor.chunks
+    side = "before" if me else "after"
+    without = replace(real, **{side: lambda size: empty})
 
-    def step(boundary: Callable[[int, int], Any]) -> Callable[[], None]:
+    def step(chunk: Any) -> Callable[[], None]:
         def run() -> None:
-            runtime._boundary = boundary
-            runtime.executor.run(step_work)
+            executor.chunks = [chunk]
+            executor.run(step_work)
 
         return run
 
     def alone() -> None:
-        boundary = real(0, MICRO_BATCH)
+        boundary = getattr(real, side)(MICRO_BATCH)
         for backward in (False, True):
             for i in range(MICRO_BATCHES):
                 if me == int(backward):
@@ -126,7 +130,7 @@ def run_pipeline(rounds: int) -> None:
                 else:
                     boundary.receive(backward, 2 * i + backward, torch.float32).wait()
 
-    measure(runtime, {"with": step(real), "without": step(lambda _, __: empty), "alone": alone}, rounds)
+    measure(runtime, {"with": step(real), "without": step(without), "alone": alone}, rounds)
 
 
 def run_gradients(rounds: int) -> None:
@@ -148,7 +152,7 @@ def run_gradients(rounds: int) -> None:
         sync.finish()
 
     modes = {"with": step(sync), "after": step(None), "alone": alone}
-    measure(runtime, modes, rounds, lambda: [sync.gradient(n) for n in sync.params])
+    measure(runtime, modes, rounds, lambda: [sync.sums.sum(n) for n in sync.params])
 
 
 def measure(

@@ -88,6 +88,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     from hetero_megatron.spec import from_hf_config
     from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.runtime import Runtime
+    from hetero_megatron.training.runtime_options import RuntimeOptions
 
     torch.set_num_threads(options.threads)
     spec = from_hf_config(model(options))
@@ -97,15 +98,14 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     platform = choose_platform(plugins.platforms.values(), options.platform, options.backend, local)
     comm = start_comm(platform, 3600)
-    kernels = rank_kernels(
-        plan, spec, comm.rank, plugins.registry, platform, torch.float32, logits_bytes=LOGITS_BYTES
-    )  # fmt: skip
+    computed = RuntimeOptions(logits_bytes=LOGITS_BYTES)
+    kernels = rank_kernels(plan, spec, comm.rank, plugins.registry, platform, torch.float32, computed)
     refuse_quadratic(kernels.provider("attention"), options)
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
     runtime = Runtime(
         compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, SEED),
-        lambda groups: torch.optim.SGD(groups, lr=0.0), kernels, logits_bytes=LOGITS_BYTES,
+        lambda groups: torch.optim.SGD(groups, lr=0.0), kernels, computed,
     )  # fmt: skip
     assert runtime.optimizer is not None
     longest = max(options.tokens, 2 * options.check)

@@ -125,7 +125,7 @@ def parse_json(text: str | bytes, where: str, field: str = "") -> Any:
     try:
         value = json.loads(text, parse_int=integer)
     except json.JSONDecodeError as error:
-        if (text if isinstance(text, bytes) else text.encode()).startswith(_POINTER):
+        if text.startswith(_POINTER) if isinstance(text, bytes) else text.startswith(_POINTER.decode()):
             raise UserError(POINTER, field=field, where=where) from None
         raise UserError(f"not valid JSON: {error.msg}", field=field, where=f"{where}:{error.lineno}") from None
     except UnicodeDecodeError:

@@ -26,6 +26,7 @@ from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.throughput import measured_peak_flops
 
 LR, CLIP, STEPS = 1e-3, 1.0, 20
@@ -74,7 +75,7 @@ def build(
     compiled = CompiledPlan(plan, spec)
     return Runtime(
         compiled, comm, kind, lambda t, box: values(t.name)[box.slices()], factory, kernels=kernels,
-        graphs_after=1 if graphs else None,
+        options=RuntimeOptions(graphs_after=1 if graphs else None),
     )  # fmt: skip
 
 

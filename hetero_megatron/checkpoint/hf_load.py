@@ -25,6 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPE_OF = {label: dtype for dtype, (label, _) in DTYPES.items()}
 # Buffers that old exports contain and that hold no weights.
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+_SHOWN = 12  # problems of one directory in its refusal
 _COMPARED = 1 << 20  # elements at a time
 
 
@@ -103,7 +104,9 @@ class HFWeights:
         known = (n for n in self._shapes if n in beside or _BUFFERS.fullmatch(n) or n.startswith(self._apart))
         spare = sorted(self._shapes.keys() - set(known))
         if problems or spare:
-            found = [*_first(dict.fromkeys(problems), 8), *_first([f"unexpected {shown(name)}" for name in spare], 4)]
+            problems, beyond = list(dict.fromkeys(problems)), [f"unexpected {shown(name)}" for name in spare]
+            kept = max(_SHOWN - 4, _SHOWN - len(beyond))  # some of both: a tensor may be there under another name
+            found = [*_first(problems, kept), *_first(beyond, _SHOWN - min(kept, len(problems)))]
             read = f" (names are read {self._renamed.changed})" if self._renamed.changed else ""
             fit = f"does not fit the model {self.spec.name}{read}: {'; '.join(found)}"
             raise self._files.refuse(fit, self.directory)
@@ -180,8 +183,7 @@ class HFWeights:
                 master.copy_(self.read(known[name], box))
 
 
-def _first(problems: Iterable[str], most: int) -> list[str]:
-    found = list(problems)
+def _first(found: list[str], most: int) -> list[str]:
     return found[:most] + ([f"and {len(found) - most} more"] if len(found) > most else [])
 
 

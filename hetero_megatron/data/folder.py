@@ -21,13 +21,14 @@ _PACKED = (".zst", ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4")
 _UNPACK = {".zst": "; zstd -d unpacks it", ".zip": "; unzip unpacks it"}
 _TABLES = {".csv": "", ".tsv": ', sep="\\t"'}
 # Descriptions that data sets bring along. Those of the first line are never data, those of the second one not beside
-# .arrow, the texts not beside files with keys: a folder of nothing but texts is all documents.
+# .arrow, the texts and pictures not beside files with keys: a folder of nothing but texts is all documents.
 _INFOS = {"dataset_infos.json", "dataset_info.json"}
 _SAVED = {"dataset_dict.json", "state.json"}
 _TEXTS = re.compile(
     r"(readme|licen[cs]e|notice|copying|change_?log|citation|contributing|code_of_conduct|authors)([-_. ].*)?"
     r"|_success|_metadata|_common_metadata|(sha|md5)\w*sums?(\.txt)?", re.IGNORECASE,
 )  # fmt: skip
+_PICTURES = {".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf"}
 _SPLITS = {
     "train": "train", "training": "train", "validation": "valid", "valid": "valid", "val": "valid", "dev": "valid",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
@@ -74,6 +75,10 @@ def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], l
     if not data:
         held = f" but {', '.join(sorted(f.name for f in companions)[:3])}" if companions else ""
         raise UserError(f"the folder holds no files{held}", field=field, value=str(folder), accepted=accepted)
+    if pairs := [f.with_suffix("") for f in data if f.suffix == ".idx" and f.with_suffix(".bin") in data]:
+        shown = ", ".join(str(prefix) for prefix in pairs[:4]) + (" …" if len(pairs) > 4 else "")
+        accepted = f"the prefix of a pair, or several, as a blend: {shown}"
+        raise UserError("holds pairs of .bin and .idx", field=field, value=str(folder), accepted=accepted)
     _refuse_splits(folder, data, field)
     return data, sorted(companions)
 
@@ -110,6 +115,7 @@ def _companions(files: Iterable[Path]) -> set[Path]:
         found |= {f for f in suffixes if f.name in _SAVED}
     if any(suffix in KEYED for f, suffix in suffixes.items() if f not in found):
         found |= {f for f, suffix in suffixes.items() if suffix not in KEYED and _TEXTS.fullmatch(f.name)}
+        found |= {f for f, suffix in suffixes.items() if suffix in _PICTURES}
     return found
 
 

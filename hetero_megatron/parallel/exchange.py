@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from hetero_megatron.comm import Comm, Group, Handle
 from hetero_megatron.layout import Box
+from hetero_megatron.parallel.flat_memory import FlatTensors
 from hetero_megatron.parallel.routes import HopRoutes, OwnedPiece, Parts, Slices, local_pieces
 from hetero_megatron.plan.buckets import Bucket
-
-
-class FlatTensors:
-    """Tensors of given shapes one after the other in one piece of memory.
-
-    Attributes:
-        memory: [elements]; views: every tensor, by name, in order.
-    """
-
-    def __init__(self, shapes: Mapping[str, Sequence[int]], memory: torch.Tensor) -> None:
-        self.memory = memory
-        parts = zip(shapes.items(), memory.split([math.prod(shape) for shape in shapes.values()]), strict=True)
-        self.views = {name: part.view(*shape) for (name, shape), part in parts}
 
 
 class HopExchange:

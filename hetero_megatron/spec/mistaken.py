@@ -45,6 +45,8 @@ def _folder(path: Path) -> tuple[str, str] | None:
         return None
     if "latest" in names and any(name.startswith("iter_") for name in names):
         return "is a directory of checkpoints", "--load, or what hetero-megatron convert makes of it"
+    if "latest_checkpointed_iteration.txt" in names:
+        return "is a Megatron-LM checkpoint", "what hetero-megatron convert makes of it (a directory for --load)"
     if "adapter_config.json" in names:
         return f"is an adapter of PEFT's{_base(path)}", "the model as --load-hf, and the adapter as --load-adapter"
     if any(name.endswith(".gguf") for name in names):

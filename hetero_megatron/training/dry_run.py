@@ -25,6 +25,7 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.words import rank_ranges
 
 
@@ -60,7 +61,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         runtime = Runtime(
             config.compiled, comm, DTYPES[config.dtype], lambda _, box: torch.empty(box.shape),
             optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
-            logits_bytes=config.logits_bytes, balancing=config.balancing,
+            options=RuntimeOptions(logits_bytes=config.logits_bytes, balancing=config.balancing),
         )  # fmt: skip
         expect_routing(runtime)
         for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):

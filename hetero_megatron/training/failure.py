@@ -12,14 +12,15 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.parallel.optimizer import squared_norm
-from hetero_megatron.training.runtime import Fetch, Runtime, StepStats
+from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.training.step_work import Fetch
 from hetero_megatron.words import notice_line
 
 SPIKE_SIGMAS, SPIKE_HISTORY, SPIKE_LEAST = 6.0, 100, 20
@@ -160,11 +161,7 @@ def watched_run(
         if not torch.isfinite(param.detach()).all():
             found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
-        work = replace(runtime.work(fetch, first, size, step=step), seed=scale / (size * runtime.plan.seq_length))
-        if runtime.balance is not None:
-            runtime.balance.begin(work.seed)
-        result = runtime.executor.run(work, runtime.sync)
-    grads = runtime.sync.finish()
+        result, grads = runtime.forward_backward(fetch, first, size, scale, step)
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
         names = exchange.bucket.names  # in backward order, as are the buckets
         for piece, grad in zip(exchange.pieces, tensors, strict=True):

@@ -13,20 +13,17 @@ from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
-from hetero_megatron.parallel.long_loss import loss_chunk
-from hetero_megatron.plan import Plan, locate, stage_at, unit_at
-from hetero_megatron.plan.context_plan import stage_contexts
-from hetero_megatron.plan.experts import rank_shares
+from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8 import RECIPES, Fp8
 from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform import Platform
-from hetero_megatron.spec import Dropout, ModelSpec
-from hetero_megatron.spec.dropout import NO_DROPOUT
-from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.dry_experts import with_expected_rows
 from hetero_megatron.training.dry_products import with_chip_chunks, with_chip_products
+from hetero_megatron.training.rank_stage import RankStage
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions
 from hetero_megatron.words import notice_line
 
 
@@ -37,34 +34,31 @@ def rank_kernels(
     registry: Registry,
     platform: Platform,
     dtype: torch.dtype,
-    compiled: bool = False,
+    options: RuntimeOptions = PLAIN,
     deterministic: bool = False,
-    logits_bytes: int = LOGITS_BYTES,
-    fp8: Fp8 | None = None,
-    dropout: Dropout = NO_DROPOUT,
 ) -> KernelPlan:
     """The kernels of one rank's stage.
 
     Args:
-        logits_bytes: as for :class:`~hetero_megatron.training.runtime.Runtime`.
-        fp8: what stages compute in whose ``dtype`` does not say otherwise.
+        dtype: of the weights.
+        options: of the runtime that will use them.
+        deterministic: without kernels that do not give the same bits every time.
 
     Raises:
         UserError: the stage asks for a provider that is not there or cannot serve it.
     """
-    place = locate(plan, rank)
-    stage, unit = stage_at(plan, place), unit_at(plan, place)
+    here = RankStage(plan, spec, rank)
+    compiled = options.compile_backend is not None
     base = replace(_signature(platform, dtype), compiled=compiled, deterministic=deterministic)
-    share = rank_shares(spec, stage)[rank]
-    requests = dict(stage.kernels)
-    chunked = loss_chunk(stage, place.unit, spec, dtype, logits_bytes) is not None
-    tiled = bool(stage_contexts(spec, stage, plan.seq_length))
-    path = f"pipelines[{place.pipeline}].stages[{place.stage}]"
-    in_fp8 = stage_fp8(stage, fp8) if stage.num_layers else None
-    if in_fp8 is not None:
-        _require_fp8(registry, replace(base, op=in_fp8.operator), in_fp8, requests, path, rank)
-    signatures = stage_signatures(base, spec, share, stage.head, unit.tp, requests, chunked, tiled, in_fp8, dropout)
-    return resolve(registry, signatures, requests, f"{path}.kernels")
+    requests = dict(here.stage.kernels)
+    chunked = here.loss_chunk(dtype, options.logits_bytes) is not None
+    fp8 = stage_fp8(here.stage, options.fp8) if here.stage.num_layers else None
+    if fp8 is not None:
+        _require_fp8(registry, replace(base, op=fp8.operator), fp8, requests, here.path, rank)
+    signatures = stage_signatures(
+        base, spec, here.share, here.stage.head, here.unit.tp, requests, chunked, here.tiled, fp8, options.dropout
+    )
+    return resolve(registry, signatures, requests, f"{here.path}.kernels")
 
 
 def _require_fp8(
@@ -107,13 +101,12 @@ def _signature(platform: Platform, dtype: torch.dtype) -> Signature:
 
 def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPlan:
     """Kernels for a dry run with fake tensors: torch's own, whatever the plan asks for; shapes and sizes are alike."""
-    place = locate(config.plan, rank)
-    stage, unit = stage_at(config.plan, place), unit_at(config.plan, place)
-    share = rank_shares(config.spec, stage)[rank]
-    chunked = loss_chunk(stage, place.unit, config.spec, dtype, config.logits_bytes) is not None
-    tiled = bool(stage_contexts(config.spec, stage, config.plan.seq_length))
-    fp8 = stage_fp8(stage, config.fp8) if stage.num_layers else None
-    kernels = default_kernels(config.spec, share, stage.head, dtype, tp=unit.tp, chunked=chunked, tiled=tiled, fp8=fp8)
+    here = RankStage(config.plan, config.spec, rank)
+    kernels = default_kernels(
+        config.spec, here.share, here.stage.head, dtype, tp=here.unit.tp,
+        chunked=here.loss_chunk(dtype, config.logits_bytes) is not None, tiled=here.tiled,
+        fp8=stage_fp8(here.stage, config.fp8) if here.stage.num_layers else None,
+    )  # fmt: skip
     kernels = with_chip_chunks(with_chip_products(kernels))
     if "dropout" in kernels.choices:  # making masks of nothing would take most of the time
         kernels.dropout = lambda x, *_: x.clone()  # type: ignore[attr-defined]

@@ -95,7 +95,8 @@ class Training:
 
     def _train(self, loader: BatchLoader) -> None:
         """Steps until the last one, or until some rank wants to stop."""
-        config, every, last = self.config, self.config.evaluation, self.step >= self.config.steps
+        config, evaluation = self.config, self.config.evaluation
+        last = self.step >= config.steps
         while not last:
             begin = time.perf_counter()
             step, size = self.step + 1, config.batch_size.at(self.consumed)
@@ -114,7 +115,7 @@ class Training:
             if self.checkpoints.due(step):
                 self.reporter.flush()  # a run that is killed goes on from here, and its logs with it
                 self._save()
-            if every.iterations and step % every.interval == 0 and not last:
+            if evaluation.iterations and step % evaluation.interval == 0 and not last:
                 self._evaluate("validation")
 
     def _report(self, stats: StepStats, size: int, lr: float, begin: float, last: bool) -> None:

@@ -26,6 +26,7 @@ from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.training.stragglers import StragglerReport
 
@@ -84,17 +85,14 @@ def build_runtime(
 ) -> Runtime:
     """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
     plan, dtype = config.plan, DTYPES[config.dtype]
+    options = RuntimeOptions.of(config)
     chosen = rank_kernels(
-        plan, config.spec, comm.rank, plugins.registry, platform, dtype, config.compile is not None,
-        config.deterministic, config.logits_bytes, config.fp8, config.dropout,
-    )  # fmt: skip
+        plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
+    )
     kernels = alignment.wrap(chosen, comm.rank)
     offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
-    return Runtime(
-        config.compiled, comm, dtype, weights.values, optimizer_factory(config.optimizer, offload, kernels.adamw),
-        kernels=kernels, compile_backend=config.compile, logits_bytes=config.logits_bytes,
-        balancing=config.balancing, dropout=config.dropout, seed=config.seed, graphs_after=config.graphs_after,
-    )  # fmt: skip
+    optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)
+    return Runtime(config.compiled, comm, dtype, weights.values, optimizer, kernels, options)
 
 
 def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:

@@ -20,9 +20,11 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
-from hetero_megatron.spec.balance import Balancing
+from hetero_megatron.spec.balance import UNBALANCED, Balancing
+from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
@@ -198,11 +200,11 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    options: dict[str, Any] = {"logits_bytes": 4000} if case.chunked_loss else {}
-    options |= {"balancing": case.balancing} if case.balancing is not None else {}
-    options |= {"fp8": case.fp8} if case.fp8 is not None else {}
-    options |= {"dropout": case.dropout, "seed": case.seed}
-    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
+    options = RuntimeOptions(
+        logits_bytes=4000 if case.chunked_loss else LOGITS_BYTES, balancing=case.balancing or UNBALANCED,
+        fp8=case.fp8, dropout=case.dropout, seed=case.seed,
+    )  # fmt: skip
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), options=options)
     data = RandomSamples(case, spec.vocab_size)
     assert runtime.optimizer is not None
     grads: list[tuple[str, Box, np.ndarray]] = []

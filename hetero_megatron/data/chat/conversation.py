@@ -119,8 +119,10 @@ def _list(value: Any, field: str, where: str) -> list[Any]:
             found = json.loads(value)
     if isinstance(found, list) and found:
         return found
-    problem = "is empty" if value == [] else "is not a list"
-    raise UserError(problem, field=field, value=_shown(value), accepted="a list of messages", where=where)
+    empty = found == []
+    accepted = "a list of messages" + (f" (jq -c 'select(.{field} != [])' leaves such records out)" if empty else "")
+    problem = "is empty" if empty else "is not a list"
+    raise UserError(problem, field=field, value=_shown(value), accepted=accepted, where=where)
 
 
 def _turn(turn: Any, field: str, where: str, share: bool = False) -> Mapping[str, Any]:

@@ -107,7 +107,7 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
     if runtime is None or runtime.optimizer is None:
         return None
     train(runtime, run, run.warm_up)
-    runtime.compiled = CompiledPlan(half_split(run.plan), run.spec)  # the same stages under another schedule
+    runtime.use_schedules(CompiledPlan(half_split(run.plan), run.spec))
     place, stage = runtime.place, runtime.stage
     later = len(run.plan.pipelines[place.pipeline].stages) - 1 - place.stage
     seconds, waited = ({kind: list[float]() for kind in ("F", "B", "B_INPUT", "W")} for _ in range(2))

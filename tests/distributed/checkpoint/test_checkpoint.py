@@ -21,7 +21,9 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec.balance import UNBALANCED
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.distributed.parallel.test_context_replicas import CASES as CONTEXT
 from tests.support.hf_reference import hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
@@ -48,8 +50,8 @@ def build(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    options = {"balancing": case.balancing} if case.balancing is not None else {}
-    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), **options)
+    options = RuntimeOptions(balancing=case.balancing or UNBALANCED)
+    runtime = Runtime(compiled, comm, DTYPES[case.dtype], initialize, build_optimizer(case), options=options)
     comm.background_group(plan.ranks)
     return runtime
 

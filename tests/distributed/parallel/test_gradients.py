@@ -16,6 +16,7 @@ from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import from_hf_config
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.pool import shared_pool
 
 MODEL = {
@@ -45,7 +46,8 @@ def look(comm: Comm, plan: Plan, model: dict[str, Any], logits_bytes: int = 1 <<
         return {}
     runtime = Runtime(
         compiled, comm, torch.bfloat16, lambda t, box: initial_values(t, box, spec, 0),
-        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), logits_bytes=logits_bytes,
+        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8),
+        options=RuntimeOptions(logits_bytes=logits_bytes),
     )  # fmt: skip
     sync, seen = runtime.sync, set()
     for name, param in sync.params.items():

@@ -29,6 +29,7 @@ from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import agree_on_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.distributed.parallel.test_context_kernels import CONTEXT
 from tests.distributed.training.test_kernel_training import LENGTH, MODEL, batch, make_plan
 from tests.support.pool import shared_pool
@@ -106,12 +107,12 @@ def test_a_chunked_head_runs_what_its_kernel_plan_says() -> None:
     for given, limit in ((kernels, 4 * 101 * 16), (None, 1 << 30)):
         runtime = Runtime(
             CompiledPlan(plan, spec), comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None,
-            kernels=given, logits_bytes=limit,
+            kernels=given, options=RuntimeOptions(logits_bytes=limit),
         )  # fmt: skip
         assert (runtime.loss_chunk is None) == (given is None)
         data = batch()
         out = runtime.model(data.tokens, data)
-        loss = runtime._loss(out, data, 1.0)
+        loss = runtime.loss(out, data, 1.0)
         loss.backward()
         losses.append(loss.detach())
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
@@ -153,7 +154,7 @@ def test_training_makes_loss_and_gradients_at_once(frozen: bool) -> None:
         runtime = Runtime(
             CompiledPlan(plan, spec), FakeComm(0, torch.device("cpu")), torch.float32,
             lambda t, box: initial_values(t, box, spec, 7), optimizer_factory(OptimizerConfig()), kernels=kernels,
-            logits_bytes=most,
+            options=RuntimeOptions(logits_bytes=most),
         )  # fmt: skip
         stats = runtime.train_step(lambda _: data_batch, 0, 4, 1e-3, loss_scale=1024.0)
         found.append(torch.tensor([stats.loss, stats.grad_norm]))

@@ -15,7 +15,7 @@ from hetero_megatron.checkpoint.state import load_tensors
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.parallel.offload import check_offload, cpu_adam, refuse_old_lock
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plan import Plan, locate, plan_from_dict, stage_at
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.checkpoint.test_checkpoint import build, save, start, steps, weights
@@ -53,13 +53,9 @@ def test_a_lock_that_a_killed_process_left_is_named(tmp_path: Path, monkeypatch:
 def run(
     comm: Comm, case: Case, chosen: Plan, spec: ModelSpec, initial: Any, load: str | None, path: str | None
 ) -> dict[str, Any]:
-    import hetero_megatron.training.runtime as module
-
     original, adam = build_optimizer(case), None
-    if comm.rank in chosen.ranks:
-        place = module.locate(chosen, comm.rank)
-        if module.stage_at(chosen, place).optimizer.offload:
-            adam = lambda groups: cpu_adam(groups, (0.9, 0.95), 1e-8)  # noqa: E731
+    if comm.rank in chosen.ranks and stage_at(chosen, locate(chosen, comm.rank)).optimizer.offload:
+        adam = lambda groups: cpu_adam(groups, (0.9, 0.95), 1e-8)  # noqa: E731
     runtime = build_with(comm, case, chosen, spec, initial, adam or original)
     if runtime is None:
         return {}

@@ -20,6 +20,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import from_hf_config
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.parity import check_case, fixed_case
 from tests.support.pool import Pool
 from tests.support.vendors import with_attention
@@ -90,12 +91,12 @@ def starts_of(comm: Comm, name: str, key: str, tied: bool, chunked: bool) -> tup
     try:
         runtime = Runtime(
             compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 0), lambda g: SGD(g, 0.0),
-            logits_bytes=1000 if chunked else 1 << 30,
+            options=RuntimeOptions(logits_bytes=1000 if chunked else 1 << 30),
         )  # fmt: skip
         memory = []
         for step in range(2):
             runtime.train_step(fetch, 0, plan.global_batch_size, 1e-3)
-            memory.append({i: flat.memory.data_ptr() for i, flat in runtime.sync._grads.items()})
+            memory.append({i: flat.memory.data_ptr() for i, flat in runtime.sync.sums.allocated.items()})
             if not step:
                 first, started = started, []
     finally:

@@ -20,6 +20,7 @@ from hetero_megatron.spec import Dropout, Lora, adapted, from_hf_config
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import Pool
 from tests.support.vendors import with_attention
@@ -73,8 +74,8 @@ def trained(comm: Comm, case: Case, graphs_after: int | None, lora: Lora | None 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     runtime = Runtime(
         compiled, comm, dtype, lambda t, box: initial_values(t, box, spec, 0),
-        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8), graphs_after=graphs_after,
-        dropout=case.dropout, seed=case.seed, fp8=case.fp8,
+        lambda groups: AdamW(groups, adamw_aten, (0.9, 0.95), 1e-8),
+        options=RuntimeOptions(graphs_after=graphs_after, dropout=case.dropout, seed=case.seed, fp8=case.fp8),
     )  # fmt: skip
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
     for step in range(STEPS):

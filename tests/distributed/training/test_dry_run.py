@@ -27,6 +27,7 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks
 from tests.support.selection import quick
@@ -204,7 +205,8 @@ def peaks_of_steps(run: RunConfig, rank: int) -> tuple[int, int]:
         runtime = Runtime(
             run.compiled, comm, DTYPES[run.dtype],
             lambda _, box: torch.empty(box.shape), optimizer_factory(run.optimizer),
-            kernels=shape_kernels(run, rank, DTYPES[run.dtype]), logits_bytes=run.logits_bytes,
+            kernels=shape_kernels(run, rank, DTYPES[run.dtype]),
+            options=RuntimeOptions(logits_bytes=run.logits_bytes),
         )  # fmt: skip
         optimizer, peaks = runtime.optimizer, []
         assert optimizer is not None and optimizer.inner is not None

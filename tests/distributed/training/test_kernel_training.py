@@ -26,6 +26,7 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks
@@ -82,7 +83,7 @@ def train(
     kernels = kernels_of(plan, spec, comm.rank, backend is not None, registry)
     factory = optimizer_factory(OptimizerConfig(), kernel=kernels.adamw)
     runtime = Runtime(
-        compiled, comm, torch.float32, initialize, factory, kernels=kernels, compile_backend=backend
+        compiled, comm, torch.float32, initialize, factory, kernels, RuntimeOptions(compile_backend=backend)
     )
     data = batch()
 

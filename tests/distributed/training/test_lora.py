@@ -17,6 +17,7 @@ from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logica
 from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.int8_reference import round_projections
 from tests.support.moe_models import MOE_FAMILIES
@@ -49,7 +50,8 @@ def run_rank(
     def initialize(tensor: LogicalTensor, box: Box) -> torch.Tensor:
         return torch.from_numpy(initial[tensor.name][box.slices()])
 
-    runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer), seed=case.seed)
+    options = RuntimeOptions(seed=case.seed)
+    runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer), options=options)
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
     frozen = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}
     before, stats = {n: p.clone() for n, p in frozen.items()}, []

@@ -68,6 +68,7 @@ OTHER: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing to learn": ({"instruction": "a", "output": ""}, ["output = : is empty"]),
     "no text": ({"instruction": "a", "input": 5, "output": "b"}, ["input = 5: is no text"]),
     "an image": ({"messages": IMAGE}, ["messages[0].content[0].type = \"image\"", "text only"]),
+    "empty": ({"conversations": []}, ["conversations = []: is empty", "select(.conversations != [])"]),
     "no list": ({"messages": "[nothing"}, ["messages = \"[nothing\": is not a list"]),
 }  # fmt: skip
 

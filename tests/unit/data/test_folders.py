@@ -17,6 +17,7 @@ from hetero_megatron.errors import UserError
 LINE = '{"text": "a line"}\n'
 BESIDE = (
     ".gitattributes", "README.md", "LICENSE", "LICENSE-CC-BY.txt", "dataset_infos.json", ".cache/x.json", "_SUCCESS",
+    "figures/curve.png",
 )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def test_companions_are_left_out_and_named(suffix: str, tmp_path: Path) -> None:
     corpus = find_corpus(str(tmp_path))
     assert names(tmp_path) == data and corpus.kind == suffix.removesuffix(".gz")
     notice = corpus.notice()
-    assert notice and "LICENSE, LICENSE-CC-BY.txt, README.md, _SUCCESS, dataset_infos.json" in notice
+    assert notice and "LICENSE, LICENSE-CC-BY.txt, README.md, _SUCCESS, dataset_infos.json, curve.png" in notice
 
 
 def test_the_run_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +67,7 @@ UNCLEAR: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "a table": (("data.csv",), [".csv files are tables", "data.csv", "read_csv(sys.argv[1])", "data.jsonl"]),
     "a packed table": (("data.tsv.gz",), [".tsv files are tables", 'sys.argv[1], sep="\\t")', "data.tsv.gz data.j"]),
     "a table beside records": (("a.jsonl", "b.csv"), ["jsonl: a.jsonl; table: b.csv", "'{}/**/*.jsonl'"]),
+    "token files": (("a_text_document.idx", "a_text_document.bin"), ["pairs of .bin and .idx", "{}/a_text_document"]),
     "an archive": (("a.jsonl", "b.jsonl.zst"), [".zst files are not unpacked here", "zstd -d"]),
     "shards of splits": (
         ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"),

@@ -34,6 +34,9 @@ MISTAKEN: dict[str, tuple[dict[str, str], str, list[str]]] = {
 
 
 def test_checkpoints_of_a_training_are_for_another_flag(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    with pytest.raises(UserError, match="--load-hf = .*is a Megatron-LM checkpoint. Accepted: .*convert"):
+        load_model(str(tmp_path), "--load-hf")
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / "latest").write_text("iter_0000002")
     with pytest.raises(UserError, match="--load-hf = .*is a directory of checkpoints. Accepted: --load, or"):

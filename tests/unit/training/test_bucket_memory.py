@@ -24,6 +24,7 @@ from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.small_plans import pipe, plan, stage
 
 MODEL = (
@@ -46,7 +47,7 @@ def buffered(run: RunConfig, rank: int) -> int:
         comm.create_groups(run.compiled.groups)
         runtime = Runtime(
             run.compiled, comm, dtype, lambda _, box: torch.empty(box.shape), optimizer_factory(run.optimizer),
-            kernels=shape_kernels(run, rank, dtype), logits_bytes=run.logits_bytes,
+            kernels=shape_kernels(run, rank, dtype), options=RuntimeOptions(logits_bytes=run.logits_bytes),
         )  # fmt: skip
         assert runtime.optimizer is not None
         for _ in range(2):

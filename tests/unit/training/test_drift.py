@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,15 @@ from hetero_megatron.planner.cost.rates import ChipRates, LayerRow
 from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.whatif.drift import slower, with_slow_nodes, worst_by_node
 from hetero_megatron.training.jobs import Seat, Setup
-from hetero_megatron.training.stragglers import DRIFT, DRIFT_FILE
+from hetero_megatron.training.stragglers import (
+    BASELINE,
+    DRIFT,
+    DRIFT_FILE,
+    RECENT,
+    WARM_UP,
+    StragglerReport,
+    read_drift,
+)
 from hetero_megatron.training.supervise import Supervisor, without_flag
 from tests.support.planner_cases import MODEL, chip_rates, plan, stages
 
@@ -186,3 +195,25 @@ def test_what_cannot_be_planned_again_is_refused(more: str, environment: dict[st
     words = "--model tiny --mock-data --seq-length 64 --micro-batch-size 1 --train-iters 2 --lr 1e-3 " + more
     with pytest.raises(UserError, match=says):
         configure(words.split(), environment)
+
+
+@pytest.mark.parametrize("end", ["drift", "signal", "last step"])
+def test_a_run_stops_for_a_new_plan_and_says_for_which_ranks(end: str, tmp_path: Path) -> None:
+    """Unless a signal has stopped it meanwhile, or nothing is left to train."""
+    said, failure = list[str](), SimpleNamespace(stragglers=False, replan_on_drift=1.5)
+    checkpoint, made = SimpleNamespace(save=str(tmp_path)), SimpleNamespace(ranks=(0, 3), global_batch_size=8)
+    config: Any = SimpleNamespace(failure=failure, plan=made, checkpoint=checkpoint, dtype="fp32", steps=50)
+    reporter: Any = SimpleNamespace(
+        speaks=True, chips={0: "a", 3: "b"}, expected_busy={}, say=said.append, event=lambda *_, **__: None
+    )
+    leave: Any = SimpleNamespace(reason="")
+    report, steps = StragglerReport(config, reporter, leave), WARM_UP + BASELINE + RECENT
+    for step in range(1, steps + 1):
+        assert not leave.reason
+        report.step(step, [1.0, 1.0 if step <= WARM_UP + BASELINE else 2.0], 8)
+    assert leave.reason == "rank 3 drifted from its rate" and len(said) == 1
+    if end == "signal":
+        leave.reason = "received SIGTERM"
+    assert report.wants_plan(50 if end == "last step" else steps) == (end == "drift")
+    found = read_drift(tmp_path)
+    assert found is None if end != "drift" else found is not None and found["ratios"] == {3: 2.0}

@@ -22,6 +22,7 @@ from hetero_megatron.training.dry_run import _batch
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.distributed.training.test_parity import pipe, plan, stage
 from tests.support.selection import quick
 
@@ -73,7 +74,7 @@ def test_operands_that_wait_are_what_the_formula_says(
             runtime = Runtime(
                 run.compiled, comm, DTYPES[run.dtype], lambda _, box: torch.empty(box.shape),
                 optimizer_factory(run.optimizer), kernels=shape_kernels(run, rank, DTYPES[run.dtype]),
-                logits_bytes=run.logits_bytes,
+                options=RuntimeOptions(logits_bytes=run.logits_bytes),
             )  # fmt: skip
             runtime.executor.run(runtime.work(lambda ix: _batch(len(ix), 16), 0, run.plan.global_batch_size))
         place = locate(run.plan, rank)

@@ -1,0 +1,45 @@
+"""How a plan is computed, beyond what plan, model and dtype say. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.spec import Dropout
+from hetero_megatron.spec.balance import UNBALANCED, Balancing
+from hetero_megatron.spec.dropout import NO_DROPOUT
+from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Equal on all ranks.
+
+    Attributes:
+        compile_backend: of torch.compile, for the layers; None: they run as they are.
+        logits_bytes: where the logits of a micro-batch would be more, head and loss go through its tokens in chunks.
+        balancing: of experts, where the model has some.
+        fp8: what the linear modules of layers compute in, where no stage says otherwise; None: in the weights' dtype.
+        dropout: in training; seed: of its masks.
+        graphs_after: optimizer steps after which layers run as device graphs (``cli/graph_flags.py`` says where they
+            can); None: they never do.
+    """
+
+    compile_backend: str | None = None
+    logits_bytes: int = LOGITS_BYTES
+    balancing: Balancing = UNBALANCED
+    fp8: Fp8 | None = None
+    dropout: Dropout = NO_DROPOUT
+    seed: int = 0
+    graphs_after: int | None = None
+
+    @staticmethod
+    def of(config: RunConfig) -> RuntimeOptions:
+        return RuntimeOptions(
+            config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
+            config.graphs_after,
+        )  # fmt: skip
+
+
+PLAIN = RuntimeOptions()
