@@ -23,7 +23,7 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template, placed_plan
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times, without_context
+from hetero_megatron.planner.search.schedule_times import least_of_times, least_seconds, pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
 from hetero_megatron.planner.simulate.step import Prediction, predict
@@ -144,7 +144,7 @@ class ScheduleSearch:
             nonlocal best, plain
             if incumbent.should_stop() or _least_seconds(template, scorer) >= best.step_seconds:
                 return False
-            if chunks == 1 and _bound(template, problem, scorer) >= best.step_seconds:
+            if _bound(template, problem, scorer, chunks) >= best.step_seconds:
                 return False
             start = judge_template(template, problem, scorer)
             if start is None or _busiest(start) >= best.step_seconds:
@@ -209,16 +209,19 @@ def _least_seconds(template: PlanTemplate, scorer: TemplateScorer) -> float:
     return max(count * max(map(sum, zip(forward, backward))) for count, forward, backward in rows)
 
 
-def _bound(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> float:
-    """Seconds of a step that no schedule with one chunk per stage beats, whatever its memory; inf: not placeable."""
+def _bound(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer, chunks: int = 1) -> float:
+    """Seconds of a step that no schedule with so many chunks per stage beats, whatever its memory; inf: there is no
+    such plan."""
     placed = place(template, scorer.pool)
-    if placed is None:
+    plan = None if placed is None else placed_plan(placed, problem, scorer)
+    plan = plan if plan is None or chunks == 1 else interleaved(plan, chunks)
+    if plan is None:
         return math.inf
     after = max(
         scorer.bounds.stage_sync_tail(stage, template.pipelines, s == 0, s == len(part.shape.stages) - 1)[2]
         for part in template.parts for s, stage in enumerate(part.shape.stages)
     )  # fmt: skip
-    return after + least_seconds(placed_plan(placed, problem, scorer), scorer.costs)
+    return after + least_seconds(plan, scorer.costs)
 
 
 def _busiest(start: JudgedPlan) -> float:
@@ -315,6 +318,8 @@ def adapted(
             return None
         if times not in known:
             if len(known) == MOST_PIPELINES:
+                return None
+            if least_of_times(times, pipeline.num_micro_batches) > limit:
                 return None
             found = (
                 search_adaptive(times, pipeline.num_micro_batches, effort) if isinstance(times, PipelineTimes)

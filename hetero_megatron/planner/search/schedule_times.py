@@ -77,9 +77,12 @@ def least_seconds(plan: Plan, costs: CostModel, prediction: Prediction | None = 
         no_tails = [0.0] * len(pipeline.stages)
         times = pipeline_times(prediction, pipeline, prices.of(pipeline), costs, no_tails)
         if times is not None:
-            count = pipeline.num_micro_batches
-            if isinstance(times, ChunkedTimes):
-                bound = max(bound, chunked_lower_bound_seconds(times, count))
-            else:
-                bound = max(bound, lower_bound_seconds(times, count))
+            bound = max(bound, least_of_times(times, pipeline.num_micro_batches))
     return bound
+
+
+def least_of_times(times: PipelineTimes | ChunkedTimes, micro_batches: int) -> float:
+    """No schedule of one pipeline takes less."""
+    if isinstance(times, ChunkedTimes):
+        return chunked_lower_bound_seconds(times, micro_batches)
+    return lower_bound_seconds(times, micro_batches)
