@@ -113,6 +113,8 @@ def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, enviro
     from hetero_megatron.generation import open_weights
 
     weights = open_weights(config.spec, config.load_hf, args.load_adapter, checkpoint)
+    for notice in weights.base.notices if weights.base is not None and launcher.rank == 0 else ():
+        print(notice_line(notice), file=sys.stderr, flush=True)
     answers, seconds = _generate(args, config, weights, launcher, prompts, length, stops)
     if launcher.rank == 0:
         _print(args, tokenizer, prompts, answers, seconds)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ from hetero_megatron.model import GPTStage, StagePart
 from hetero_megatron.ops import default_kernels
 from hetero_megatron.parallel.collectives import gather_tokens
 from hetero_megatron.parallel.dora import RowNorms
+from hetero_megatron.parallel.empty_stage import empty_stage
 from hetero_megatron.parallel.experts import apply_expert_parallel
-from hetero_megatron.parallel.int8_base import store_in_int8
-from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.plan import Plan, Stage, locate
-from hetero_megatron.spec import ModelSpec, shares, stage_tensors, tensor_box
+from hetero_megatron.spec import ModelSpec, shares
 
 Told = Callable[[Sequence[int], int], None]  # (prompts of a batch, tokens of their answers so far)
 
@@ -77,22 +75,14 @@ class Decoder:
         every = shares(spec, unit.tp_split)
         share = every[self.place.tp_rank]
         kernels = default_kernels(spec, share, stage.head, self.dtype, self.comm.device, unit.tp, dict(stage.kernels))
-        layers = stage.layer_indices()
-        held = {t.name: t for t in stage_tensors(spec, layers, stage.embed, stage.head)}
-        scales: dict[str, torch.Tensor] = {}
-        model = GPTStage(
-            spec, share, layers, stage.embed, stage.head, self.dtype, self.comm.device, kernels, self.plan.seq_length,
-            store=partial(store_in_int8, held, scales),
-        )  # fmt: skip
-        boxes = {name: tensor_box(tensor, share) for name, tensor in held.items()}
-        if spec.lora is not None:
-            apply_lora(model, spec.lora, boxes, self.dtype, self.comm.device)
-        params = dict(model.named_parameters())
+        made = empty_stage(spec, stage, share, self.dtype, self.comm.device, kernels, self.plan.seq_length)
+        model, params = made.module, made.parameters()
         with torch.no_grad():
-            weights.fill({n: (t, boxes[n], params[n]) for n, t in held.items()}, scales, self.world)
+            held = {name: (tensor, made.boxes[name], params[name]) for name, tensor in made.tensors.items()}
+            weights.fill(held, made.scales, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         if spec.lora is not None and spec.lora.dora:
-            RowNorms(model, held, spec.lora.scale, self.group).refresh()
+            RowNorms(model, made.tensors, spec.lora.scale, self.group).refresh()
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
             apply_expert_parallel(model, replace(stage, experts=()), self.comm)  # all ranks have columns of all experts

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box, cut
-from hetero_megatron.model import GPTStage
 from hetero_megatron.model.attention import Attention
 from hetero_megatron.model.gpt import MLP
 from hetero_megatron.model.layers import Linear
@@ -18,14 +16,14 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.context import apply_context_parallel
 from hetero_megatron.parallel.dora import RowNorms
+from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage
 from hetero_megatron.parallel.experts import apply_expert_parallel
-from hetero_megatron.parallel.int8_base import fill, store_in_int8
-from hetero_megatron.parallel.lora import apply_lora
+from hetero_megatron.parallel.int8_base import fill
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
 from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.progress import tracked
-from hetero_megatron.spec import Dropout, LogicalTensor, stage_tensors, tensor_box
+from hetero_megatron.spec import Dropout, LogicalTensor, stage_tensors
 from hetero_megatron.training.rank_stage import RankStage
 
 # (logical tensor, box) -> its values there, of the box's shape, in any dtype, in host memory
@@ -59,30 +57,14 @@ class StageModel:
     ) -> None:
         self.here, self.comm, self.kernels = here, comm, kernels
         stage, spec = here.stage, here.spec
-        held = {t.name: t for t in stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)}
-        self.boxes = {name: tensor_box(tensor, here.share) for name, tensor in held.items()}
-        self.scales: dict[str, torch.Tensor] = {}
-        self.module = GPTStage(
-            spec, here.share, stage.layer_indices(), stage.embed, stage.head, dtype=dtype, device=comm.device,
-            kernels=kernels, seq_length=here.plan.seq_length, dropout=dropout,
-            store=partial(store_in_int8, held, self.scales),
-        )  # fmt: skip
+        made = empty_stage(spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout)
+        self.module, self.boxes, self.scales = made.module, made.boxes, made.scales
         self.row_norms: RowNorms | None = None
-        if spec.lora is not None:
-            apply_lora(self.module, spec.lora, self.boxes, dtype, comm.device)
-            if spec.lora.dora:
-                self.row_norms = RowNorms(self.module, held, spec.lora.scale, comm.group(here.unit.ranks))
-        self._fill(held, initialize)
+        if spec.lora is not None and spec.lora.dora:
+            self.row_norms = RowNorms(self.module, made.tensors, spec.lora.scale, comm.group(here.unit.ranks))
+        _fill(made, initialize)
         self._divide()
         apply_recompute(self.module, stage.recompute)
-
-    @torch.no_grad()
-    def _fill(self, held: dict[str, LogicalTensor], initialize: Initialize) -> None:
-        params = dict(self.module.named_parameters())
-        assert params.keys() == held.keys(), f"model and spec disagree: {params.keys() ^ held.keys()}"
-        total = sum(param.numel() for param in params.values())
-        for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
-            fill(held[name], self.boxes[name], initialize, param, self.scales)
 
     def _divide(self) -> None:
         """Tensor, context and expert parallelism, around the layers."""
@@ -125,3 +107,11 @@ class StageModel:
         spec, stage = self.here.spec, self.here.stage
         if head and stage.head and spec.lora is None and not (spec.tied and stage.embed):
             yield (self.module.lm_head.matrix,)
+
+
+@torch.no_grad()
+def _fill(made: EmptyStage, initialize: Initialize) -> None:
+    params = made.parameters()
+    total = sum(param.numel() for param in params.values())
+    for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
+        fill(made.tensors[name], made.boxes[name], initialize, param, made.scales)
