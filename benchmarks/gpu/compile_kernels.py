@@ -4,8 +4,9 @@
 
 No GPU and no driver are used: the calls of ``compile_cases.py`` run on tensors without memory (device "meta"), and
 each launch is compiled to machine code instead of run. ``--check`` compares with ``compiled/cuda-<arch>.json`` and
-exits with 1 if a number is worse than recorded there; ``--update`` records what is found. Exits with 1 if a kernel does
-not compile, and with 3 if the table was recorded with another version of Triton.
+exits with 1 if a number is worse than recorded there; ``--update`` records what is found. With ``--changed`` nothing is
+compiled while the kernels, their tables and the calls are those that the whole table was recorded from. Exits with 1 if
+a kernel does not compile, and with 3 if the table was recorded with another version of Triton.
 
 Per kernel: registers; spill_bytes, and loop_spills, how often spilled registers are read or written in the worst of the
 innermost loops, which is what makes a kernel slow; instructions, and those of the longest innermost loop; shared_bytes;
@@ -17,6 +18,7 @@ products by warp groups and by warps.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -153,6 +155,16 @@ class Compiler:
         }
 
 
+def sources() -> str:
+    """A digest of all that the numbers of one version of Triton depend on."""
+    package, here = Path(hk.__file__).parent, Path(__file__).resolve().parent
+    files = [*package.rglob("*.py"), *package.rglob("*.json"), *here.glob("*_cases.py"), Path(__file__).resolve()]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
 def worse(found: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What ``found`` has that is worse than recorded, or not recorded at all."""
     out = []
@@ -191,6 +203,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="calls whose name contains one of these")
     parser.add_argument("--table", default=None, help="tuning table instead of the built-in one")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--changed", action="store_true", help="only if something changed since the table was recorded")
     act = parser.add_mutually_exclusive_group()
     act.add_argument("--check", action="store_true", help="exit with 1 if anything is worse than recorded")
     act.add_argument("--update", action="store_true", help="record what is found (all, or --only)")
@@ -200,6 +213,9 @@ def main() -> int:
     if options.check and table["triton"] != triton.__version__:
         print(f"recorded with triton {table['triton']}, and this is {triton.__version__}: nothing to compare with")
         return 3
+    if options.changed and table.get("sources") == sources():
+        print(f"{path.name} was recorded from these kernels")
+        return 0
     arch = f"cuda-{options.arch}"  # lint: allow vendor (the name of a tuning table)
     limits = hk.Limits(arch, 132, 2**31 - 1, 65536, 32, 232448, options.table)
     compiler = Compiler(options.arch)
@@ -215,7 +231,10 @@ def main() -> int:
         rows = dict(sorted({**kept, **compiler.rows}.items()))
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         path.parent.mkdir(exist_ok=True)
-        path.write_text(f'{{"triton": {json.dumps(triton.__version__)}, "kernels": {{\n{lines}\n}}}}\n')
+        made_of = json.dumps(sources() if not options.only else "")
+        path.write_text(
+            f'{{"triton": {json.dumps(triton.__version__)}, "sources": {made_of}, "kernels": {{\n{lines}\n}}}}\n'
+        )
     return 1 if failed or (options.check and found) else 0
 
 
