@@ -14,7 +14,7 @@ from hetero_megatron.data.config import SPLITS
 from hetero_megatron.data.corpus import may_have_keys
 from hetero_megatron.errors import UserError
 
-FILES, KEYED = "data files", "a *.jsonl or *.parquet corpus"
+FILES, KEYED = "data files", "a *.jsonl, *.parquet or *.arrow corpus"
 
 
 def check_use(args: Arguments, data: DataConfig | None) -> None:

@@ -29,7 +29,7 @@ class DataConfig:
             vocabulary (the command line prefers that of --load-hf or --model); for .bin/.idx NullTokenizer, which needs
             vocab_size.
         tokenizer_source: who chose the tokenizer, for what the run prints.
-        json_keys: the key (jsonl) or column (parquet) that holds the text.
+        json_keys: the key (jsonl) or column (parquet, arrow) that holds the text.
         sft: the data are conversations (see ``data.chat``).
         chat_template: file with a Jinja template; None: the tokenizer's own.
         sft_loss: ``assistant``: what the assistant wrote counts; ``all``: every token of a conversation.

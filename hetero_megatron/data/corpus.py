@@ -113,7 +113,7 @@ def may_have_keys(path: str) -> bool:
     """Whether documents of a path may have keys or columns; also True for paths that do not exist (yet)."""
     if path == stdlib.NAME or is_indexed(path):
         return False
-    return uncompressed_name(Path(path)).suffix in KEYED or not os.path.isfile(path)
+    return uncompressed_name(Path(path)).suffix.lower() in KEYED or not os.path.isfile(path)
 
 
 def indexed_prefix(path: str) -> str:

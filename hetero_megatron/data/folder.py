@@ -5,6 +5,8 @@ What is not clear is refused, with a path that says what is meant: a glob is tak
 
 from __future__ import annotations
 
+import glob
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -32,6 +34,8 @@ _PICTURES = {".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf"}
 _SPLITS = {
     "train": "train", "training": "train", "validation": "valid", "valid": "valid", "val": "valid", "dev": "valid",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "trainset": "train", "trainingset": "train", "validationset": "valid", "valset": "valid", "devset": "valid",
+    "testset": "test", "evalset": "test", "holdout": "test", "heldout": "test",
 }  # fmt: skip
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
 
@@ -113,10 +117,34 @@ def _companions(files: Iterable[Path]) -> set[Path]:
     found = {f for f in suffixes if f.name in _INFOS}
     if ".arrow" in suffixes.values():
         found |= {f for f in suffixes if f.name in _SAVED}
+        found |= _cached([f for f, suffix in suffixes.items() if suffix == ".arrow"])
     if any(suffix in KEYED for f, suffix in suffixes.items() if f not in found):
         found |= {f for f, suffix in suffixes.items() if suffix not in KEYED and _TEXTS.fullmatch(f.name)}
         found |= {f for f, suffix in suffixes.items() if suffix in _PICTURES}
     return found
+
+
+def _cached(files: Iterable[Path]) -> set[Path]:
+    """The Arrow files that ``datasets`` left beside its data: results of map, filter and so on."""
+    folders: dict[Path, list[Path]] = {}
+    for file in files:
+        folders.setdefault(file.parent, []).append(file)
+    found: set[Path] = set()
+    for folder, beside in folders.items():
+        saved = _saved_names(folder / "state.json")
+        if not any(f.name in saved for f in beside):  # no save_to_disk, or one that cannot be read
+            saved = {f.name for f in beside if not f.name.startswith("cache-")}
+        found |= {f for f in beside if f.name not in saved}
+    return found
+
+
+def _saved_names(state: Path) -> set[str]:
+    """Names of the data files that a state.json of save_to_disk lists; none if it is not there, or damaged."""
+    try:
+        entries = json.loads(state.read_bytes())["_data_files"]
+        return {Path(entry["filename"]).name for entry in entries}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return set()
 
 
 def _refuse_splits(folder: Path, files: Sequence[Path], field: str) -> None:
@@ -154,14 +182,15 @@ def _split(path: Path) -> tuple[str, str] | None:
     stem = uncompressed_name(path).stem
     shard = _SHARD.fullmatch(stem)
     for i, part in enumerate([shard[1] if shard else stem, *reversed(path.parts[:-1])]):
-        uses = [_SPLITS[word] for word in re.split(r"[^a-z0-9]+", part.lower()) if word in _SPLITS]
+        words = [word.rstrip("0123456789") for word in re.split(r"[^a-z0-9]+", part.lower())]
+        uses = [_SPLITS[word] for word in words if word in _SPLITS]
         if uses:
             return uses[0], part if shard and i == 0 else uses[0]
     return None
 
 
 def _path_of(files: Sequence[Path], among: Sequence[Path], folder: Path) -> str:
-    """A folder or a glob that selects ``files`` and no other, where a simple one does."""
+    """A folder or a glob that selects ``files`` and no other, where a simple one does; else their paths."""
     parent = Path(os.path.commonpath([f.parent for f in files]))
     if parent != folder and [f for f in among if f.is_relative_to(parent)] == list(files):
         return f"'{parent}'"
@@ -171,7 +200,13 @@ def _path_of(files: Sequence[Path], among: Sequence[Path], folder: Path) -> str:
     for begin in (re.sub(r"[-_.\d]+$", "", start), start):
         if begin and [f for f in among if f.parent == parent and f.name.startswith(begin)] == list(files):
             return f"'{parent}/{begin}*'"
-    return f"a glob that selects {_some(files)}"
+    name = glob.escape(start) + ("" if all(f.name == start for f in files) else "*")
+    for last in ([name] if start else []) + [f"{glob.escape(files[0].parent.name)}/*"]:
+        pattern = f"{glob.escape(str(folder))}/**/{last}"
+        if sorted(Path(f) for f in glob.glob(pattern, recursive=True) if os.path.isfile(f)) == list(files):
+            return f"'{pattern}'"
+    more = f" and {len(files) - 8:,} more" if len(files) > 8 else ""
+    return " ".join(f"'{f}'" for f in files[:8]) + more
 
 
 def _some(files: Sequence[Path]) -> str:

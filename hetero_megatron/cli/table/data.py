@@ -25,8 +25,8 @@ FLAGS = (
     switch("--mock-data", "made-up tokens, no files"),
     count("--num-workers", 2, "threads of each rank that read batches ahead", least=0, most=1024),
     value(
-        "--json-keys", str, "text", "key (jsonl) or column (parquet) that holds the text", aliases=("--json-key",),
-        needs=needs("a *.jsonl or *.parquet corpus"),
+        "--json-keys", str, "text", "key (jsonl) or column (parquet, arrow) that holds the text",
+        aliases=("--json-key",), needs=needs("a *.jsonl, *.parquet or *.arrow corpus"),
     ),
     only(
         "--tokenizer-type",

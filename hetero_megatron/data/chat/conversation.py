@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_megatron.data.chat.forms import ALPACA, PROMPT, form_of
+from hetero_megatron.data.chat.forms import ALPACA, PROMPT, form_of, is_pair, pair_refused
 from hetero_megatron.errors import UserError
 
 _ROLES = {  # ShareGPT's ``from`` -> role
@@ -55,6 +55,8 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
     # ShareGPT's turns have from and value, under whatever name; conversations may also hold OpenAI's messages.
     share = any(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in raw)
     messages = tuple(_turn(turn, f"{form}[{i}]", where, share) for i, turn in enumerate(raw))
+    if is_pair(record) and messages[-1]["role"] != "assistant":  # else they hold the chosen one
+        raise pair_refused(record, where)
     _require_assistant(messages, form, where)
     return Conversation(_with_system(record, messages, where), _tools(record, where))
 
@@ -83,6 +85,12 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
             "earlier turns are not read beside an instruction", field="history", value=_shown(record["history"]),
             accepted="messages", where=where,
         )  # fmt: skip
+    if record.get("context"):
+        source = '.context + "\\n" + .input' if record.get("input") else ".context"
+        raise UserError(
+            "is not read beside an instruction", field="context", value=_shown(record["context"]), where=where,
+            accepted=f"input (jq -c '.input = {source} | del(.context)' makes such records)",
+        )  # fmt: skip
     texts = {key: record.get(key) for key in (ALPACA, "input", "output")}
     for key, value in texts.items():
         if not isinstance(value, str) and not (key == "input" and value is None):
@@ -91,6 +99,8 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
     if not texts["output"]:
         raise UserError("is empty", field="output", value="", accepted="text to be learned", where=where)
     asked = "\n".join(text for text in (texts[ALPACA], texts["input"]) if text)
+    if not asked:
+        raise UserError("is empty, and so is input", field=ALPACA, value="", accepted="what is asked", where=where)
     messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]})
     return Conversation(_with_system(record, messages, where), _tools(record, where))
 
@@ -100,16 +110,30 @@ def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise UserError("is empty", field="completion", value="", accepted="text to be learned", where=where)
+        _require_text_alone(record, where)
         return Conversation(text=(_text(prompt, "prompt", where), _text(completion, "completion", where)))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError(
             "one of them is a string, the other one is not", field="prompt and completion",
             accepted="two strings, or two lists of messages", where=where,
         )  # fmt: skip
-    before = [_turn(t, f"prompt[{i}]", where) for i, t in enumerate(_list(prompt, "prompt", where))]
+    turns = tuple(_turn(t, f"prompt[{i}]", where) for i, t in enumerate(_list(prompt, "prompt", where)))
+    before = _with_system(record, turns, where)
     after = [_turn(t, f"completion[{i}]", where) for i, t in enumerate(_list(completion, "completion", where))]
     _require_assistant(after, "completion", where)
     return Conversation((*before, *after), _tools(record, where), first=len(before))
+
+
+def _require_text_alone(record: Mapping[str, Any], where: str) -> None:
+    """A prompt that is text is no message, so no template says where the system text and the tools go."""
+    for key, value in (("system", record.get("system")), ("tools", _tools(record, where))):
+        if value:
+            turns = 'prompt: [{role: "user", content: .prompt}], '
+            turns += 'completion: [{role: "assistant", content: .completion}]'
+            raise UserError(
+                "is not read beside a prompt and a completion that are strings", field=key, value=_shown(value),
+                accepted=f"lists of messages (jq -c '{{{key}, {turns}}}' makes such records)", where=where,
+            )  # fmt: skip
 
 
 def _list(value: Any, field: str, where: str) -> list[Any]:

@@ -12,6 +12,8 @@ from hetero_megatron.errors import UserError
 ACCEPTED = "messages, conversations (ShareGPT), prompt and completion, or instruction and output (Alpaca)"
 LISTS = ("messages", "conversations", "conversation")  # keys of a list of turns
 PROMPT, ALPACA = "prompt", "instruction"
+_RATINGS = ("label", "kto_tag")  # TRL's and LLaMA-Factory's
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _SECOND = {PROMPT: "completion", ALPACA: "output"}
 # Questions and answers under other names, which a user has to say the meaning of.
 _PAIRS = (
@@ -27,31 +29,64 @@ def form_of(record: Mapping[str, Any], where: str) -> str:
     A prompt without completion beside a whole conversation is a copy of its beginning, as data sets have it.
 
     Raises:
-        UserError: there is none, or more than one whole conversation; where: file and line.
+        UserError: there is none, or more than one whole conversation, or more than text that is to be learned; where:
+            file and line.
     """
+    _refuse_more_than_text(record, where)
     have = {key for key, value in record.items() if value is not None}
     forms = [key for key in LISTS if key in have] + [key for key, other in _SECOND.items() if {key, other} <= have]
     if len(forms) > 1:
         shown = " and ".join(forms)
         raise UserError(f"the record has {shown}", field="record", accepted=f"one of {ACCEPTED}", where=where)
+    if is_pair(record) and (not forms or forms[0] not in LISTS):
+        raise pair_refused(record, where)
     if not forms:
         raise _no_form(record, have, where)
-    if forms == [PROMPT] and isinstance(record.get("label"), bool):
-        raise UserError(
-            "the record is rated, for preference training, which this version has not", field="label",
-            value=json.dumps(record["label"]), where=where,
-            accepted="the records that shall be learned from, without label (jq -c 'select(.label) | del(.label)')",
-        )  # fmt: skip
     return forms[0]
 
 
+def _refuse_more_than_text(record: Mapping[str, Any], where: str) -> None:
+    for key in _RATINGS:
+        value = record.get(key)
+        if isinstance(value, int) and value in (0, 1):  # bool, too
+            kept = f".{key}" if isinstance(value, bool) else f".{key} == 1"
+            raise UserError(
+                "the record is rated, for preference training, which this version has not", field=key,
+                value=json.dumps(value), where=where,
+                accepted="the records that shall be learned from, without it "
+                f"(jq -c 'select({kept}) | del(.{key})' keeps those)",
+            )  # fmt: skip
+    for key in _MEDIA:
+        if record.get(key):
+            raise UserError(
+                "this version trains on text only", field=key, value=json.dumps(record[key], default=str)[:80],
+                accepted="records of nothing but text", where=where,
+            )  # fmt: skip
+
+
+def is_pair(record: Mapping[str, Any]) -> bool:
+    """Whether the record holds two answers, of which one was preferred."""
+    return record.get("chosen") is not None and record.get("rejected") is not None
+
+
+def pair_refused(record: Mapping[str, Any], where: str) -> UserError:
+    """The refusal of a preference pair, with the jq program that makes a conversation of what was chosen."""
+    turns = next((key for key in LISTS if record.get(key) is not None), None)
+    if turns is not None and isinstance(record["chosen"], dict):
+        kept = f"{{{turns}: (.{turns} + [.chosen])}}"
+    elif record.get(ALPACA) is not None:
+        kept = "{instruction, input, output: .chosen}"
+    elif record.get(PROMPT) is not None and isinstance(record[PROMPT], type(record["chosen"])):
+        kept = "{prompt: .prompt, completion: .chosen}"
+    else:
+        kept = "{messages: .chosen}"
+    return UserError(
+        "the record is a preference pair (chosen, rejected), and this version has no DPO", field="record",
+        accepted=f"{ACCEPTED}; jq -c '{kept}' keeps what was chosen", where=where,
+    )  # fmt: skip
+
+
 def _no_form(record: Mapping[str, Any], have: set[str], where: str) -> UserError:
-    if {"chosen", "rejected"} <= have:
-        kept = "{messages: .chosen}" if PROMPT not in have else "{prompt: .prompt, completion: .chosen}"
-        return UserError(
-            "the record is a preference pair (chosen, rejected), and this version has no DPO", field="record",
-            accepted=f"{ACCEPTED}; jq -c '{kept}' keeps what was chosen", where=where,
-        )  # fmt: skip
     if null := [key for key in LISTS if key in record]:
         return UserError("is null", field=null[0], accepted=ACCEPTED, where=where)
     if {ALPACA, "context", "response"} <= have:

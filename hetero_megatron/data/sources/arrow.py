@@ -16,20 +16,17 @@ _FILE = b"ARROW1"  # how an IPC file begins; a stream has no such mark
 
 def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
     """The string in column ``key`` of each row; null counts as empty. A position is (rows before it,)."""
-    done, at = position[0] if position else 0, 0
-    for batch in _batches(path, key):
-        if at + batch.num_rows > done:
-            values = batch.column(batch.schema.get_field_index(key))
-            for text in values[max(0, done - at) :].to_pylist():
-                done += 1
-                yield text or "", (done,)
-        at += batch.num_rows
+    done = position[0] if position else 0
+    for begin, values in _batches(path, key, done):
+        for text in values[max(0, done - begin) :]:
+            done += 1
+            yield text or "", (done,)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """All columns of each row."""
-    for batch in _batches(path):
-        yield from batch.to_pylist()
+    for _, rows in _batches(path):
+        yield from rows
 
 
 def check(path: Path, key: str) -> None:
@@ -38,27 +35,27 @@ def check(path: Path, key: str) -> None:
         require_strings(_open(path, file).schema, key, path)
 
 
-def _batches(path: Path, key: str | None = None) -> Iterator[Any]:
-    """Record batches in order; with ``key``, of a file that has such a column of strings."""
+def _batches(path: Path, key: str | None = None, done: int = 0) -> Iterator[tuple[int, list[Any]]]:
+    """(row of the first, rows) in order, without the batches that end before row ``done``; rows have all columns or,
+    with ``key``, are the values of that column, which must be strings."""
     with open_file(path, "--data-path") as file:
         reader = _open(path, file)
         if key is not None:
             require_strings(reader.schema, key, path)
         count = getattr(reader, "num_record_batches", None)  # of a file
-        number = 0
+        at = 0
         try:
-            if count is None:
-                for batch in reader:
-                    batch.validate()
-                    yield batch
-                    number += 1
-            else:
-                for number in range(count):
-                    yield reader.get_batch(number)
+            for batch in reader if count is None else map(reader.get_batch, range(count)):
+                batch.validate()
+                if at + batch.num_rows > done:
+                    # Strings are decoded here, so what is no UTF-8 is found here.
+                    values = batch if key is None else batch.column(batch.schema.get_field_index(key))
+                    yield at, values.to_pylist()
+                at += batch.num_rows
         except UserError:
             raise
         except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
-            raise _unreadable(path, f"it is damaged after batch {number}") from None
+            raise _unreadable(path, f"it is damaged after row {at}") from None
 
 
 def _open(path: Path, file: Any) -> Any:

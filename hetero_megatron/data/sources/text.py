@@ -29,7 +29,8 @@ def read(path: Path, key: str, position: Position, errors: str = "strict") -> It
     except UnicodeDecodeError as error:
         raise UserError(
             f"not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})",
-            field="--data-path", value=str(path), accepted="UTF-8 text, *.jsonl, *.parquet, or a .bin/.idx prefix",
+            field="--data-path", value=str(path),
+            accepted="UTF-8 text, *.jsonl, *.parquet, *.arrow, or a .bin/.idx prefix",
         ) from None  # fmt: skip
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field="--data-path", value=str(path)) from None

@@ -47,7 +47,7 @@ UNUSED = [
     ("--merge-file m.txt --tokenizer-type NullTokenizer --vocab-size 99", "--tokenizer-type GPT2BPETokenizer"),
     ("--tokenizer-model d --tokenizer-type ByteTokenizer", "--tokenizer-type HuggingFaceTokenizer"),
     ("--trust-remote-code", "--tokenizer-type HuggingFaceTokenizer"),
-    ("--json-keys body", "a *.jsonl or *.parquet corpus"),
+    ("--json-keys body", "a *.jsonl, *.parquet or *.arrow corpus"),
     ("--eval-iters 5", "--eval-interval or --skip-train"),
     ("--lr-decay-style constant --min-lr 1e-4", "a learning rate that decays"),
     ("--lr-wsd-decay-style linear", "--lr-decay-style WSD"),
@@ -88,7 +88,7 @@ def test_what_launch_lines_repeat_is_one_notice() -> None:
 
 def test_conditions_name_flags_and_values_that_exist() -> None:
     flags, facts = index(), {
-        "data files", "a *.jsonl or *.parquet corpus", "a learning rate that decays", "a dynamic loss scale",
+        "data files", "a *.jsonl, *.parquet or *.arrow corpus", "a learning rate that decays", "a dynamic loss scale",
         "context parallelism", "pipeline parallelism",
     }  # fmt: skip
     for flag in ALL:

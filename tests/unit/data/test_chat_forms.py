@@ -29,6 +29,9 @@ SAME: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "JSON in a column": ({"messages": json.dumps(ASKED)}, ASKED),
     "Alpaca": ({"instruction": "add", "input": "1 2", "output": "3"}, ADDED),
     "Alpaca without an input": ({"instruction": "hello", "input": "", "output": "fox"}, ASKED),
+    "system beside a prompt": ({"system": "be brief", "prompt": ASKED[:1], "completion": ASKED[1:]}, BRIEF),
+    "no rating, no image": ({"messages": ASKED, "label": None, "kto_tag": "x", "images": [], "image": ""}, ASKED),
+    "Alpaca without an instruction": ({"instruction": "", "input": "hello", "output": "fox", "context": ""}, ASKED),
     "Alpaca with system": ({"instruction": "hello", "output": "fox", "system": "be brief", "history": []}, BRIEF),
 }
 
@@ -44,6 +47,11 @@ def test_a_form_means_these_messages_to_the_template(name: str, folder: Path) ->
     assert found.counts.tolist() == [bool(m) for m in out["assistant_masks"]]
 
 
+def test_a_prompt_after_a_system_text_does_not_count() -> None:
+    record = {"system": "be brief", "prompt": ASKED, "completion": ASKED[1:]}
+    assert read_conversation(record, "c:1").first == 3
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["chatml"])
@@ -54,6 +62,30 @@ OTHER: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["no DPO", "completion: .chosen"]),
     "two conversations": ({"chosen": ASKED, "rejected": ASKED}, ["no DPO", "{messages: .chosen}"]),
     "rated": ({"prompt": "a", "completion": "b", "label": False}, ["label = false", "preference", "select(.label)"]),
+    "rated messages": ({"messages": ASKED, "label": True}, ["label = true", "select(.label) | del(.label)"]),
+    "rated by a number": ({"instruction": "a", "output": "b", "label": 0}, ["label = 0", "select(.label == 1)"]),
+    "rated ShareGPT": ({"conversations": SHARE, "kto_tag": False}, ["kto_tag = false", "preference"]),
+    "a pair beside a completion": ({"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}, ["no DPO"]),
+    "a pair of Alpaca": ({"instruction": "a", "chosen": "b", "rejected": "c"}, ["{instruction, input, output: .chos"]),
+    "a pair beside its beginning": (
+        {"conversations": [*SHARE, SHARE[0]], "chosen": SHARE[1], "rejected": SHARE[1]},
+        ["no DPO", "{conversations: (.conversations + [.chosen])}"],
+    ),
+    "messages of a pair": ({"prompt": "a", "chosen": ASKED, "rejected": ASKED}, ["{messages: .chosen}"]),
+    "pictures beside ShareGPT": ({"conversations": SHARE, "images": ["a.png"]}, ["images = [\"a.png\"]", "text only"]),
+    "a picture of LLaVA": ({"conversations": SHARE, "image": "a.png"}, ["image = \"a.png\"", "text only"]),
+    "a sound": ({"instruction": "a", "output": "b", "audio": {"bytes": b"x"}}, ["audio = {", "text only"]),
+    "a system text beside strings": (
+        {"prompt": "a", "completion": "b", "system": "c"}, ["system = \"c\"", "jq -c '{system, prompt: [{role: \"us"],
+    ),
+    "tools beside strings": ({"prompt": "a", "completion": "b", "tools": [{}]}, ["tools = [{}]", "'{tools, prompt:"]),
+    "context beside Alpaca": (
+        {"instruction": "a", "context": "b", "output": "c"}, ["context = \"b\"", "jq -c '.input = .context | del("],
+    ),
+    "context and input": (
+        {"instruction": "a", "context": "b", "input": "d", "output": "c"}, ["'.input = .context + \"\\n\" + .input | de"],
+    ),
+    "nothing asked": ({"instruction": "", "input": None, "output": "c"}, ["instruction = : is empty, and so is input"]),
     "questions": ({"question": "a", "answer": "b"}, ["answer, question", "content: .question}"]),
     "Dolly": ({"instruction": "a", "context": "b", "response": "c"}, ["{instruction, input: .context, output: .resp"]),
     "a list of records": ({"data": [{"messages": ASKED}]}, ["list of records under 'data'", "jq -c '.data[]'"]),

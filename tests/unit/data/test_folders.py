@@ -81,6 +81,23 @@ UNCLEAR: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ("train/a.jsonl", "train/b.jsonl", "validation/a.jsonl", "README.md"),
         ["several splits", "--train-data-path '{}/train' --valid-data-path '{}/validation'"],
     ),
+    "splits in folders of languages": (
+        ("en/train.jsonl", "de/train.jsonl", "en/test.jsonl"),
+        ["--train-data-path '{}/**/train.jsonl' --test-data-path '{}/en/test.jsonl', or"],
+    ),
+    "shards in folders of languages": (
+        ("en/train-1.jsonl", "de/train-2.jsonl", "en/test.jsonl"), ["--train-data-path '{}/**/train-*' --test"],
+    ),
+    "folders of splits below others": (
+        ("en/train/a.jsonl", "de/train/b.jsonl", "en/test/a.jsonl"), ["--train-data-path '{}/**/train/*' --test"],
+    ),
+    "splits of nothing in common": (
+        ("a/x.train.jsonl", "b/y.train.jsonl", "a/x.test.jsonl"),
+        ["--train-data-path '{}/a/x.train.jsonl' '{}/b/y.train.jsonl' --test"],
+    ),
+    "numbered splits": (("train1.jsonl", "train2.jsonl", "test1.jsonl"), ["--train-data-path '{}/train*' --test-data"]),
+    "sets": (("trainset.jsonl", "devset.jsonl", "testset.jsonl"), ["{}/trainset", "--valid-data-path '{}/devset.jsonl"]),
+    "what is held out": (("train.jsonl", "holdout.jsonl"), ["--test-data-path '{}/holdout.jsonl'"]),
     "texts of splits": (("wiki.train.txt", "wiki.test.txt"), ["several splits", "--test-data-path '{}/wiki.test.txt'"]),
 }  # fmt: skip
 
@@ -157,6 +174,36 @@ def test_what_save_to_disk_wrote_is_read_as_datasets_reads_it(tmp_path: Path) ->
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "splits")
     with pytest.raises(UserError, match=r"several splits.*--train-data-path '\S+/splits/train'"):
         find_corpus(str(tmp_path / "splits"))
+
+
+def test_caches_of_datasets_beside_its_data_are_left_out(tmp_path: Path) -> None:
+    data = ("data-00000-of-00002.arrow", "data-00001-of-00002.arrow")
+    caches = ("cache-0123456789abcdef.arrow", "cache-0123456789abcdef_00000_of_00002.arrow", "mapped.arrow")
+    fill(tmp_path, *data, *caches)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in data]}))
+    assert names(tmp_path) == list(data)
+    notice = find_corpus(str(tmp_path)).notice() or ""
+    assert not [name for name in (*caches, "state.json") if name not in notice], notice
+    for state in ("{", "[]", '{"_data_files": [{}]}', '{"_data_files": null}'):
+        (tmp_path / "state.json").write_text(state)
+        assert names(tmp_path) == [*data, "mapped.arrow"]
+    (tmp_path / "state.json").unlink()
+    assert names(tmp_path) == [*data, "mapped.arrow"]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_arrow_strings_that_are_no_utf8_are_damage(is_stream: bool, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"text": ["fine", "broken"]})
+    path = tmp_path / "d.arrow"
+    with pa.OSFile(str(path), "wb") as sink, (pa.ipc.new_stream if is_stream else pa.ipc.new_file)(
+        sink, table.schema
+    ) as writer:
+        writer.write_table(table, 1)
+    path.write_bytes(path.read_bytes().replace(b"broken", b"br\xffken"))
+    for read in (arrow.read(path, "text", ()), arrow.read_rows(path), arrow.read(path, "text", (1,))):
+        with pytest.raises(UserError, match="cannot be read as Arrow: it is damaged after row 1"):
+            list(read)
 
 
 def test_arrow_files_of_other_forms_and_damaged_ones(tmp_path: Path) -> None:

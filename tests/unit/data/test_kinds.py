@@ -14,6 +14,8 @@ import pytest
 
 from hetero_megatron.cli import preprocess
 from hetero_megatron.data import DataConfig, build_datasets, build_tokenizer, open_indexed, write_indexed
+from hetero_megatron.data.corpus import may_have_keys
+from hetero_megatron.data.folder import one_kind
 from hetero_megatron.data.sources import parquet
 from hetero_megatron.errors import UserError
 
@@ -241,6 +243,12 @@ def test_a_damaged_parquet_file_is_refused_in_our_words(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="cannot be read as parquet: it is damaged"):
             list(parquet.read(path, "text", ()))
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "D.JSONL", "D.Parquet", "d.json.gz", "d.arrow"])
+def test_capitals_do_not_change_a_kind(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    assert may_have_keys(str(tmp_path / name)) and one_kind([tmp_path / name], name, "--data-path") != "text"
 
 
 # --- other files -------------------------------------------------------------------------------------------------
