@@ -8,8 +8,9 @@ _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-ran
 
 FLAGS = (
     switch(
-        "--sft", "the data are conversations (messages, ShareGPT's conversations or conversation, prompt and completion, "
-        "or Alpaca's instruction and output) in *.jsonl, *.json, *.parquet, *.arrow or hub:NAME; hetero-megatron finetune sets it",
+        "--sft", "the data are conversations (messages, ShareGPT's conversations or conversation, prompt and "
+        "completion, or Alpaca's instruction and output) in *.jsonl, *.json, *.parquet, *.arrow or hub:NAME; "
+        "hetero-megatron finetune sets it",
     ),
     value(
         "--chat-template", str, None, "file with a Jinja template, instead of the tokenizer's own", needs=_SFT,

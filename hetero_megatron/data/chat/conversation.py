@@ -132,7 +132,7 @@ def _require_text_alone(record: Mapping[str, Any], where: str) -> None:
             turns += 'completion: [{role: "assistant", content: .completion}]'
             raise UserError(
                 "is not read beside a prompt and a completion that are strings", field=key, value=_shown(value),
-                accepted=f"lists of messages (jq -c '{{{key}, {turns}}}' makes such records)", where=where,
+                accepted=f"lists of messages (jq -c '. + {{{turns}}}' makes such records)", where=where,
             )  # fmt: skip
 
 

@@ -73,16 +73,16 @@ def pair_refused(record: Mapping[str, Any], where: str) -> UserError:
     """The refusal of a preference pair, with the jq program that makes a conversation of what was chosen."""
     turns = next((key for key in LISTS if record.get(key) is not None), None)
     if turns is not None and isinstance(record["chosen"], dict):
-        kept = f"{{{turns}: (.{turns} + [.chosen])}}"
+        made = f"{{{turns}: (.{turns} + [.chosen])}}"
     elif record.get(ALPACA) is not None:
-        kept = "{instruction, input, output: .chosen}"
+        made = "{output: .chosen}"
     elif record.get(PROMPT) is not None and isinstance(record[PROMPT], type(record["chosen"])):
-        kept = "{prompt: .prompt, completion: .chosen}"
+        made = "{completion: .chosen}"
     else:
-        kept = "{messages: .chosen}"
+        made = "{messages: .chosen}"
     return UserError(
         "the record is a preference pair (chosen, rejected), and this version has no DPO", field="record",
-        accepted=f"{ACCEPTED}; jq -c '{kept}' keeps what was chosen", where=where,
+        accepted=f"{ACCEPTED}; jq -c '. + {made} | del(.chosen, .rejected)' keeps what was chosen", where=where,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ OTHER: dict[str, tuple[dict[str, Any], list[str]]] = {
     "rated by a number": ({"instruction": "a", "output": "b", "label": 0}, ["label = 0", "select(.label == 1)"]),
     "rated ShareGPT": ({"conversations": SHARE, "kto_tag": False}, ["kto_tag = false", "preference"]),
     "a pair beside a completion": ({"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}, ["no DPO"]),
-    "a pair of Alpaca": ({"instruction": "a", "chosen": "b", "rejected": "c"}, ["{instruction, input, output: .chos"]),
+    "a pair of Alpaca": ({"instruction": "a", "chosen": "b", "rejected": "c"}, ["'. + {output: .chosen} | del("]),
     "a pair beside its beginning": (
         {"conversations": [*SHARE, SHARE[0]], "chosen": SHARE[1], "rejected": SHARE[1]},
         ["no DPO", "{conversations: (.conversations + [.chosen])}"],
@@ -76,14 +76,15 @@ OTHER: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a picture of LLaVA": ({"conversations": SHARE, "image": "a.png"}, ["image = \"a.png\"", "text only"]),
     "a sound": ({"instruction": "a", "output": "b", "audio": {"bytes": b"x"}}, ["audio = {", "text only"]),
     "a system text beside strings": (
-        {"prompt": "a", "completion": "b", "system": "c"}, ["system = \"c\"", "jq -c '{system, prompt: [{role: \"us"],
+        {"prompt": "a", "completion": "b", "system": "c"}, ["system = \"c\"", "jq -c '. + {prompt: [{role: \"user"],
     ),
-    "tools beside strings": ({"prompt": "a", "completion": "b", "tools": [{}]}, ["tools = [{}]", "'{tools, prompt:"]),
+    "tools beside strings": ({"prompt": "a", "completion": "b", "tools": [{}]}, ["tools = [{}]", "'. + {prompt:"]),
     "context beside Alpaca": (
         {"instruction": "a", "context": "b", "output": "c"}, ["context = \"b\"", "jq -c '.input = .context | del("],
     ),
     "context and input": (
-        {"instruction": "a", "context": "b", "input": "d", "output": "c"}, ["'.input = .context + \"\\n\" + .input | de"],
+        {"instruction": "a", "context": "b", "input": "d", "output": "c"},
+        ["'.input = .context + \"\\n\" + .input | de"],
     ),
     "nothing asked": ({"instruction": "", "input": None, "output": "c"}, ["instruction = : is empty, and so is input"]),
     "questions": ({"question": "a", "answer": "b"}, ["answer, question", "content: .question}"]),

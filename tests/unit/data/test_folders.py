@@ -96,7 +96,7 @@ UNCLEAR: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ["--train-data-path '{}/a/x.train.jsonl' '{}/b/y.train.jsonl' --test"],
     ),
     "numbered splits": (("train1.jsonl", "train2.jsonl", "test1.jsonl"), ["--train-data-path '{}/train*' --test-data"]),
-    "sets": (("trainset.jsonl", "devset.jsonl", "testset.jsonl"), ["{}/trainset", "--valid-data-path '{}/devset.jsonl"]),
+    "sets": (("trainset.jsonl", "devset.jsonl", "testset.jsonl"), ["{}/trainset", "--valid-data-path '{}/devset"]),
     "what is held out": (("train.jsonl", "holdout.jsonl"), ["--test-data-path '{}/holdout.jsonl'"]),
     "texts of splits": (("wiki.train.txt", "wiki.test.txt"), ["several splits", "--test-data-path '{}/wiki.test.txt'"]),
 }  # fmt: skip
