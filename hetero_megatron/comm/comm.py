@@ -7,13 +7,13 @@ dead or silent peer into a :class:`CommError` that says who waited for whom in w
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from itertools import chain, combinations
 from typing import TypeVar
 
 import torch
@@ -104,7 +104,7 @@ class Comm:
                 ways = (self._new_group(members)[0], self._new_group(members)[0])
                 if i == mine:
                     self._channels[i] = ways
-        for i, j in combinations(range(len(islands)), 2):
+        for i, j in itertools.combinations(range(len(islands)), 2):
             members = tuple(sorted(islands.members[i] + islands.members[j]))
             made = (self._new_group(members), self._new_group(members))
             if mine in (i, j):
@@ -163,7 +163,11 @@ class Comm:
     def _connected(self, ranks: Sequence[int], patience: timedelta, connect: Callable[[], T], activity: str) -> T:
         """What ``connect`` returns, which makes a gloo group of ``ranks``; CommError after ``patience``, or as soon as
         one of them is gone."""
-        others = self._others(ranks)
+        others, lost, turns = self._others(ranks), list[int](), itertools.count()
+
+        def gone() -> list[int]:
+            lost.extend(self.reach.gone(others, next(turns)))
+            return lost
 
         def run() -> T:
             with self.hooks.on_other_cores():
@@ -171,9 +175,10 @@ class Comm:
 
         start = time.perf_counter()
         try:
-            return in_time(patience.total_seconds(), run, lambda: self.reach.gone(others)) if others else run()
+            return in_time(patience.total_seconds(), run, gone) if others else run()
         except (RuntimeError, ValueError) as error:
-            raise self.failure(others, time.perf_counter() - start, error, activity) from error
+            peers = tuple(dict.fromkeys([*lost, *others]))  # first those that the message is to name
+            raise self.failure(peers, time.perf_counter() - start, error, activity) from error
 
     def _backend(self, direct: str) -> str:
         """The backend string for ``new_group``: this rank's island's, or one that reaches other islands."""
@@ -223,7 +228,7 @@ class Comm:
         """Destroy the groups made by ``create_groups`` and ``background_group``, whose threads would otherwise run as
         long as this process. For a process that goes on with another plan: every rank of the job calls it, when no
         transfer in these groups is under way."""
-        for group in chain(*self._groups.values(), self._background.values()):
+        for group in itertools.chain(*self._groups.values(), self._background.values()):
             if group is not None:
                 group.destroy()
         self._groups.clear()

@@ -125,15 +125,23 @@ class Reach:
         chosen = self._choose([p for p in peers if p in known], known)
         if not chosen:
             return {}
-        with ThreadPoolExecutor(len(chosen)) as pool:
-            said = pool.map(lambda r: dial(known[r], patience), chosen)
-            found = {rank: word for rank, word in zip(chosen, said, strict=True) if word is not None}
-        return {**found, **dict.fromkeys(set(self.cut()) & known.keys(), UNREACHABLE)}
+        return {**self._dial(chosen, patience), **dict.fromkeys(set(self.cut()) & known.keys(), UNREACHABLE)}
 
-    def gone(self, peers: Iterable[int]) -> list[int]:
-        """Those of ``peers`` (of the first ``AT_MOST``) whose processes have ended."""
-        peers = [peer for peer in peers if peer != self.rank]
-        return [peer for peer, word in self.look(peers).items() if word == GONE and peer in peers]
+    def gone(self, peers: Sequence[int], turn: int) -> list[int]:
+        """Those of ``peers``, of which this rank is none, whose processes have ended: of ``AT_MOST`` of them, others in
+        every turn (0, 1, 2, …) and on every rank."""
+        start = (self.rank + turn * AT_MOST) % len(peers)
+        chosen = [*peers[start:], *peers[:start]][:AT_MOST]
+        found = self._dial([p for p in chosen if p < len(self.addresses) and self.addresses[p] is not None], PATIENCE)
+        return [peer for peer, word in found.items() if word == GONE]
+
+    def _dial(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
+        """State of ranks with known addresses, as far as it can be found out."""
+        if not ranks:
+            return {}
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            said = pool.map(lambda r: dial(self.addresses[r], patience), ranks)  # type: ignore[arg-type]
+            return {rank: word for rank, word in zip(ranks, said, strict=True) if word is not None}
 
     @staticmethod
     def _choose(peers: list[int], known: dict[int, Address]) -> list[int]:

@@ -97,16 +97,15 @@ class ScheduleSearch:
         ):
             if incumbent.should_stop():
                 break
-            if _bound(templates[0], problem, scorer) >= NEAR * limit:
-                continue
-            judged = [judge_template(template, problem, scorer) for template in templates]
+            near = [template for template in templates if _bound(template, problem, scorer) < NEAR * limit]
+            judged = [judge_template(template, problem, scorer) for template in near]
             start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
             if start is None or _busiest(start) >= NEAR * limit:
                 continue
             made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING, NEAR * limit)
             if made is not None:
                 other = self._judged(start, made, problem, scorer.costs)
-            else:  # it stays 1F1B
+            else:  # it stays 1F1B, or no schedule made for it seems near to the best
                 other = None if start.prediction.over else start
             if other is not None:
                 found.append((other, start))
@@ -217,11 +216,13 @@ def _bound(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateSco
     plan = plan if plan is None or chunks == 1 else interleaved(plan, chunks)
     if plan is None:
         return math.inf
-    after = max(
-        scorer.bounds.stage_sync_tail(stage, template.pipelines, s == 0, s == len(part.shape.stages) - 1)[2]
+    ends = [
+        (stage, s == 0, s == len(part.shape.stages) - 1)
         for part in template.parts for s, stage in enumerate(part.shape.stages)
-    )  # fmt: skip
-    return after + least_seconds(plan, scorer.costs)
+    ]  # fmt: skip
+    after = max(scorer.bounds.stage_sync_tail(stage, template.pipelines, *end)[2] for stage, *end in ends)
+    saved = max(scorer.saved_seconds(stage, *end) for stage, *end in ends)
+    return after + least_seconds(plan, scorer.costs) - saved
 
 
 def _busiest(start: JudgedPlan) -> float:
@@ -303,7 +304,8 @@ def adapted(
     Args:
         prediction: of the plan under 1F1B; for one with several chunks, before its layers were cut.
         effort: actions that may be timed for each pipeline.
-        limit: seconds of a step; None also where it would take longer, judged by the schedules' own seconds.
+        limit: seconds of a step; None also where it seems to take longer, by the schedules' own seconds and what the
+            step has beside them under 1F1B: an estimate.
     """
     prices = StageCosts(plan, costs)
     if not without_context(plan):

@@ -216,3 +216,15 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert done.returncode == 3, done.stderr
     assert "rank 0, joining the job, waited" in done.stderr and "rank 1 never came" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_of_many_peers_all_are_asked_in_turn_whether_they_are_gone() -> None:
+    beacon = Beacon("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        closed = Address("127.0.0.1", probe.getsockname()[1], "")
+    addresses = [beacon.address] * 100
+    addresses[97] = closed
+    peers = [rank for rank in range(100) if rank != 3]
+    found = [Reach(3, addresses).gone(peers, turn) for turn in range(4)]
+    assert [97] in found and all(gone in ([], [97]) for gone in found)
+    beacon.close()
