@@ -20,12 +20,12 @@ from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.companions import Companions, from_checkpoint
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.checkpoint.exchange import RankFailed, RemoteError, load_boxes, save_boxes
-from hetero_megatron.checkpoint.foreign import refuse_foreign
 from hetero_megatron.checkpoint.manifest import Damaged, read_sums, verify
 from hetero_megatron.checkpoint.metadata import check_files, file_limits, read_metadata
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
+from hetero_megatron.foreign_checkpoints import refuse_foreign
 from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.words import notice_line
 

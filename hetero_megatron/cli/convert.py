@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.checkpoint.foreign import is_megatron, refuse_foreign
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
+from hetero_megatron.foreign_checkpoints import is_megatron, refuse_foreign
 from hetero_megatron.spec import model_folder
 from hetero_megatron.spec.mistaken import refuse_mistaken
 from hetero_megatron.training.exit import import_torch

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_file, read_json_object
+from hetero_megatron.foreign_checkpoints import foreign_format
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".onnx", ".h5", ".msgpack")
 WRITTEN = "a directory that save_pretrained wrote"
@@ -45,8 +46,6 @@ def _folder(path: Path) -> tuple[str, str] | None:
         return None
     if "latest" in names and any(name.startswith("iter_") for name in names):
         return "is a directory of checkpoints", "--load, or what hetero-megatron convert makes of it"
-    if "latest_checkpointed_iteration.txt" in names:
-        return "is a Megatron-LM checkpoint", "what hetero-megatron convert makes of it (a directory for --load)"
     if "adapter_config.json" in names:
         return f"is an adapter of PEFT's{_base(path)}", "the model as --load-hf, and the adapter as --load-adapter"
     if any(name.endswith(".gguf") for name in names):
@@ -62,7 +61,8 @@ def _folder(path: Path) -> tuple[str, str] | None:
         return "is a directory of Hugging Face checkpoints", (
             f"--load-hf, or convert, with one of the folders in it: {', '.join(inside[:4])}{more}"
         )
-    return None
+    found = foreign_format(path)
+    return None if found is None else (f"is {found[0]}", found[1])
 
 
 def _base(path: Path) -> str:

@@ -26,6 +26,9 @@ MISTAKEN: dict[str, tuple[dict[str, str], str, list[str]]] = {
         {"params.json": "{}", "consolidated.00.pth": ""}, "",
         ["their authors' own format", "convert_…_weights_to_hf.py"],
     ),
+    "another program's": (
+        {"global_step5/mp_rank_00_model_states.pt": ""}, "", ["is a DeepSpeed checkpoint", "zero_to_fp32"],
+    ),
     "a folder of models": (
         {"checkpoint-5/config.json": "{}", "checkpoint-9/config.json": "{}"}, "",
         ["a directory of Hugging Face checkpoints", "one of the folders in it: checkpoint-5, checkpoint-9"],
@@ -35,8 +38,11 @@ MISTAKEN: dict[str, tuple[dict[str, str], str, list[str]]] = {
 
 def test_checkpoints_of_a_training_are_for_another_flag(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    with pytest.raises(UserError, match="--load-hf = .*is a Megatron-LM checkpoint. Accepted: .*convert"):
-        load_model(str(tmp_path), "--load-hf")
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").write_text("")
+    for path in (tmp_path, tmp_path / "iter_0000100"):
+        with pytest.raises(UserError, match=r"--load-hf = .*is a Megatron-LM \(.*\) checkpoint. Accepted: .*convert"):
+            load_model(str(path), "--load-hf")
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / "latest").write_text("iter_0000002")
     with pytest.raises(UserError, match="--load-hf = .*is a directory of checkpoints. Accepted: --load, or"):

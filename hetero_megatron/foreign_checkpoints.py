@@ -30,9 +30,19 @@ def refuse_foreign(path: str | Path, field: str) -> None:
         raise UserError("is not a directory", field=field, value=str(path), accepted="a directory that --save wrote")
     if not root.is_dir() or _is_ours(root / "latest"):
         return
-    for what, accepted, found in _FORMATS:
-        if found(root):
-            raise UserError(f"is {what}", field=field, value=str(path), accepted=accepted)
+    if _ours(root):
+        raise UserError(
+            "is one checkpoint, not a directory of them", field=field, value=str(path),
+            accepted="the directory that it is in, with --ckpt-step for its step",
+        )  # fmt: skip
+    found = foreign_format(root)
+    if found is not None:
+        raise UserError(f"is {found[0]}", field=field, value=str(path), accepted=found[1])
+
+
+def foreign_format(root: Path) -> tuple[str, str] | None:
+    """(what it is, what can be done with it) of a directory with another program's checkpoints."""
+    return next(((what, accepted) for what, accepted, found in _FORMATS if found(root)), None)
 
 
 def _is_ours(latest: Path) -> bool:
@@ -119,7 +129,6 @@ def _entries(root: Path) -> Iterator[Path]:
 
 # (what it is, what can be done, how it is told), the more specific first
 _FORMATS: tuple[tuple[str, str, Callable[[Path], bool]], ...] = (
-    ("one checkpoint, not a directory of them", "the directory that it is in, with --ckpt-step for its step", _ours),
     ("a Megatron-LM (or Megatron Core) checkpoint", _MEGATRON, _megatron),
     ("a DeepSpeed checkpoint", f"{_TO_HF}: its zero_to_fp32.py, with a script of the model's, makes them", _deepspeed),
     ("a nanotron checkpoint", f"{_TO_HF}: nanotron's examples/*/convert_nanotron_to_hf.py writes them", _nanotron),
