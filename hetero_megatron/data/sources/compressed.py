@@ -22,7 +22,7 @@ _OPENERS: Mapping[str, Callable[[BinaryIO], object]] = {
 
 
 def is_compressed(path: Path) -> bool:
-    return path.suffix in _OPENERS
+    return path.suffix.lower() in _OPENERS
 
 
 def uncompressed_name(path: Path) -> Path:
@@ -45,7 +45,7 @@ def open_content(path: Path, field: str = "--data-path") -> Iterator[BinaryIO]:
             yield file
             return
         try:
-            yield cast(BinaryIO, _OPENERS[path.suffix](file))
+            yield cast(BinaryIO, _OPENERS[path.suffix.lower()](file))
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the content
                 raise

@@ -81,7 +81,8 @@ def test_compressed_files_hold_the_same_documents(suffix: str, tmp_path: Path) -
     (tmp_path / "lines").mkdir()
     plain, pack = write_jsonl(tmp_path / "d.jsonl", TEXTS).read_bytes(), PACKERS[suffix]
     for number in range(2):
-        (tmp_path / "lines" / f"{number}.jsonl{suffix}").write_bytes(pack(plain))
+        name = f"{number}.jsonl{suffix}"
+        (tmp_path / "lines" / (name if number else name.upper())).write_bytes(pack(plain))
     (tmp_path / f"d.txt{suffix}").write_bytes(pack(b"a text"))
     assert documents(opened(tmp_path / "lines")) == 2 * [t for t in TEXTS if t]
     assert documents(opened(tmp_path / f"d.txt{suffix}")) == ["a text"]
