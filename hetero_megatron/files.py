@@ -95,8 +95,13 @@ def read_json(path: Name, field: str = "", limit: int = MAX_TEXT_BYTES) -> Any:
 
 def is_pointer(path: Name) -> bool:
     """Whether a regular file is a pointer of Git LFS, as a clone without it has them in place of large files."""
+    return begins_with(path, _POINTER)
+
+
+def begins_with(path: Name, mark: bytes) -> bool:
+    """Whether these are the first bytes of a regular file."""
     with open_file(path) as file:
-        return file.read(len(_POINTER)) == _POINTER
+        return file.read(len(mark)) == mark
 
 
 def read_json_object(path: Name, field: str = "", limit: int = MAX_TEXT_BYTES) -> dict[str, Any]:

@@ -38,7 +38,7 @@ BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 FORMS = (SINGLE, INDEX, BIN, BIN_INDEX)
 _SHARD = re.compile(r"(model|pytorch_model)[-.].*\.(safetensors|bin)")  # a shard or a variant; told if it is not read
-_SHARDS = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
+_NUMBERED = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
 _OTHERS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
@@ -159,7 +159,7 @@ def _remedy(others: list[str]) -> str:
     """What can be done with other files of weights than those that are read."""
     if any(n.endswith(".gguf") for n in others):
         return "; of GGUF, transformers' from_pretrained(DIR, gguf_file=FILE) and save_pretrained make one"
-    if any(_SHARDS.fullmatch(n) for n in others):
+    if any(_NUMBERED.fullmatch(n) for n in others):
         return f": shards are read with their {INDEX} (or {BIN_INDEX})"
     if len(others) == 1 and others[0].endswith(".safetensors"):
         return f": a single file of all weights is called {SINGLE}"

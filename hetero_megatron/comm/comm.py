@@ -132,11 +132,11 @@ class Comm:
         backend = "gloo"
         if route is not None and not route.bridged and self.rank in ranks:
             backend = self._backend(route.direct)
-        # The library's own watchdog must not end the process before our watch has reported the reason.
-        patience = self.timeout if backend == "gloo" or self.watch is None else 2 * self.timeout
         if backend == "gloo":
-            made = self._new_gloo_group(ranks, patience)
+            made = self._new_gloo_group(ranks, self.timeout)
         else:
+            # The library's own watchdog must not end the process before our watch has reported the reason.
+            patience = self.timeout if self.watch is None else 2 * self.timeout
             # Not in a thread: a library's calls may have to come from one (MPI), or from where its device is current.
             limit = self.watch.during(self._others(ranks), MAKING) if self.watch is not None else nullcontext()
             try:

@@ -117,22 +117,22 @@ class Reach:
         beacon: Beacon | None = None,
         cut: Callable[[], Collection[int]] = frozenset,
     ) -> None:
-        self.rank, self.addresses, self.beacon, self.cut = rank, tuple(addresses), beacon, cut
+        self.rank, self.beacon, self.cut = rank, beacon, cut
+        self._known = {r: a for r, a in enumerate(addresses) if a is not None and r != rank}
 
     def look(self, peers: Iterable[int], patience: float = PATIENCE) -> dict[int, str]:
         """State of ``peers`` and of some other ranks, so that the launcher learns who can reach whom."""
-        known = {r: a for r, a in enumerate(self.addresses) if a is not None and r != self.rank}
-        chosen = self._choose([p for p in peers if p in known], known)
+        chosen = self._choose([p for p in peers if p in self._known], self._known)
         if not chosen:
             return {}
-        return {**self._dial(chosen, patience), **dict.fromkeys(set(self.cut()) & known.keys(), UNREACHABLE)}
+        return {**self._dial(chosen, patience), **dict.fromkeys(set(self.cut()) & self._known.keys(), UNREACHABLE)}
 
     def gone(self, peers: Sequence[int], turn: int) -> list[int]:
         """Those of ``peers``, of which this rank is none, whose processes have ended: of ``AT_MOST`` of them, others in
         every turn (0, 1, 2, …) and on every rank."""
         start = (self.rank + turn * AT_MOST) % len(peers)
         chosen = [*peers[start:], *peers[:start]][:AT_MOST]
-        found = self._dial([p for p in chosen if p < len(self.addresses) and self.addresses[p] is not None], PATIENCE)
+        found = self._dial([p for p in chosen if p in self._known], PATIENCE)
         return [peer for peer, word in found.items() if word == GONE]
 
     def _dial(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
@@ -140,7 +140,7 @@ class Reach:
         if not ranks:
             return {}
         with ThreadPoolExecutor(len(ranks)) as pool:
-            said = pool.map(lambda r: dial(self.addresses[r], patience), ranks)  # type: ignore[arg-type]
+            said = pool.map(lambda r: dial(self._known[r], patience), ranks)
             return {rank: word for rank, word in zip(ranks, said, strict=True) if word is not None}
 
     @staticmethod

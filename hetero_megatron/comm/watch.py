@@ -65,7 +65,7 @@ class TransferWatch:
     def during(self, peers: tuple[int, ...], activity: str) -> Iterator[None]:
         """What is done inside counts as a transfer: a call that waits for peers without a limit of its own."""
         pending = Pending()
-        self._transfers.append(_Transfer(pending, peers, activity, time.monotonic()))
+        self.add(pending, peers, activity)
         try:
             yield
         finally:

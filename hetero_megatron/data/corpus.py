@@ -28,6 +28,9 @@ _READERS: dict[str, Callable[..., Iterator[tuple[str, tuple[int, ...]]]]] = {
     "arrow": arrow.read,
     "stdlib": functools.partial(text.read, errors="replace"),
 }
+_CHECKS: dict[str, Callable[[Path, str], None]] = {
+    "jsonl": jsonl.check_end, "parquet": parquet.check, "arrow": arrow.check,
+}  # fmt: skip
 _ACCEPTED = "stdlib, a .bin/.idx prefix, or a file, folder or glob of text, *.jsonl, *.parquet or *.arrow"
 
 
@@ -85,13 +88,11 @@ class Corpus:
 
     def check_ends(self) -> None:
         """UserError for a file that is truncated at its end, which a stream would only notice on reaching it."""
+        check = _CHECKS.get(self.kind)
+        if check is None:
+            return
         for file in self.files:
-            if self.kind == "jsonl":
-                jsonl.check_end(file, self.key)
-            elif self.kind == "parquet":
-                parquet.check(file, self.key)
-            elif self.kind == "arrow":
-                arrow.check(file, self.key)
+            check(file, self.key)
 
     def num_bytes(self) -> int:
         return self._starts[-1]
@@ -129,7 +130,7 @@ def find_corpus(path: str, key: str = "text", field: str = "--data-path") -> Cor
     if sum(f.stat().st_size for f in files) == 0:
         raise UserError("the corpus is empty (0 bytes)", field=field, value=path, accepted="files with text")
     for file in files:
-        if file.stat().st_size < 1024 and os.path.isfile(file) and is_pointer(file):
+        if file.stat().st_size < 1024 and is_pointer(file):
             raise UserError(POINTER, field=field, value=str(file), accepted="the data")
     return Corpus(path, kind, tuple(files), key, tuple(left_out))
 

@@ -6,7 +6,6 @@ What is not clear is refused, with a path that says what is meant: a glob is tak
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
+from hetero_megatron.files import read_json_object
 
 KEYED = {
     ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
@@ -141,9 +141,8 @@ def _cached(files: Iterable[Path]) -> set[Path]:
 def _saved_names(state: Path) -> set[str]:
     """Names of the data files that a state.json of save_to_disk lists; none if it is not there, or damaged."""
     try:
-        entries = json.loads(state.read_bytes())["_data_files"]
-        return {Path(entry["filename"]).name for entry in entries}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return {Path(entry["filename"]).name for entry in read_json_object(state)["_data_files"]}
+    except (UserError, KeyError, TypeError):
         return set()
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file, read_json_object
+from hetero_megatron.files import begins_with, read_json_object
 from hetero_megatron.foreign_checkpoints import foreign_format
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".onnx", ".h5", ".msgpack")
@@ -75,6 +75,6 @@ def _base(path: Path) -> str:
 
 
 def _begins(path: Path, mark: bytes) -> bool:
-    with suppress(UserError, OSError), open_file(path) as file:
-        return file.read(len(mark)) == mark
+    with suppress(UserError, OSError):
+        return begins_with(path, mark)
     return False

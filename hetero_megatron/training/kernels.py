@@ -15,7 +15,6 @@ from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8 import RECIPES, Fp8
-from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
@@ -52,7 +51,7 @@ def rank_kernels(
     base = replace(_signature(platform, dtype), compiled=compiled, deterministic=deterministic)
     requests = dict(here.stage.kernels)
     chunked = here.loss_chunk(dtype, options.logits_bytes) is not None
-    fp8 = stage_fp8(here.stage, options.fp8) if here.stage.num_layers else None
+    fp8 = here.fp8(options.fp8)
     if fp8 is not None:
         _require_fp8(registry, replace(base, op=fp8.operator), fp8, requests, here.path, rank)
     signatures = stage_signatures(
@@ -105,7 +104,7 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     kernels = default_kernels(
         config.spec, here.share, here.stage.head, dtype, tp=here.unit.tp,
         chunked=here.loss_chunk(dtype, config.logits_bytes) is not None, tiled=here.tiled,
-        fp8=stage_fp8(here.stage, config.fp8) if here.stage.num_layers else None,
+        fp8=here.fp8(config.fp8),
     )  # fmt: skip
     kernels = with_chip_chunks(with_chip_products(kernels))
     if "dropout" in kernels.choices:  # making masks of nothing would take most of the time

@@ -8,6 +8,8 @@ from hetero_megatron.parallel.long_loss import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.spec import ModelSpec
 
 
@@ -32,6 +34,10 @@ class RankStage:
         self.context = next((c for c in contexts if rank in c.ranks), None)
         self.tiled = bool(contexts)
         self.path = f"pipelines[{self.place.pipeline}].stages[{self.place.stage}]"
+
+    def fp8(self, default: Fp8 | None) -> Fp8 | None:
+        """What its linear modules compute in, ``default`` where the stage does not say; None: in the weights' dtype."""
+        return stage_fp8(self.stage, default) if self.stage.num_layers else None
 
     def loss_chunk(self, dtype: torch.dtype, logits_bytes: int) -> int | None:
         """Tokens of a micro-batch whose logits exist at once; None: those of all, or no head."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 from tests.support.vendors import PLUGINS, build_emulated
 
 SCRIPT = """
@@ -44,9 +44,7 @@ else:
 @pytest.mark.timeout(300)
 def test_queued_work_ends_before_the_interpreter_does() -> None:
     build_emulated()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ, "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
         "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",

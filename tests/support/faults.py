@@ -11,7 +11,6 @@ import multiprocessing as mp
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 from tests.support.pool import PRELOAD
+from tests.support.ports import free_port
 from tests.support.programs import ENVIRONMENT, TORCHRUN
 
 STEPS = 12
@@ -89,9 +89,7 @@ class ForkedJob:
 
     def _start(self) -> None:
         self._round += 1
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         shared = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": str(self._round)}
         self._ranks = []

@@ -10,11 +10,12 @@ import atexit
 import gc
 import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.support.ports import free_port
 
 RANKS = 8
 PRELOAD = ["tests.support.preload"]
@@ -56,9 +57,7 @@ class Pool:
         self.emulated = "emulated" in vendors
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank, vendor in enumerate(vendors):

@@ -12,7 +12,6 @@ import io
 import multiprocessing as mp
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from hetero_megatron.cli.pretrain import main
 from tests.support.paths import ROOT
 from tests.support.pool import PRELOAD
+from tests.support.ports import free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -150,9 +150,7 @@ def start_ranks(
         nodes: the name of each rank's node; empty: this host's.
         before: called first in every rank.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     shared = {**ENVIRONMENT, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
     return [
         Program(

@@ -1,12 +1,17 @@
-"""What parquet and Arrow files have in common: pyarrow, and a column of strings."""
+"""What parquet and Arrow files have in common: pyarrow, a column of strings, refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hetero_megatron.data.sources.jsonl import shown_names
 from hetero_megatron.errors import UserError
+
+Position = tuple[int, ...]
+# (path, column, rows that are done) -> (row of the first, values) in order, from the batch on that holds the next row
+Batches = Callable[[Path, str, int], Iterator[tuple[int, list[str | None]]]]
 
 
 def import_pyarrow(path: Path) -> Any:
@@ -19,6 +24,22 @@ def import_pyarrow(path: Path) -> Any:
             accepted="pip install 'hetero-megatron[data]'",
         ) from None  # fmt: skip
     return pyarrow
+
+
+def read_texts(batches: Batches, path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
+    """The string in column ``key`` of each row; null counts as empty. A position is (rows before it,)."""
+    done = position[0] if position else 0
+    for begin, values in batches(path, key, done):
+        for text in values[max(0, done - begin) :]:
+            done += 1
+            yield text or "", (done,)
+
+
+def unreadable(path: Path, kind: str, problem: str, accepted: str) -> UserError:
+    """The refusal of a file that is not what its suffix says; ``kind``: what that is."""
+    return UserError(
+        f"cannot be read as {kind}: {problem}", field="--data-path", value=str(path), accepted=accepted
+    )  # fmt: skip
 
 
 def require_strings(schema: Any, key: str, path: Path) -> None:

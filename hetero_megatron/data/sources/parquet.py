@@ -6,21 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.data.sources.columns import import_pyarrow, require_strings
+from hetero_megatron.data.sources.columns import Position, import_pyarrow, read_texts, require_strings, unreadable
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import require_regular
 
-Position = tuple[int, ...]
 _ROWS = 1024  # that are in memory at a time
 
 
 def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Position]]:
-    """The string in column ``key`` of each row; null counts as empty. A position is (rows before it,)."""
-    done = position[0] if position else 0
-    for begin, values in _batches(path, key, done):
-        for text in values[max(0, done - begin) :]:
-            done += 1
-            yield text or "", (done,)
+    """See :func:`read_texts`."""
+    return read_texts(_batches, path, key, position)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -81,7 +76,4 @@ def _open(path: Path, key: str) -> Any:
 
 
 def _unreadable(path: Path, problem: str) -> UserError:
-    return UserError(
-        f"cannot be read as parquet: {problem}",
-        field="--data-path", value=str(path), accepted="an undamaged parquet file",
-    )  # fmt: skip
+    return unreadable(path, "parquet", problem, "an undamaged parquet file")

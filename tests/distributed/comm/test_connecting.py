@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
-import socket
 import threading
 from multiprocessing.connection import Connection, wait
 
@@ -14,6 +13,7 @@ import pytest
 from hetero_megatron.comm import Comm, CommError
 from hetero_megatron.comm.in_time import in_time, within
 from tests.support.pool import PRELOAD
+from tests.support.ports import free_port
 
 RANKS, VICTIM = 3, 2
 # Far more than the test waits; a group of devices is made where no thread can be left behind, and takes its time-out.
@@ -55,9 +55,7 @@ def _rank(rank: int, port: int, vendor: str, moment: str, pipe: Connection) -> N
 def test_a_rank_that_dies_while_others_connect_to_it_is_named(vendor: str, moment: str) -> None:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pipes, ranks = [], []
     for rank in range(RANKS):
         mine, theirs = context.Pipe(duplex=False)

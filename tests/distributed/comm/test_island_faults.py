@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 from tests.support.vendors import PLUGINS, build_emulated
 
 PIPELINE = """
@@ -26,12 +26,6 @@ pipelines:
 """
 WORDS = ["pretrain_gpt.py", "--model", "tiny", "--mock-data", "--log-interval", "1", "--train-iters", "1000000", "--lr",
          "1e-3", "--plan"]  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import read_launcher
 from hetero_megatron.platform.plugins import PluginSource, load
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 PLUGIN = ROOT / "plugins" / "mpi_island"
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -83,9 +83,7 @@ def alone(rank: int, world: int, port: int, command: list[str]) -> subprocess.Po
 def run(sizes: list[int], *command: str, code: int = 0, others: Sequence[str] = ()) -> str:
     """A job of islands of these sizes; what they print, errors too where there should be some. ``code``: how mpiexec
     ends; ``others``: the command of one more rank, outside all of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     world = sum(sizes) + bool(others)
     started = [island(sum(sizes[:i]), n, world, port, list(command)) for i, n in enumerate(sizes)]
     started += [alone(world - 1, world, port, list(others))] if others else []

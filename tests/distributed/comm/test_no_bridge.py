@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.comm.test_island_faults import PIPELINE, free_port, start
+from tests.distributed.comm.test_island_faults import PIPELINE, start
+from tests.support.ports import free_port
 from tests.support.vendors import build_emulated
 
 # The planted defect: every pair of ranks counts as joined by the library of whoever asks.

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_megatron.cli.main import main
 from tests.support.chat import TEMPLATES, chat_tokenizer
+from tests.support.ports import free_port
 from tests.support.selection import quick
 
 VOCAB, LENGTH, NEW = 330, 160, 32
@@ -93,13 +94,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def generate(words: list[str], ranks: int) -> tuple[str, str]:
     """(stdout of rank 0, stderr) of the command on so many ranks."""
-    import socket
-
     from tests.support.programs import ENVIRONMENT, Program
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
     programs = [
         Program(words, {**ENVIRONMENT, **job, **({"RANK": str(r), "LOCAL_RANK": str(r)} if job else {})}, "generate")
