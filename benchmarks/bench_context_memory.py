@@ -25,13 +25,13 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     import torch
 
     from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.dry_run.allocator import MemoryTracker
     from hetero_megatron.model.layers import Context
     from hetero_megatron.parallel.context import ContextAttention, StageAttention
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.context_plan import context_groups, stage_contexts
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec import from_hf_config
-    from hetero_megatron.training.memory import MemoryTracker
 
     length = own * count
     spec = from_hf_config({

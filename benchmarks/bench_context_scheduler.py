@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/bench_context_scheduler.py [--cards node|chip|both] [--quick]
 
 Nothing runs on accelerators: seconds are those of ``planner/context/cost.py`` with data-sheet rates x default
-efficiencies (``planner/cost/rates.py``), the same for all layouts. The paper's figures stand beside for orientation;
+efficiencies (``predictor/cost/rates.py``), the same for all layouts. The paper's figures stand beside for orientation;
 its cost model, its 13B and 70B configurations and most of its clusters' compositions are not public.
 """
 

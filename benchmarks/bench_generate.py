@@ -61,8 +61,8 @@ def run_ours(case: str, batch: int, new: int, folder: str) -> None:
 
     from hetero_megatron.cli.configure import configure
     from hetero_megatron.comm import start_comm
+    from hetero_megatron.environment.launcher import LauncherEnvironment
     from hetero_megatron.generation import Decoder, Sampling, open_weights
-    from hetero_megatron.launcher import LauncherEnvironment
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.training.islands import plan_for, transport_of
     from hetero_megatron.training.rank_platform import platform_at, position

@@ -25,12 +25,12 @@ import yaml
 from common import machine
 
 from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.launch import supervise
+from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.supervise import Supervisor
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.spec import load_model
-from hetero_megatron.training import supervise
-from hetero_megatron.training.jobs import Seat, Setup
-from hetero_megatron.training.supervise import Supervisor
 
 DAY, HOUR = 86400.0, 3600.0
 PER_HOST_SECOND = 419 / (54 * DAY * 16384 / 8)

@@ -30,11 +30,11 @@ from public_data import (
     with_optimizer_rate,
 )
 
-from hetero_megatron.planner.cost.layer_cost import CostOptions
-from hetero_megatron.planner.cost.rates import Rates, load_rates
+from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.rates import Rates, load_rates
+from hetero_megatron.predictor.rate_fitting import MeasuredRun, fit_rates, format_fit, predict_runs
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.rate_fitting import MeasuredRun, fit_rates, format_fit, predict_runs
 
 SEED = 0
 SAILOR_OVERHEAD, SAILOR_STATES = 5.06e9, 24  # bytes; bytes per parameter in fp32: constants of Sailor's own simulator

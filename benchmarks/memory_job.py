@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hetero_megatron.comm import start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import plan_from_dict
@@ -23,7 +24,6 @@ from hetero_megatron.platform import detect_platform
 from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 

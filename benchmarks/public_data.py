@@ -15,12 +15,12 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.plan import MegatronParallel, Plan, from_megatron, plan_from_dict
-from hetero_megatron.planner.cost.layer_cost import CostOptions
-from hetero_megatron.planner.cost.operator_cost import UPDATE_BYTES
-from hetero_megatron.planner.cost.rates import Rates, load_rates, model_fingerprint
+from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES
+from hetero_megatron.predictor.cost.rates import Rates, load_rates, model_fingerprint
+from hetero_megatron.predictor.rate_fitting import MeasuredRun
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.paper_models import gpt
-from hetero_megatron.training.rate_fitting import MeasuredRun
 
 DATA = Path(os.environ.get("HETERO_PUBLIC_DATA") or Path(__file__).resolve().parent.parent / "shared" / "data")
 

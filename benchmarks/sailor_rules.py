@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Replica
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
-from hetero_megatron.planner.cost.link_model import LinkPrice
-from hetero_megatron.planner.cost.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
 from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
 from hetero_megatron.planner.estimate.stage_table import StageTables
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.template.device_pool import make_pool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.predictor.cost.link_model import LinkPrice
+from hetero_megatron.predictor.cost.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
 from hetero_megatron.spec import ModelSpec
 
 GPUS = {"A100-40-SXM": "A100-40", "V100-16": "V100-16"}  # our names -> Sailor's

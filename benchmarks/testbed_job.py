@@ -11,6 +11,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.testbed_ranks import DTYPE, Choice, Work, measure
 from benchmarks.testbed_schedules import cuts_by_speed, schedule_plans
+from hetero_megatron.calibration import CalibrationOptions
+from hetero_megatron.calibration.pipelines import degrees
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.neighbours import tp_groups
 from hetero_megatron.cluster.subset import without
@@ -22,11 +24,9 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import judge
 from hetero_megatron.planner.search.uniform import top_uniform_plans
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.placement import renumbered
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.training.calibration import CalibrationOptions
-from hetero_megatron.training.calibration.pipelines import degrees
 
 
 def calibration(work: Work, spec: ModelSpec, cluster: Cluster) -> CalibrationOptions:

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.calibration import Calibration, CalibrationOptions, Job, calibrate
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.rates_section import format_rates
 from hetero_megatron.comm import Comm, Group, start_comm, stop_comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.emulation import Emulation
-from hetero_megatron.launcher import read_launcher
+from hetero_megatron.environment.launcher import read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
@@ -30,7 +31,6 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
 from hetero_megatron.testbed.clocks import worst_clock
-from hetero_megatron.training.calibration import Calibration, CalibrationOptions, Job, calibrate
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.rank_platform import position

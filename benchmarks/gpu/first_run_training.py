@@ -15,6 +15,7 @@ import torch
 from hetero_megatron.comm import start_comm
 from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.data.batch import Batch
+from hetero_megatron.monitoring.throughput import measured_peak_flops
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.memory.of_plan import estimate_memory
@@ -27,7 +28,6 @@ from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
-from hetero_megatron.training.throughput import measured_peak_flops
 
 LR, CLIP, STEPS = 1e-3, 1.0, 20
 LIMITS = {"fp32": 1e-3, "bf16": 3e-2}  # of a loss, relative: AdamW makes steps of rounding noise, 20 times

@@ -19,13 +19,13 @@ from hetero_megatron.checkpoint.hf_files import SHARD_BYTES, StoredTensor, lay_o
 from hetero_megatron.checkpoint.names import hf_source, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import require_regular
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.tensors import expert_tensor
-from hetero_megatron.words import plural
+from hetero_megatron.utils.files import require_regular
+from hetero_megatron.utils.text import plural
 
 SAVE, LOAD = "--save-adapter", "--load-adapter"
 _PREFIX = "base_model.model."

@@ -10,9 +10,9 @@ from typing import Any
 
 from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENT, doubled, parameters_of
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object
 from hetero_megatron.spec import Lora, ModelSpec
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS
+from hetero_megatron.utils.files import read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ACCEPTED = f"a directory with {CONFIG} and {WEIGHTS}, as peft writes it for LoRA"

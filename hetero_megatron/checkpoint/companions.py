@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import allowed_roots, is_within, parse_json, read_bytes
+from hetero_megatron.utils.files import allowed_roots, is_within, parse_json, read_bytes
 
 CONFIG = "config.json"
 HF_CONFIG = "hf_config.json"  # its name in a native checkpoint, where it is not the checkpoint's own configuration

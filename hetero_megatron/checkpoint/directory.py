@@ -22,8 +22,8 @@ from pathlib import Path
 from hetero_megatron.checkpoint.companions import Private
 from hetero_megatron.checkpoint.manifest import SUMS, Damaged, sha256
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_bytes
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.files import read_bytes
+from hetero_megatron.utils.text import notice_line
 
 LATEST = "latest"
 INCOMPLETE, OLD = ".incomplete", ".old"

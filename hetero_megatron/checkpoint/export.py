@@ -25,8 +25,8 @@ from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.progress import WorkLine, tracked
 from hetero_megatron.spec.hf_names import HFSource
+from hetero_megatron.utils.progress import WorkLine, tracked
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
 

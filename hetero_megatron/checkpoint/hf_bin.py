@@ -14,7 +14,7 @@ import torch
 from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.pickles import TENSOR_NAMES, refers, scan_archive, scan_pickles
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file, require_text
+from hetero_megatron.utils.files import open_file, require_text
 
 _LEGACY_PICKLES = 5  # before torch 1.6: magic number, version, system, tensors, keys of the storages
 

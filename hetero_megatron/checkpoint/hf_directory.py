@@ -20,7 +20,8 @@ import torch
 from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_bin import BinFile
 from hetero_megatron.errors import UserError, printable
-from hetero_megatron.files import (
+from hetero_megatron.spec.mistaken import WRITTEN
+from hetero_megatron.utils.files import (
     MAX_TEXT_BYTES,
     POINTER,
     is_pointer,
@@ -30,7 +31,6 @@ from hetero_megatron.files import (
     read_json_object,
     require_regular,
 )
-from hetero_megatron.spec.mistaken import WRITTEN
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

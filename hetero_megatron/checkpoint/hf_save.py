@@ -28,7 +28,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import LogicalTensor, ModelSpec, export_config, logical_tensors, to_hf_config
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 FLAG = "--save-hf"
 

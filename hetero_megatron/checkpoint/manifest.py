@@ -17,8 +17,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import member, open_file, read_text
-from hetero_megatron.progress import tracked
+from hetero_megatron.utils.files import member, open_file, read_text
+from hetero_megatron.utils.progress import tracked
 
 FORMAT = 1
 METADATA = "metadata.json"

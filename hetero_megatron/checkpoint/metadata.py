@@ -25,8 +25,8 @@ from hetero_megatron.checkpoint.manifest import FORMAT, MAX_BYTES, METADATA, Chu
 from hetero_megatron.checkpoint.safefile import MAX_HEADER, check_file
 from hetero_megatron.checkpoint.typed import MAX_INTEGER, typed
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object
 from hetero_megatron.layout import Box, tiles
+from hetero_megatron.utils.files import read_json_object
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_AXES = 8

@@ -25,9 +25,9 @@ from hetero_megatron.checkpoint.metadata import check_files, file_limits, read_m
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
-from hetero_megatron.foreign_checkpoints import refuse_foreign
-from hetero_megatron.out_of_memory import out_of_memory
-from hetero_megatron.words import notice_line
+from hetero_megatron.spec.foreign_checkpoints import refuse_foreign
+from hetero_megatron.utils.out_of_memory import out_of_memory
+from hetero_megatron.utils.text import notice_line
 
 Merge = Callable[[Sequence[Any]], Mapping[str, Any]]
 SAVE, LOAD, PRETRAINED = "--save", "--load", "--pretrained-checkpoint"  # what names a directory; convert: SOURCE

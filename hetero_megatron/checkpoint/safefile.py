@@ -15,7 +15,7 @@ import torch
 
 from hetero_megatron.checkpoint.manifest import METADATA, Damaged, unusable
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file, parse_json
+from hetero_megatron.utils.files import open_file, parse_json
 
 LABELS: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -23,16 +23,16 @@ from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.rates_section import format_rates, merge_rates, read_rates, write_rates
+from hetero_megatron.environment.launcher import TESTBED, LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object
-from hetero_megatron.launcher import TESTBED, LauncherEnvironment, read_launcher
-from hetero_megatron.planner.cost.rates import given_rates, load_rates, refuse_twice
+from hetero_megatron.predictor.cost.rates import given_rates, load_rates, refuse_twice
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.words import dtype_name, notice_line, plural
+from hetero_megatron.utils.files import read_json_object
+from hetero_megatron.utils.text import dtype_name, notice_line, plural
 
 if TYPE_CHECKING:
+    from hetero_megatron.calibration import CalibrationOptions
     from hetero_megatron.spec import ModelSpec
-    from hetero_megatron.training.calibration import CalibrationOptions
 
 TIMEOUT = 600.0  # seconds, of every transfer
 
@@ -132,7 +132,7 @@ def testbed_cluster() -> str | None:
 
 def _read_rates(file: str) -> dict[str, Any]:
     """Rates of another cluster file or of a conformance run: ``{chips: …}``, or the same under ``rates:``."""
-    from hetero_megatron.cluster.document import read_document
+    from hetero_megatron.utils.yaml_document import read_document
 
     document = read_document(file)
     keys = document.any_mapping()
@@ -145,7 +145,7 @@ def _read_rates(file: str) -> dict[str, Any]:
 
 def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -> dict[str, Any]:
     """``rates`` with those that measured runs determine."""
-    from hetero_megatron.training.rate_fitting import fit_rates, format_fit, rates_section, read_runs
+    from hetero_megatron.predictor.rate_fitting import fit_rates, format_fit, rates_section, read_runs
 
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")
@@ -177,9 +177,9 @@ def _launcher(cluster: Cluster) -> LauncherEnvironment:
 
 def _wanted(cluster: Cluster, spec: ModelSpec, options: argparse.Namespace) -> tuple[CalibrationOptions, ...]:
     """One for each dtype (empty: the usual one) and sequence length, short ones first."""
+    from hetero_megatron.calibration import CalibrationOptions
+    from hetero_megatron.calibration.pipelines import degrees
     from hetero_megatron.cluster.neighbours import tp_groups
-    from hetero_megatron.training.calibration import CalibrationOptions
-    from hetero_megatron.training.calibration.pipelines import degrees
 
     if options.steps < 1:
         raise UserError("too small", field="--steps", value=options.steps, accepted="an integer >= 1")
@@ -217,12 +217,12 @@ def _measure(
     Raises:
         UserError: on the first rank, where a core could not keep up with its emulated chip.
     """
+    from hetero_megatron.calibration import Job, calibrate
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.emulation import Emulation
     from hetero_megatron.platform.dtypes import DTYPES as TORCH_DTYPES
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
-    from hetero_megatron.training.calibration import Job, calibrate
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.islands import transport_of
     from hetero_megatron.training.kernels import fp8_kernels, rank_kernels

@@ -18,12 +18,12 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import cluster_from_dict
 from hetero_megatron.cluster.hosts import LaunchSettings
 from hetero_megatron.errors import UserError, printable
-from hetero_megatron.files import parse_json, read_text
 from hetero_megatron.launch.connection import SSH, remote_line, ssh_words
 from hetero_megatron.launch.discover import cluster_document
 from hetero_megatron.launch.facts import MARK
 from hetero_megatron.launch.hosts import Host
-from hetero_megatron.words import notice_line, plural
+from hetero_megatron.utils.files import parse_json, read_text
+from hetero_megatron.utils.text import notice_line, plural
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster import Cluster, load_cluster
+from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.words import format_bytes, format_rate, format_seconds, plural
+from hetero_megatron.utils.text import format_bytes, format_rate, format_seconds, plural
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import Comm

@@ -6,20 +6,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hetero_megatron.cli import training_flags as training
-from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
-from hetero_megatron.cli.balance_flags import build_balancing
-from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
-from hetero_megatron.cli.graph_flags import build_graphs
+from hetero_megatron.cli.flags import training as training
+from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
+from hetero_megatron.cli.flags.balance import build_balancing
+from hetero_megatron.cli.flags.checkpoint import build_checkpoint, build_failure
+from hetero_megatron.cli.flags.device_graphs import build_graphs
+from hetero_megatron.cli.flags.model import build_dropout, build_spec
+from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name, parse
+from hetero_megatron.cli.flags.plan import build_plan, take_defaults
+from hetero_megatron.cli.flags.unused import check_use
 from hetero_megatron.cli.hub import model_directory
-from hetero_megatron.cli.model_flags import build_dropout, build_spec
-from hetero_megatron.cli.parse import Arguments, flag_error, flag_name, parse
-from hetero_megatron.cli.plan_flags import build_plan, take_defaults
-from hetero_megatron.cli.use import check_use
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
-from hetero_megatron.launcher import read_launcher
+from hetero_megatron.environment.launcher import read_launcher
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.kernels import with_kernels

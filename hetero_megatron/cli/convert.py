@@ -12,11 +12,11 @@ from typing import Any
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.errors import UserError
-from hetero_megatron.foreign_checkpoints import is_megatron, refuse_foreign
 from hetero_megatron.spec import model_folder
+from hetero_megatron.spec.foreign_checkpoints import is_megatron, refuse_foreign
 from hetero_megatron.spec.mistaken import refuse_mistaken
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.words import dtype_name, notice_line, plural
+from hetero_megatron.utils.text import dtype_name, notice_line, plural
 
 USAGE = """\
 usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ckpt-step N]
@@ -137,7 +137,7 @@ def _from_megatron(
     from hetero_megatron.checkpoint.convert import import_weights
     from hetero_megatron.checkpoint.megatron.find import open_megatron
     from hetero_megatron.checkpoint.megatron.weights import MegatronWeights
-    from hetero_megatron.cli.megatron_args import spec_of_arguments
+    from hetero_megatron.cli.flags.megatron_checkpoint import spec_of_arguments
 
     tensors = open_megatron(source, step)
     spec = spec_of_arguments(tensors.arguments, model, tensors.vocabulary_rows())

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cluster.catalogue import CHIPS, markdown
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.words import plural, word
+from hetero_megatron.utils.text import plural, word
 
 OK, OPTIONAL, BROKEN = "ok", "missing (optional)", "MISSING"
 

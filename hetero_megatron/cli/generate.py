@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.rank_errors import end_rank
+from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object, read_text
-from hetero_megatron.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.training.exit import at_once, import_torch
-from hetero_megatron.words import notice_line, plural
+from hetero_megatron.utils.files import read_json_object, read_text
+from hetero_megatron.utils.text import notice_line, plural
 
 if TYPE_CHECKING:
     from hetero_megatron.data.tokenizers import HuggingFaceTokenizer

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
+from hetero_megatron.environment.foreign_launcher import find_task
 from hetero_megatron.errors import UserError
-from hetero_megatron.foreign_launcher import find_task
 from hetero_megatron.launch.connection import LEASE, SSH
 
 _LAUNCH = ("-m", "hetero_megatron", "launch")

@@ -14,8 +14,8 @@ import yaml
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.companion import Companion
-from hetero_megatron.cli.fp8_arguments import add_fp8, fp8_of
-from hetero_megatron.cli.lora_arguments import add_lora, with_lora
+from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
+from hetero_megatron.cli.flags.lora import add_lora, with_lora
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document
@@ -26,7 +26,6 @@ from hetero_megatron.plan.export import FORMATS, export
 from hetero_megatron.plan.made_for import MadeFor, made_for
 from hetero_megatron.plan.memory.states import ITEM_BYTES, moments_of
 from hetero_megatron.plan.routing import routing_of
-from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
 from hetero_megatron.planner.report.plan_page import plan_page
@@ -36,10 +35,11 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
-from hetero_megatron.progress import WorkLine
+from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
-from hetero_megatron.words import format_seconds, notice_line
+from hetero_megatron.utils.progress import WorkLine
+from hetero_megatron.utils.text import format_seconds, notice_line
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from hetero_megatron.planner.context.io import one_stage_plan
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
 from hetero_megatron.spec import load_model
-from hetero_megatron.words import dtype_name, notice_line, plural, rank_ranges
+from hetero_megatron.utils.text import dtype_name, notice_line, plural, rank_ranges
 
 
 def parser() -> ArgumentParser:

@@ -13,7 +13,7 @@ from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.platform.plugins import Plugin, Plugins
@@ -140,9 +140,9 @@ def _new(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     import_torch()
-    from hetero_megatron.cli.check_plugin import check_plugin
-    from hetero_megatron.cli.check_process import CheckLimits
-    from hetero_megatron.cli.check_report import Table
+    from hetero_megatron.plugin_check.check import check_plugin
+    from hetero_megatron.plugin_check.process import CheckLimits
+    from hetero_megatron.plugin_check.report import Table
 
     check_writable(args.profile, "--profile")
     table = None if args.json else Table()

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.fp8_arguments import add_fp8, fp8_of
-from hetero_megatron.cli.lora_arguments import add_lora, with_lora
+from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
+from hetero_megatron.cli.flags.lora import add_lora, with_lora
 from hetero_megatron.cli.output import write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
@@ -19,14 +19,14 @@ from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.plan.memory.states import ITEM_BYTES, moments_of
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.plan.routing import routing_of
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.report.page import html_page
-from hetero_megatron.planner.report.prediction import as_json, format_prediction
-from hetero_megatron.planner.report.timeline import format_timeline, perfetto_trace
-from hetero_megatron.planner.simulate.prepared import PreparedPlan
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.report.prediction import as_json, format_prediction
+from hetero_megatron.predictor.report.prediction_page import html_page
+from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
+from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
-from hetero_megatron.words import dtype_name, notice_line
+from hetero_megatron.utils.text import dtype_name, notice_line
 
 
 def main(argv: Sequence[str]) -> int:

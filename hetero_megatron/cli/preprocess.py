@@ -30,7 +30,7 @@ from hetero_megatron.data.indexed import IndexedWriter, token_dtype
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
 from hetero_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer, choose_type, required_eod
 from hetero_megatron.errors import UserError
-from hetero_megatron.words import format_seconds, plural, word
+from hetero_megatron.utils.text import format_seconds, plural, word
 
 _CHUNK = 64  # documents per task of a worker
 _REPORT_SECONDS = 5.0

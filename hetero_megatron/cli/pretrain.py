@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.rank_errors import USER_ERROR, end_rank, is_lost_peer, peer_error
-from hetero_megatron.cli.say import say_error
+from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.training.exit import at_once, import_torch
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 if TYPE_CHECKING:
     from hetero_megatron.plan.memory.states import MemoryBytes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, command: str = "pretrain") -> int:
     """Returns the exit code; an error is one line on standard error. ``command``: whose help is meant."""
     if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        from hetero_megatron.cli.flags import help_text
+        from hetero_megatron.cli.flags.help import help_text
 
         print(help_text(command, "--help-all" in argv))
         return 0
@@ -109,7 +109,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     refuse_over_memory(config, memory, notify=True)
     if config.as_rank is not None:
         import_torch()
-        from hetero_megatron.training.dry_run import format_dry_run, run_rank
+        from hetero_megatron.dry_run.run import format_dry_run, run_rank
 
         with _frozen():
             print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)
@@ -150,7 +150,7 @@ def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], not
 
 def _over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes]) -> UserError | None:
     from hetero_megatron.cluster import format_bytes
-    from hetero_megatron.words import rank_ranges
+    from hetero_megatron.utils.text import rank_ranges
 
     assert config.cluster is not None
     over: dict[str, dict[int, int]] = {}

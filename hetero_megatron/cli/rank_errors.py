@@ -7,11 +7,11 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
-from hetero_megatron.cli.say import record_error, say_error
+from hetero_megatron.cli.log import record_error, say_error
+from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment
-from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.training.exit import INTERRUPTED
+from hetero_megatron.utils.out_of_memory import out_of_memory
 
 if TYPE_CHECKING:
     from hetero_megatron.comm import CommError
@@ -39,7 +39,7 @@ def end_rank(error: BaseException, launcher: LauncherEnvironment, environment: M
 
 def peer_error(error: CommError, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
     """The same of a peer that died or does not answer, with a diagnosis for the launcher."""
-    from hetero_megatron.training.diagnosis import leave_diagnosis
+    from hetero_megatron.monitoring.diagnosis import leave_diagnosis
 
     say_error(str(error), environment)
     leave_diagnosis(error, launcher.diagnoses)

@@ -9,7 +9,7 @@ from pathlib import Path
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import write_text
 from hetero_megatron.errors import printable
-from hetero_megatron.training.run_page import read_run, run_page, summary
+from hetero_megatron.monitoring.run_page import read_run, run_page, summary
 
 
 def main(argv: Sequence[str]) -> int:

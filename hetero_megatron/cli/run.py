@@ -13,16 +13,16 @@ import yaml
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.hostfile import read_cluster_document
+from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import SUPERVISED, refuse_copies
+from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
+from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
+from hetero_megatron.monitoring.diagnosis import diagnoses_at
+from hetero_megatron.monitoring.record import expectation
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
 from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.diagnosis import diagnoses_at
-from hetero_megatron.training.jobs import Seat, Setup, SupervisedJob, TestbedJob
-from hetero_megatron.training.record import expectation
-from hetero_megatron.training.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
 
 if TYPE_CHECKING:
     from hetero_megatron.launch.job import Access

@@ -17,7 +17,7 @@ from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.picture import Picture, svg, table
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 # Over the chunks that interleaved has.
 CHUNKED_ZERO_BUBBLE, CHUNKED_ADAPTIVE = "zero-bubble-chunks", "adaptive-chunks"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
-from hetero_megatron.launcher import is_first
+from hetero_megatron.environment.launcher import is_first
 from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
 
 NOBODY_READS = 128 + signal.SIGPIPE  # as of any program that a closed pipe ends

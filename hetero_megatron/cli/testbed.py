@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hetero_megatron.cluster import load_cluster, quantity
-from hetero_megatron.cluster.document import from_data
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import faults, machine, process, state
 from hetero_megatron.testbed.launch import Launcher, LaunchOptions, find_command
 from hetero_megatron.testbed.settings import CHIPS, LINKS, decide
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.yaml_document import from_data
 
 USAGE = """usage: hetero-megatron testbed COMMAND ...
 

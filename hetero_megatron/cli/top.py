@@ -13,9 +13,9 @@ from rich.live import Live
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.errors import UserError, printable
-from hetero_megatron.training.live_view import LiveView, live_view, render
-from hetero_megatron.training.metrics import FILE
-from hetero_megatron.training.run_files import read_run
+from hetero_megatron.monitoring.live_view import LiveView, live_view, render
+from hetero_megatron.monitoring.metrics import FILE
+from hetero_megatron.monitoring.run_files import read_run
 
 
 def main(argv: Sequence[str]) -> int:

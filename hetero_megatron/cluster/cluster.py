@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIP_DTYPES, CHIPS, Chip, CommunicatorMemory
-from hetero_megatron.cluster.document import Entry, from_data
 from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.cluster.hosts import (
     HOST_KEYS,
@@ -23,6 +22,7 @@ from hetero_megatron.cluster.hosts import (
 from hetero_megatron.cluster.rates_section import check_numbers, read_rates
 from hetero_megatron.cluster.units import quantity
 from hetero_megatron.errors import UserError
+from hetero_megatron.utils.yaml_document import Entry, from_data
 
 CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates", "launch")
 NODE_KEYS = ("name", "count", "chip", "chips_per_node", *HOST_KEYS)

@@ -13,9 +13,9 @@ import os
 import re
 from typing import Any
 
-from hetero_megatron.cluster.document import Entry, from_data, read_document
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_text
+from hetero_megatron.utils.files import read_text
+from hetero_megatron.utils.yaml_document import Entry, from_data, read_document
 
 ACCEPTED = "HOST slots=8 type=A100-80-SXM (a chip of docs/chips.md)"
 _FIRST = re.compile(r"\s*(#[^\n]*\n\s*)*[^\s:{\[#]+[ \t]+(slots|type)=")

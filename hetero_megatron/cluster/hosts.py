@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hetero_megatron.cluster.document import Entry
+from hetero_megatron.utils.yaml_document import Entry
 
 HOST_KEYS = ("hosts", "interface", "env", "partition", "gres", "node_selector", "resource")
 LAUNCH_KEYS = ("user", "port", "python", "directory", "master_port", "env", "image", "namespace", "account", "time")

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.cluster.document import Entry
 from hetero_megatron.cluster.hostfile import is_host_file, parse_host_file
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import parse_json, read_text
+from hetero_megatron.utils.files import parse_json, read_text
+from hetero_megatron.utils.yaml_document import Entry
 
 LEAST, MOST = 1e-30, 1e30
 MODEL_TABLES = ("layers", "embed", "head", "split_layers", "split_head", "waiting")  # LayerRows of the cost model

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from hetero_megatron.words import format_bytes, format_rate
+from hetero_megatron.utils.text import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from hetero_megatron.cluster.document import Entry
+    from hetero_megatron.utils.yaml_document import Entry
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

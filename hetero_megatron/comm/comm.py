@@ -20,20 +20,20 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.bridge import Bridge, Copies
+from hetero_megatron.comm.connectivity import Reach, explain
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.handle import Handle, Works
 from hetero_megatron.comm.hooks import Hooks, Work
-from hetero_megatron.comm.in_time import in_time
 from hetero_megatron.comm.islands import Islands
-from hetero_megatron.comm.reach import Reach, explain
-from hetero_megatron.comm.watch import TransferWatch
+from hetero_megatron.comm.timeouts import in_time
+from hetero_megatron.comm.watchdog import TransferWatch
+from hetero_megatron.comm.work import Handle, Works
+from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment
-from hetero_megatron.out_of_memory import out_of_memory
 from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.platform import backend_of
-from hetero_megatron.words import rank_ranges
+from hetero_megatron.utils.out_of_memory import out_of_memory
+from hetero_megatron.utils.text import rank_ranges
 
 MAKING = "making a group"  # activity
 T = TypeVar("T")

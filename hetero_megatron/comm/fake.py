@@ -13,8 +13,8 @@ import torch
 
 from hetero_megatron.comm.comm import Comm
 from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.handle import Handle
 from hetero_megatron.comm.values import decode, encode
+from hetero_megatron.comm.work import Handle
 
 
 class FakeGroup(Group):

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.bridge import Bridge
-from hetero_megatron.comm.handle import Handle, MessageWorks, Transport, Works
 from hetero_megatron.comm.hooks import Work
 from hetero_megatron.comm.values import MAX_BYTES, decode, encode
+from hetero_megatron.comm.work import Handle, MessageWorks, Transport, Works
 from hetero_megatron.errors import UserError
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 MOST_MESSAGES = 8  # largest group whose all-to-all uses messages: gloo's own sends in one direction at a time
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from itertools import combinations
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
-from hetero_megatron.words import plural, rank_ranges
+from hetero_megatron.utils.text import plural, rank_ranges
 
 AUTO, BRIDGE = TRANSPORTS = ("auto", "bridge")
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.comm import Comm
+from hetero_megatron.comm.connectivity import Reach, listen
 from hetero_megatron.comm.device_copies import copies_of
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
-from hetero_megatron.comm.meeting import Rendezvous
-from hetero_megatron.comm.reach import Reach, listen
+from hetero_megatron.comm.rendezvous import Rendezvous
+from hetero_megatron.environment.launcher import LauncherEnvironment, loopback_interface, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment, loopback_interface, read_launcher
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.host_memory import keep_freed_memory
 

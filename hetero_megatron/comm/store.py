@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hetero_megatron.comm.values import decode, encode
+from hetero_megatron.environment.launcher import SECRET, LauncherEnvironment, is_loopback
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import SECRET, LauncherEnvironment, is_loopback
 
 
 class JobStore:

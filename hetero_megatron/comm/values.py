@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import parse_json
+from hetero_megatron.utils.files import parse_json
 
 MAX_BYTES = 1 << 30  # of one value; the chunks of a rank's checkpoint take about 200 bytes each
 

@@ -23,7 +23,7 @@ from hetero_megatron.data.streaming import WINDOW, StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
 from hetero_megatron.errors import UserError
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 MOST_BYTE_ROWS = 512  # of a model that may be meant for bytes: 256, the end of a document, and padding
 

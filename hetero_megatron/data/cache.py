@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file
+from hetero_megatron.utils.files import open_file
 
 FORMAT = 1  # raise it when the meaning of a cached file changes
 Log = Callable[[str], None]

@@ -15,8 +15,8 @@ from hetero_megatron.data.folder import KEYED, folder_files, one_kind
 from hetero_megatron.data.sources import arrow, jsonl, parquet, stdlib, text
 from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import POINTER, is_pointer
-from hetero_megatron.words import word
+from hetero_megatron.utils.files import POINTER, is_pointer
+from hetero_megatron.utils.text import word
 
 Cursor = tuple[int, ...]  # (file, *position in it); the empty tuple is the beginning
 START: Cursor = ()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetero_megatron.data.sources.compressed import is_compressed, uncompressed_name
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object
+from hetero_megatron.utils.files import read_json_object
 
 KEYED = {
     ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file
+from hetero_megatron.utils.files import open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -13,7 +13,7 @@ from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
 from hetero_megatron.data.packing import check_tokens
 from hetero_megatron.data.tokenizers import ByteTokenizer, Tokenizer, required_eod
 from hetero_megatron.errors import UserError
-from hetero_megatron.progress import WorkLine
+from hetero_megatron.utils.progress import WorkLine
 
 IN_MEMORY_BYTES = 64 * 2**20  # bytes of this much text become tokens faster than they could be read from a cache
 _REPORT_SECONDS = 60.0  # between two lines in a log

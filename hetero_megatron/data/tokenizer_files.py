@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file, read_json_object, require_regular, require_text
+from hetero_megatron.utils.files import open_file, read_json_object, require_regular, require_text
 
 LIMIT = 256 << 20  # bytes of a tokenizer.json; the largest in use have some 35 MB
 _FIELD = "--tokenizer-model"

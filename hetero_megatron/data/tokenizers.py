@@ -16,7 +16,7 @@ import numpy as np
 
 from hetero_megatron.data.tokenizer_files import cannot_load, check_directory, read_vocabulary, refuse_panics
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_bytes
+from hetero_megatron.utils.files import read_bytes
 
 MAX_ID = 2**31 - 2  # token files hold 32 bits
 TOKENIZER_TYPES = ("ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")

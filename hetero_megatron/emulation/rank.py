@@ -17,11 +17,11 @@ from hetero_megatron.comm.hooks import Clock, Hooks, start_now
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.emulation.core_lock import CoreLock
 from hetero_megatron.emulation.pacing import NodeLanes, Pacer
+from hetero_megatron.environment.launcher import TESTBED, LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object
-from hetero_megatron.launcher import TESTBED, LauncherEnvironment
 from hetero_megatron.testbed.report import MEANING
 from hetero_megatron.testbed.state import CLOCK, CLOCKS, LOAD, READY
+from hetero_megatron.utils.files import read_json_object
 
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
 

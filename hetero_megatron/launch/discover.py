@@ -8,8 +8,8 @@ from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIPS, DEVICE_NAMES
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import require_text
-from hetero_megatron.training.log_fields import array, integer, mapping, number, record, require, text
+from hetero_megatron.monitoring.log_fields import array, integer, mapping, number, record, require, text
+from hetero_megatron.utils.files import require_text
 
 GIB = 2**30
 # What torch calls a chip, where the words of the catalogue's name do not stand in it.

@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from hetero_megatron.comm.store import connect_store
+from hetero_megatron.environment.launcher import DIAGNOSES
 from hetero_megatron.launch.remote import ENDED_BY_AGENT, say
-from hetero_megatron.launcher import DIAGNOSES
 
 START_SECONDS = 300.0  # that the other hosts may take to start
 _LOOK_SECONDS = 0.2

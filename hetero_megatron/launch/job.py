@@ -15,13 +15,13 @@ from pathlib import Path
 
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.comm.store import JobStore
+from hetero_megatron.environment.launcher import SECRET, SUPERVISED
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.checks import CONNECT_SECONDS, check_facts, silent_hosts, wait_for_facts
 from hetero_megatron.launch.connection import LEASE, SSH, Connection, prefixed
 from hetero_megatron.launch.hosts import Host, directory_of, hosts_of, python_of
+from hetero_megatron.launch.jobs import Setup, rank_command
 from hetero_megatron.launch.remote import ENDED_BY_AGENT
-from hetero_megatron.launcher import SECRET, SUPERVISED
-from hetero_megatron.training.jobs import Setup, rank_command
 
 AGENT = "hetero_megatron.launch.elastic"
 GONE = -9  # exit code of the ranks of a host that is gone: it lost them as if they had been killed

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.environment.launcher import SECRET
 from hetero_megatron.launch.checks import CONNECT_SECONDS, connect_all, log_files
 from hetero_megatron.launch.connection import LEASE, SSH, Connection, prefixed
 from hetero_megatron.launch.hosts import directory_of, hosts_of, torchrun
-from hetero_megatron.launcher import SECRET
 from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
 
 LOST = 3  # exit code where a host is gone

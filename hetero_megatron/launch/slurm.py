@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import NodeGroup
+from hetero_megatron.environment.slurm_names import expand
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.hosts import Host, directory_of, hosts_of, python_of, torchrun
-from hetero_megatron.slurm_names import expand
 
 # Before the time limit and at scancel the ranks get SIGTERM, save, and end; then torchrun may take so long.
 NOTICE_SECONDS, SAVE_SECONDS = 120, 100

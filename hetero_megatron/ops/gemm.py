@@ -1,7 +1,8 @@
 """Matrix product of activations and weights: the operator behind every linear layer of the model.
 
-Its weight gradient is added up in an fp32 buffer where somebody takes it (``parallel/gradients.py``). It can be put
-off, too: where a pipeline schedule splits backward, :class:`WeightGradients` defers in ``B_INPUT`` what ``W`` computes.
+Its weight gradient is added up in an fp32 buffer where somebody takes it (``parallel/grad_sync/gradients.py``). It can
+be put off, too: where a pipeline schedule splits backward, :class:`WeightGradients` defers in ``B_INPUT`` what ``W``
+computes.
 """
 
 from __future__ import annotations

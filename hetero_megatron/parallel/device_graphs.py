@@ -17,7 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context
 from hetero_megatron.ops.dropout import ADAPTER, Draws, TabledDraws, draw_keys
-from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.recompute import keep_inputs
 from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.platform.graphs import Graph, GraphPool
@@ -32,8 +32,8 @@ class LayerGraphs:
     """Those of a stage's layers, which run as they are until ``warmed_up`` and where there is no backward.
 
     Every micro-batch must have the same shape, positions and kernels, and nothing in a layer may depend on values that
-    the host knows, communicate or hold up the host: ``cli/graph_flags.py`` refuses what would. What dropout draws by
-    depends on step and sample, and so is copied to where a layer's graphs read it (``Draws.table``).
+    the host knows, communicate or hold up the host: ``cli/flags/device_graphs.py`` refuses what would. What dropout
+    draws by depends on step and sample, and so is copied to where a layer's graphs read it (``Draws.table``).
 
     Args:
         chunks: numbers of the layers that a micro-batch passes at once, half-open.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.exchange import BucketExchange
-from hetero_megatron.parallel.gradients import GradientSync
-from hetero_megatron.parallel.routes import OwnedPiece
+from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
+from hetero_megatron.parallel.grad_sync.gradients import GradientSync
+from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
 from hetero_megatron.parallel.update import OptimizerFactory, ScalingOptimizer
 from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.schedule import Action

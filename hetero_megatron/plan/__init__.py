@@ -13,9 +13,9 @@ from hetero_megatron.plan.canonical import (
 )
 from hetero_megatron.plan.capabilities import supports
 from hetero_megatron.plan.dump import dump_yaml, to_dict
-from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
-from hetero_megatron.plan.from_megatron import from_megatron
-from hetero_megatron.plan.megatron_parallel import MegatronParallel
+from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plan.importers.megatron import from_megatron
+from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
 from hetero_megatron.plan.schema import load_plan, plan_from_dict
 from hetero_megatron.plan.shares import (
     activation_layout,

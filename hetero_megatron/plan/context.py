@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.plan.canonical import Interval, Unit
 from hetero_megatron.plan.fields import nested_ranks, parse_ranks, tp_splits
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
-    from hetero_megatron.cluster.document import Entry
+    from hetero_megatron.utils.yaml_document import Entry
 
 GROUP_KEYS = ("ranks", "tokens", "heads", "intervals")
 ORDERS = ("zigzag", "contiguous")

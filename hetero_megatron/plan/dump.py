@@ -21,7 +21,7 @@ from hetero_megatron.plan.canonical import (
 )
 from hetero_megatron.plan.pipeline_schedule import stored_schedule
 from hetero_megatron.plan.schema import shifted
-from hetero_megatron.words import rank_ranges
+from hetero_megatron.utils.text import rank_ranges
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:

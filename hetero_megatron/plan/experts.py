@@ -20,13 +20,13 @@ from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
 from hetero_megatron.plan.fields import parse_ranks, reduced
 from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples, unit_sequences
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hetero_megatron.cluster.document import Entry
     from hetero_megatron.spec import ModelSpec, Share
+    from hetero_megatron.utils.yaml_document import Entry
 
 KEYS = ("ranks", "experts", "split")
 Islands = tuple[tuple[int, ...], ...]

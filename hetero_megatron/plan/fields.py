@@ -6,9 +6,9 @@ import re
 from math import gcd
 
 from hetero_megatron.cluster.cluster import MAX_RANKS
-from hetero_megatron.cluster.document import Entry
 from hetero_megatron.plan.canonical import Interval, Recompute
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.yaml_document import Entry
 
 
 def is_nested(entry: Entry) -> bool:

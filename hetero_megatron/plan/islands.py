@@ -20,7 +20,7 @@ from hetero_megatron.plan.experts import Islands
 from hetero_megatron.plan.routing import layer_loads
 from hetero_megatron.plan.token_hops import stage_token_hops
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.words import format_bytes, plural, rank_ranges, word
+from hetero_megatron.utils.text import format_bytes, plural, rank_ranges, word
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 Moves = tuple[IntArray, IntArray, FloatArray]  # (senders, receivers, elements)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.fp8 import FORMATS, RECIPES, Fp8
-from hetero_megatron.words import format_bytes
+from hetero_megatron.utils.text import format_bytes
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
-    from hetero_megatron.cluster.document import Entry
     from hetero_megatron.spec import ModelSpec
+    from hetero_megatron.utils.yaml_document import Entry
 
 KEYS = ("model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe")
 OPTIMIZERS = ("adam", "sgd")
@@ -124,7 +124,7 @@ def read_made_for(entry: Entry) -> MadeFor:
 
 def made_for_of(path: str) -> MadeFor | None:
     """The section of a plan file, before anything else of it is read."""
-    from hetero_megatron.cluster.document import read_document
+    from hetero_megatron.utils.yaml_document import read_document
 
     entry = read_document(path)
     found = entry.value.get("made_for") if isinstance(entry.value, dict) else None

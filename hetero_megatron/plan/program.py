@@ -21,7 +21,7 @@ from hetero_megatron.schedule import (
 )
 from hetero_megatron.schedule.actions import COMPUTE, SYNCHRONISATION
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.words import rank_ranges
+from hetero_megatron.utils.text import rank_ranges
 
 GROUPS_SHOWN = 8
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_json_object
 from hetero_megatron.plan.made_for import model_hash
-from hetero_megatron.words import plural
+from hetero_megatron.utils.files import read_json_object
+from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec, MoE

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetero_megatron.cluster.document import Entry, from_data, read_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import (
     SCHEDULES,
@@ -53,7 +52,8 @@ from hetero_megatron.plan.made_for import read_made_for
 from hetero_megatron.plan.pipeline_schedule import read_stored_schedule
 from hetero_megatron.plan.source import Source
 from hetero_megatron.plan.validate import validate
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.yaml_document import Entry, from_data, read_document
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster

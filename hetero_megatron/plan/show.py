@@ -8,7 +8,7 @@ from dataclasses import replace
 from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Pipeline, Plan, Stage
 from hetero_megatron.spec import ModelSpec, shares
-from hetero_megatron.words import plural, rank_ranges
+from hetero_megatron.utils.text import plural, rank_ranges
 
 INNER = 24  # characters inside a box
 PER_ROW = 4  # boxes in a row: 4 x 27 + 1 = 109 columns at most

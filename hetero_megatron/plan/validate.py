@@ -15,7 +15,7 @@ from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, 
 from hetero_megatron.plan.capabilities import TABLE, used_features
 from hetero_megatron.plan.source import Source
 from hetero_megatron.schedule.generators import CHUNKED
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster

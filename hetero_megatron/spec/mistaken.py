@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import begins_with, read_json_object
-from hetero_megatron.foreign_checkpoints import foreign_format
+from hetero_megatron.spec.foreign_checkpoints import foreign_format
+from hetero_megatron.utils.files import begins_with, read_json_object
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".onnx", ".h5", ".msgpack")
 WRITTEN = "a directory that save_pretrained wrote"

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import member, read_json_object
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.mistaken import WRITTEN, refuse_mistaken
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.paper_models import PAPER_MODELS
 from hetero_megatron.spec.rope import Rope, RopeScaling
+from hetero_megatron.utils.files import member, read_json_object
 
 
 def _llama(

@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import namespaces, shaping
 from hetero_megatron.testbed.process import alive, signal_all
 from hetero_megatron.testbed.state import Testbed
-from hetero_megatron.words import format_rate
+from hetero_megatron.utils.text import format_rate
 
 Node = dict[str, Any]
 

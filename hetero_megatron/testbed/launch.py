@@ -23,8 +23,8 @@ from typing import Any
 
 import hetero_megatron
 from hetero_megatron.cluster import format_bytes
+from hetero_megatron.environment.launcher import ERROR_FILE, SECRET, TESTBED, loopback_interface
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import ERROR_FILE, SECRET, TESTBED, loopback_interface
 from hetero_megatron.testbed import cgroups, namespaces, shaping
 from hetero_megatron.testbed.clocks import Kept, read_clocks
 from hetero_megatron.testbed.load import LoadMonitor
@@ -40,7 +40,7 @@ from hetero_megatron.testbed.process import (
 from hetero_megatron.testbed.report import RunOutcome, describe, report, say
 from hetero_megatron.testbed.settings import Settings, describe_links
 from hetero_megatron.testbed.state import CONTROL, ENVIRONMENT, LOAD, READY, clean, new_testbed, write_json
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 POLL_SECONDS = 0.2
 LOAD_SECONDS = 2.0

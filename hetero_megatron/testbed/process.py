@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hetero_megatron.launcher import TESTBED_DIRECTORY
+from hetero_megatron.environment.launcher import TESTBED_DIRECTORY
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.emulation import Emulation
-from hetero_megatron.launcher import SECRET, LauncherEnvironment
+from hetero_megatron.environment.launcher import SECRET, LauncherEnvironment
 from hetero_megatron.plan import format_plan, idle_ranks
 from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import Plugins
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.islands import describe_islands, unlike_cluster
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 COMPILED = (
     "--compile: weight gradients pass through autograd, so each needs memory of its own and an addition per "

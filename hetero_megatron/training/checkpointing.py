@@ -35,7 +35,7 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.same_schedule import differences
 from hetero_megatron.training.save_directory import writes_checkpoints
 from hetero_megatron.training.saved_state import check_state
-from hetero_megatron.words import notice_line, plural
+from hetero_megatron.utils.text import notice_line, plural
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from hetero_megatron.checkpoint.hf_save import save_hf
+from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.training.checkpointing import Checkpointing
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.initial_weights import InitialWeights
-from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 
 def export(

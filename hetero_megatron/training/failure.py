@@ -19,9 +19,9 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.parallel.optimizer import squared_norm
+from hetero_megatron.pipeline.step_work import Fetch
 from hetero_megatron.training.runtime import Runtime, StepStats
-from hetero_megatron.training.step_work import Fetch
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 SPIKE_SIGMAS, SPIKE_HISTORY, SPIKE_LEAST = 6.0, 100, 20
 _WEIGHT = "weight"  # how the description of a weight begins

@@ -13,7 +13,7 @@ from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.adapters import adapters_of, finite
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 
 class InitialWeights:

@@ -14,7 +14,7 @@ from hetero_megatron.comm.islands import BRIDGE, Islands
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.islands import over_libraries
-from hetero_megatron.words import notice_line, rank_ranges
+from hetero_megatron.utils.text import notice_line, rank_ranges
 
 
 def describe_islands(islands: Islands | None) -> list[str]:

@@ -7,23 +7,23 @@ from dataclasses import replace
 
 import torch
 
+from hetero_megatron.dry_run.expert_layers import with_expected_rows
+from hetero_megatron.dry_run.products import with_chip_chunks, with_chip_products
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
+from hetero_megatron.pipeline.rank_stage import RankStage
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8 import RECIPES, Fp8
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.dry_experts import with_expected_rows
-from hetero_megatron.training.dry_products import with_chip_chunks, with_chip_products
-from hetero_megatron.training.rank_stage import RankStage
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 
 def rank_kernels(

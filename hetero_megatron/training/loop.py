@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError
+from hetero_megatron.monitoring.reporter import Reporter
+from hetero_megatron.monitoring.stragglers import DRIFT, StragglerReport
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig
@@ -23,10 +25,8 @@ from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import Profiler
-from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime, StepStats
-from hetero_megatron.training.stragglers import DRIFT, StragglerReport
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 
 @dataclass

@@ -22,7 +22,7 @@ from hetero_megatron.data.sample import Dataset
 from hetero_megatron.data.sample_server import SampleClient, SampleServer, ServedDataset, socket_folder
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.words import rank_ranges, word
+from hetero_megatron.utils.text import rank_ranges, word
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 HostKey = tuple[str, str, int, int]

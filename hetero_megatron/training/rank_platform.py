@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 
 def position(cluster: Cluster | None, launcher: LauncherEnvironment) -> int | None:

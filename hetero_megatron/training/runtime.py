@@ -20,21 +20,21 @@ from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.parallel.balance import LoadBalance, StepRouting
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.device_graphs import LayerGraphs
-from hetero_megatron.parallel.gradients import GradientSync
+from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
 from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
+from hetero_megatron.pipeline.rank_stage import RankStage
+from hetero_megatron.pipeline.stage_executor import build_executor
+from hetero_megatron.pipeline.stage_loss import StageLoss
+from hetero_megatron.pipeline.stage_model import Initialize, StageModel
+from hetero_megatron.pipeline.step_work import Fetch, StepWork
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
-from hetero_megatron.training.rank_stage import RankStage
 from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions
-from hetero_megatron.training.stage_executor import build_executor
-from hetero_megatron.training.stage_loss import StageLoss
-from hetero_megatron.training.stage_model import Initialize, StageModel
-from hetero_megatron.training.step_work import Fetch, StepWork
 
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
 # (loss sum, tokens and squared norm of each rank: fp64 [ranks, 3]; loss; norm) -> whether the step is not to be taken

@@ -22,8 +22,8 @@ class RuntimeOptions:
         balancing: of experts, where the model has some.
         fp8: what the linear modules of layers compute in, where no stage says otherwise; None: in the weights' dtype.
         dropout: in training; seed: of its masks.
-        graphs_after: optimizer steps after which layers run as device graphs (``cli/graph_flags.py`` says where they
-            can); None: they never do.
+        graphs_after: optimizer steps after which layers run as device graphs (``cli/flags/device_graphs.py`` says where
+            they can); None: they never do.
     """
 
     compile_backend: str | None = None

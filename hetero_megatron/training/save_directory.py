@@ -12,7 +12,7 @@ from hetero_megatron.checkpoint.native import check_writable
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import CheckpointConfig, RunConfig
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 
 def writes_checkpoints(config: RunConfig) -> bool:

@@ -7,6 +7,8 @@ import torch
 from hetero_megatron.checkpoint.hf_save import check_target
 from hetero_megatron.comm import Comm
 from hetero_megatron.emulation import Emulation
+from hetero_megatron.monitoring.reporter import Reporter
+from hetero_megatron.monitoring.stragglers import StragglerReport
 from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.plan import locate, stage_at
 from hetero_megatron.platform import Platform
@@ -24,11 +26,9 @@ from hetero_megatron.training.loop import Training
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.profile import profiler_of
-from hetero_megatron.training.report import Reporter
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.save_directory import claim_directory, make_folders
-from hetero_megatron.training.stragglers import StragglerReport
 
 
 def set_up(

@@ -10,20 +10,20 @@ from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.emulation import Emulation
+from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment, read_launcher
-from hetero_megatron.out_of_memory import out_of_memory
+from hetero_megatron.monitoring.diagnosis import say_joined
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import check_agreement, run_facts
 from hetero_megatron.training.announce import announce
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.diagnosis import say_joined
 from hetero_megatron.training.islands import check_chips, communicators, plan_for, transport_of
 from hetero_megatron.training.loop import Training
 from hetero_megatron.training.rank_platform import check_device, check_graphs, check_world, platform_at, position
 from hetero_megatron.training.setup import set_up
+from hetero_megatron.utils.out_of_memory import out_of_memory
 
 
 def train(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetero_megatron.training.metrics import FILE as METRICS
+from hetero_megatron.monitoring.metrics import FILE as METRICS
 from tests.distributed.training.test_supervise import assert_same_losses, run_alone
 from tests.support.testbed_jobs import LINKS, STEPS, TRAIN, TestbedRun, metrics
 

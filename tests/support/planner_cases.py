@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.planner.cost.rates import model_fingerprint
+from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec, load_model
 
 SEQ = 64

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from hetero_megatron.cluster.document import from_data
 from hetero_megatron.plan.pipeline_schedule import stored_schedule
 from hetero_megatron.plan.schema import expand
 from hetero_megatron.schedule.adaptive import adaptive
@@ -14,6 +13,7 @@ from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
+from hetero_megatron.utils.yaml_document import from_data
 
 
 def composition(rng: random.Random, total: int, parts: int, least: int = 0) -> list[int]:

@@ -312,7 +312,7 @@ def test_faults_of_links(start: Callable[..., Running], tmp_path: Path) -> None:
 TOO_SLOW = """
 import os, sys, time, torch
 from hetero_megatron.emulation import Emulation
-from hetero_megatron.launcher import read_launcher
+from hetero_megatron.environment.launcher import read_launcher
 launcher = read_launcher()
 emulation, end = Emulation.of(launcher), time.monotonic() + 20
 emulation.started()

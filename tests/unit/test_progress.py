@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero_megatron import progress
 from hetero_megatron.cli.main import main
 from hetero_megatron.data.corpus import find_corpus
-from hetero_megatron.progress import AFTER, WorkLine, tracked
+from hetero_megatron.utils import progress
+from hetero_megatron.utils.progress import AFTER, WorkLine, tracked
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ import pytest
 from tests.support.paths import ROOT
 
 NO_TORCH = (
-    "errors", "files", "launcher", "foreign_launcher", "layout", "cluster", "spec", "schedule", "plan", "planner",
+    "errors", "utils", "environment", "layout", "cluster", "spec", "schedule", "plan", "predictor", "planner",
     "testbed",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "deepspeed", "triton")

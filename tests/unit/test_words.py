@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hetero_megatron.words import dtype_name, format_bytes, format_seconds, notice_line, plural, word
+from hetero_megatron.utils.text import dtype_name, format_bytes, format_seconds, notice_line, plural, word
 from tests.support.paths import ROOT
 
 
@@ -27,7 +27,7 @@ def test_notices_cannot_steer_a_terminal() -> None:
 
 
 def test_every_notice_is_made_in_one_place() -> None:
-    sources = [path for path in (ROOT / "hetero_megatron").rglob("*.py") if path.name != "words.py"]
+    sources = [path for path in (ROOT / "hetero_megatron").rglob("*.py") if path.name != "text.py"]
     assert [path.name for path in sources if re.search("""["']notice: """, path.read_text(encoding="utf-8"))] == []
 
 

@@ -9,7 +9,7 @@ from hetero_megatron.checkpoint.megatron.legacy import read_legacy
 from hetero_megatron.checkpoint.megatron.tensors import MegatronTensors, damaged
 from hetero_megatron.checkpoint.megatron.torch_dist import read_torch_dist
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import is_regular, read_text
+from hetero_megatron.utils.files import is_regular, read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _STEP = re.compile(r"iter_(\d+)")

@@ -29,7 +29,7 @@ from hetero_megatron.checkpoint.megatron.tensors import (
 )
 from hetero_megatron.checkpoint.pickles import load_tensors
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file
+from hetero_megatron.utils.files import open_file
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")

@@ -28,8 +28,8 @@ from hetero_megatron.checkpoint.megatron.tensors import (
 )
 from hetero_megatron.checkpoint.pickles import load_tensors, read_pickle
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import is_regular, member, open_file, read_bytes, read_json_object
 from hetero_megatron.layout import Box, tiles
+from hetero_megatron.utils.files import is_regular, member, open_file, read_bytes, read_json_object
 
 MAX_METADATA_BYTES = 1 << 30  # of a job of thousands of ranks, optimizer states included
 _DTYPES = {

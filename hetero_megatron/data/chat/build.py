@@ -23,8 +23,8 @@ from hetero_megatron.data.sample import Dataset, Sample
 from hetero_megatron.data.splits import SplitPaths, find_split, split_dataset
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import read_text
-from hetero_megatron.words import plural
+from hetero_megatron.utils.files import read_text
+from hetero_megatron.utils.text import plural
 
 
 @dataclass

@@ -8,7 +8,7 @@ import numpy as np
 
 from hetero_megatron.data.chat.encode import Encoded
 from hetero_megatron.errors import UserError
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 FLAG = "--overlong-samples"
 POLICIES = ("keep-start", "keep-end", "drop", "refuse")

@@ -21,8 +21,8 @@ from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
-from hetero_megatron.progress import WorkLine, tracked
-from hetero_megatron.words import plural
+from hetero_megatron.utils.progress import WorkLine, tracked
+from hetero_megatron.utils.text import plural
 
 IN_MEMORY_BYTES = 1 << 20  # of records that become tokens in less than a second
 _REPORT_SECONDS = 60.0  # between two lines in a log

@@ -15,7 +15,7 @@ from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.sources import arrow, jsonl, parquet
 from hetero_megatron.data.sources.compressed import open_content
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import MAX_TEXT_BYTES
+from hetero_megatron.utils.files import MAX_TEXT_BYTES
 
 HUB = "hub:"
 _NAME = re.compile(r"hub:(?P<name>[^:]+)(:(?P<config>[^:]+))?(:(?P<split>[^:]+))?")

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_megatron.data.sources.columns import Position, import_pyarrow, read_texts, require_strings, unreadable
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file
+from hetero_megatron.utils.files import open_file
 
 _FILE = b"ARROW1"  # how an IPC file begins; a stream has no such mark
 

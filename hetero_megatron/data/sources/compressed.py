@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import open_file
+from hetero_megatron.utils.files import open_file
 
 _OPENERS: Mapping[str, Callable[[BinaryIO], object]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),

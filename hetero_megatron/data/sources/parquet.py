@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_megatron.data.sources.columns import Position, import_pyarrow, read_texts, require_strings, unreadable
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import require_regular
+from hetero_megatron.utils.files import require_regular
 
 _ROWS = 1024  # that are in memory at a time
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.context.cost import ContextCosts, kv_heads
 from hetero_megatron.planner.context.groupings import Grouping, even_block
 from hetero_megatron.planner.context.memory import head_bytes, ring_bytes, token_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, MemberGroup
 from hetero_megatron.planner.shares import min_max_shares, min_max_tokens
+from hetero_megatron.utils.cached_method import cached_method
 
 Floats = npt.NDArray[np.float64]
 

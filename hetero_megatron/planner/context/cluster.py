@@ -13,8 +13,8 @@ from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.memory.states import ITEM_BYTES
 from hetero_megatron.planner.context.problem import ContextMember, ContextOptions, ContextProblem, Fabric
-from hetero_megatron.planner.cost.operator_cost import Operators
-from hetero_megatron.planner.cost.rates import ChipRates, Rates, load_rates
+from hetero_megatron.predictor.cost.operator_cost import Operators
+from hetero_megatron.predictor.cost.rates import ChipRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs
 

@@ -23,11 +23,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.context.groupings import unevenness
 from hetero_megatron.planner.context.memory import group_bytes, member_limits, ring_bytes
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem, MemberGroup
 from hetero_megatron.spec.flops import layer_parameters
+from hetero_megatron.utils.cached_method import cached_method
 
 Floats = npt.NDArray[np.float64]
 VISITED = 0.75  # mean share of a group's queries that see some key of a zigzag block

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.estimate.stage_table import MANY_REPLICAS, StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, options, tp_degrees
 from hetero_megatron.planner.time_budget import ShouldStop, never
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.utils.cached_method import cached_method
 
 Floats = NDArray[np.float64]
 MOST_INNER = 8  # inner data parallel that the bound by prices covers

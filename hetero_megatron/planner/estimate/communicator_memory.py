@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hetero_megatron.plan.memory.communicators import library
-from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.node_classes import StageId
 from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 
 
 class StageCommunicators:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.context.lower_bound import work_seconds
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.operator_cost import Operators
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hetero_megatron.cached_method import cached_method
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.link_model import LinkPrice
 from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.link_model import LinkPrice
+from hetero_megatron.utils.cached_method import cached_method
 
 
 class LinkTable:

@@ -15,11 +15,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.cached_method import cached_by
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
+from hetero_megatron.utils.cached_method import cached_by
 
 Floats = NDArray[np.float64]
 AffineBound = tuple[float, float]  # seconds of a stage: at least intercept + layers x slope

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.stage_table import StageTables
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate
+from hetero_megatron.utils.cached_method import cached_method
 
 EXACT = 400_000  # micro-batches x stages of one pipeline above which its time is extrapolated
 

@@ -1,7 +1,7 @@
 """Estimate of gradient synchronisation for a plan template, from where the replicas of each stage are placed.
 
 Each element has one owner among its holders (a distributed optimizer); holders send gradients to the owners and receive
-new parameters. Messages are priced as in :mod:`~hetero_megatron.planner.cost.link_model`: a node sends at the rate of
+new parameters. Messages are priced as in :mod:`~hetero_megatron.predictor.cost.link_model`: a node sends at the rate of
 its fastest link, and to one other node at the rate of the link between them. Tensors that the ranks of a TP group hold
 alike (norms) contribute only latency and summing.
 """
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.sync_host_cost import RankHost, back_copies
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.template.node_classes import NodeClasses, StageId
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.sync_host_cost import RankHost, back_copies
 
 Port = tuple[int, ...]  # (node class,): a node's network cards; (part, stage, 0): a chip's own link
 

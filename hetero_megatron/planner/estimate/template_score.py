@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.cached_method import cached_by, cached_method, share_results
-from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
@@ -23,6 +21,8 @@ from hetero_megatron.planner.template.device_pool import DevicePool, make_pool
 from hetero_megatron.planner.template.node_classes import NodeClasses, StageId, chips_key, node_classes
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.utils.cached_method import cached_by, cached_method, share_results
 
 DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most micro-batches in flight (and stages); the same above LARGE chips
 LEAST_DEPTH = 16  # for gpipe on few chips or with few layers
@@ -120,7 +120,7 @@ class TemplateScorer(PipelineScorer):
         return max(written.values()), over
 
     def _barrier_seconds(self, template: PlanTemplate) -> float:
-        """Seconds of the barrier before the update, as in :mod:`hetero_megatron.planner.simulate.step`: once around a
+        """Seconds of the barrier before the update, as in :mod:`hetero_megatron.predictor.simulate.step`: once around a
         ring of all ranks."""
         usage = template.usage(len(self.pool.groups))
         return (sum(usage) - 1) * self._slowest_message(tuple(g for g, n in enumerate(usage) if n))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.plan.experts import replicated_experts
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.report.prediction import format_seconds
 from hetero_megatron.planner.search.expert_stages import with_equal_experts
 from hetero_megatron.planner.search.incumbent import JudgedPlan
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.report.prediction import format_seconds
+from hetero_megatron.predictor.simulate.step import predict
 
 
 @dataclass(frozen=True)

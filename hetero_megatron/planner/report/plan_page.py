@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 
-from hetero_megatron.pages.page import page, section
-from hetero_megatron.pages.pictures import Bar, bars
+from hetero_megatron.html.page import page, section
+from hetero_megatron.html.pictures import Bar, bars
 from hetero_megatron.planner.report.comparison import Summary
-from hetero_megatron.planner.report.page import prediction_pictures
 from hetero_megatron.planner.report.text import format_summary
+from hetero_megatron.predictor.report.prediction_page import prediction_pictures
 
 _BEST, _OTHER, _BOUND = "#34a06f", "#4c8bf5", "#8c8c8c"
 

@@ -11,19 +11,19 @@ from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
-from hetero_megatron.planner.report.prediction import (
+from hetero_megatron.planner.search.incumbent import JudgedPlan
+from hetero_megatron.planner.search.schedule_times import least_seconds
+from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
+from hetero_megatron.planner.whatif.replan import NodeLoss
+from hetero_megatron.predictor.report.prediction import (
     bubble_share,
     format_dtypes,
     format_seconds,
     format_step_seconds,
     split_notice,
 )
-from hetero_megatron.planner.report.timeline import format_layers
-from hetero_megatron.planner.search.incumbent import JudgedPlan
-from hetero_megatron.planner.search.schedule_times import least_seconds
-from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
-from hetero_megatron.planner.whatif.replan import NodeLoss
-from hetero_megatron.words import plural, rank_ranges, word
+from hetero_megatron.predictor.report.timeline import format_layers
+from hetero_megatron.utils.text import plural, rank_ranges, word
 
 SHOWN = 8  # names of idle nodes in the report
 

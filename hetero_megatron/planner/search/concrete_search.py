@@ -19,10 +19,10 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
 from hetero_megatron.planner.shares import min_max_shares
-from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
-from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.words import plural
+from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.simulate.step import Prediction, predict
+from hetero_megatron.utils.text import plural
 
 Structure = TypeVar("Structure")
 

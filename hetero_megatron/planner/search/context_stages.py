@@ -27,11 +27,11 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure
 from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
-from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
-from hetero_megatron.planner.simulate.step import Prediction
 from hetero_megatron.planner.template.plan_template import in_flight
 from hetero_megatron.planner.template.search_space import why_no_context
 from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
+from hetero_megatron.predictor.simulate.step import Prediction
 
 _Layout = tuple[ContextProblem, ContextLayout, float]  # a stage's problem, layout and seconds
 

@@ -28,8 +28,8 @@ from hetero_megatron.planner.search.expert_price import DivisionPrice, divided
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
 from hetero_megatron.planner.shares import min_max_counts
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.step import Prediction
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, moe_layers
 
 MOST_CHIPS = 64

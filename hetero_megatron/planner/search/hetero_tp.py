@@ -18,9 +18,9 @@ from hetero_megatron.planner.search.concrete_search import ConcreteSearch
 from hetero_megatron.planner.search.graph_partition import layer_seconds
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
 from hetero_megatron.planner.shares import min_max_shares
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.template.search_space import batch_sizes
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
 
 MOST_CHIPS = 16
 FINEST = 64  # resolution of weights

@@ -20,12 +20,12 @@ from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.materialize import TemplateBuilder
-from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
-from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.words import plural
+from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.simulate.step import Prediction, predict
+from hetero_megatron.utils.text import plural
 
 WINDOW = 1.01  # templates are simulated if they are within this of the best: both mostly agree to 0.5 %
 SMALL = 256  # chips, up to which simulation takes next to no time

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.estimate.layer_partition import best_split
 from hetero_megatron.planner.estimate.stage_table import StageKind
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute
@@ -18,6 +17,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
     in_flight,
 )
+from hetero_megatron.utils.cached_method import cached_method
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from functools import partial
 
 import numpy as np
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.islands_dp import divide_into_islands
@@ -32,6 +31,7 @@ from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.planner.time_budget import ShouldStop, never
+from hetero_megatron.utils.cached_method import cached_method
 
 CUT = 1.03  # programs with a lower bound above this multiple of the best so far are skipped
 SLOW = 2.0  # families whose estimate with gradient reduction is above this multiple of the least are not proposed

@@ -18,18 +18,18 @@ from functools import partial
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
-from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template, placed_plan
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
 from hetero_megatron.planner.search.schedule_times import least_of_times, least_seconds, pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes

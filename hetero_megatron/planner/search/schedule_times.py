@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hetero_megatron.plan import Pipeline, Plan
 from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.plan.memory.of_plan import micro_batch_bytes
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.simulate.stage_cost import PipelineCosts, StageCosts
-from hetero_megatron.planner.simulate.step import Prediction
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, StageCosts
+from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.chunk_times import ChunkedTimes, chunked_lower_bound_seconds
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes, lower_bound_seconds

@@ -15,7 +15,6 @@ from functools import cached_property
 
 import numpy as np
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.planner.estimate.layer_partition import LISTED, Floats, best_split, count_splits, listed
 from hetero_megatron.planner.estimate.lower_bounds import AffineBound, SyncBounds, affine_lower_bound, split_lower_bound
 from hetero_megatron.planner.estimate.pipeline_time import Link, many
@@ -26,6 +25,7 @@ from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, StageTemplate, in_flight
 from hetero_megatron.planner.template.search_space import SearchSpace, batch_sizes, options
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.utils.cached_method import cached_method
 
 Usage = tuple[int, ...]  # chips per group
 Stages = tuple[StageTemplate, ...]

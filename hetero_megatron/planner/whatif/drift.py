@@ -9,8 +9,8 @@ from typing import Any
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.edit import with_nodes
 from hetero_megatron.cluster.rates_section import TABLES
-from hetero_megatron.planner.cost.rates import ChipRates, load_rates, scaled_rows
-from hetero_megatron.planner.cost.rates_document import as_document
+from hetero_megatron.predictor.cost.rates import ChipRates, load_rates, scaled_rows
+from hetero_megatron.predictor.cost.rates_document import as_document
 
 PER_SECOND = ("gemm_flops", "attention_flops", "bytes_per_second")
 

@@ -19,12 +19,12 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress
 from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 
 MOST_SEARCHED = 48
 MOST_PARTS = 1 << 16  # parts that are ranked; if there are more, groups are only halved, or not divided

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetero_megatron.cached_method import cached_method
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
@@ -28,10 +27,11 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
-from hetero_megatron.planner.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, renumbered, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.utils.cached_method import cached_method
 
 MOST_OUTLINES, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240
 

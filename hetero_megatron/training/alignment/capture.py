@@ -16,7 +16,7 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, OpSpec
 from hetero_megatron.ops.conformance.compare import distance, oracle
-from hetero_megatron.words import plural
+from hetero_megatron.utils.text import plural
 
 Observer = Callable[["Call"], None]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.files import json_lines
-from hetero_megatron.training.log_fields import integer, maybe, number, record, require
-from hetero_megatron.words import plural
+from hetero_megatron.monitoring.log_fields import integer, maybe, number, record, require
+from hetero_megatron.utils.files import json_lines
+from hetero_megatron.utils.text import plural
 
 _ROW = record({"step": integer(), "loss": maybe(number())})
 

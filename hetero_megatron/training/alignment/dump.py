@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.ops.conformance.compare import distance
-from hetero_megatron.words import plural, word
+from hetero_megatron.utils.text import plural, word
 
 _PARTS = ("layers", "embed_tokens", "norm", "lm_head")
 

@@ -7,7 +7,7 @@ from hetero_megatron.training.alignment.capture import Call, CallRecorder, Captu
 from hetero_megatron.training.alignment.dump import LayerDump
 from hetero_megatron.training.config import AlignmentConfig
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.words import notice_line
+from hetero_megatron.utils.text import notice_line
 
 
 class Alignment:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hetero_megatron.cli.say import say_error
-from hetero_megatron.launcher import ERROR_FILE
+from hetero_megatron.cli.log import say_error
+from hetero_megatron.environment.launcher import ERROR_FILE
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT
 
-SAY = "import sys; from hetero_megatron.cli.say import say_error; say_error(sys.argv[1])"
+SAY = "import sys; from hetero_megatron.cli.log import say_error; say_error(sys.argv[1])"
 
 
 def ranks(directory: Path, texts: list[str], program: str = SAY) -> list[str]:

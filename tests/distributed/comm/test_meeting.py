@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from hetero_megatron.comm import Comm, CommError
-from hetero_megatron.comm.meeting import RankRecord, Rendezvous
-from hetero_megatron.comm.reach import Address, Beacon
+from hetero_megatron.comm.connectivity import Address, Beacon
+from hetero_megatron.comm.rendezvous import RankRecord, Rendezvous
 from hetero_megatron.comm.store import JobStore, Records, open_listener
+from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import LauncherEnvironment
 from tests.support.pool import shared_pool
 
 SECRET = b"of this job, and of no other"

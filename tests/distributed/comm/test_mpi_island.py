@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from hetero_megatron.environment.launcher import read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import read_launcher
 from hetero_megatron.platform.plugins import PluginSource, load
 from tests.support.paths import ROOT
 from tests.support.ports import free_port

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.layout.mask import BAND, CAUSAL, FULL, tiles
 from hetero_megatron.model.layers import Context
 from hetero_megatron.ops.attention_op import attn_merge
@@ -29,7 +30,6 @@ from hetero_megatron.plan.context_plan import (
     ring_schedule,
     stage_contexts,
 )
-from hetero_megatron.training.memory import MemoryTracker
 from tests.distributed.parallel.test_context import make_plan, make_spec, visible_pairs
 from tests.support.pool import shared_pool
 from tests.support.random_plans import composition

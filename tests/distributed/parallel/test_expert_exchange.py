@@ -15,7 +15,7 @@ from hetero_megatron.parallel.experts import ExpertExchange, Routes, expert_ways
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.plan.experts import destinations
 from hetero_megatron.plan.token_hops import token_hops
-from hetero_megatron.planner.cost.expert_cost import token_bytes
+from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.spec import from_hf_config
 from hetero_megatron.spec.expert_load import INDEX
 from tests.support.moe_models import MOE_FAMILIES

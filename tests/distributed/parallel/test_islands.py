@@ -19,11 +19,12 @@ from hetero_megatron.plan.buckets import Hop, layer_groups, make_buckets, plan_g
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, crossing, format_islands, hop_elements
 from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.simulate.grad_sync import GradSync
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.rate_fitting import read_runs
+from hetero_megatron.predictor.simulate.grad_sync import GradSync
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.schedule import (
     Action,
     Costs,
@@ -35,7 +36,6 @@ from hetero_megatron.schedule import (
     validate_collectives,
 )
 from hetero_megatron.spec import from_hf_config
-from hetero_megatron.training.rate_fitting import read_runs
 from tests.support.parity import check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
 

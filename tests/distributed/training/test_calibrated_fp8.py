@@ -10,6 +10,8 @@ import pytest
 import torch
 import yaml
 
+from hetero_megatron.calibration import Job
+from hetero_megatron.calibration.fp8_products import Fp8Tables, measure_fp8
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.comm import Comm
@@ -19,12 +21,10 @@ from hetero_megatron.ops import SPECS, Registry
 from hetero_megatron.ops.kernel import Capability
 from hetero_megatron.ops.operators import reference_kernel
 from hetero_megatron.plan.fp8 import RECIPES, Fp8
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.platform import Platform
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.training.calibration import Job
-from hetero_megatron.training.calibration.fp8_products import Fp8Tables, measure_fp8
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import fp8_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory

@@ -16,21 +16,21 @@ import pytest
 import torch
 import yaml
 
+from hetero_megatron.calibration import CalibrationOptions, Job, calibrate, links
+from hetero_megatron.calibration.layers import StageTimes, fit_split, fit_stages, observe, stragglers
+from hetero_megatron.calibration.measure import relative_spread, repeated, robust_fit
+from hetero_megatron.calibration.pipelines import MICRO_BATCHES, Run, Runs, degrees, depths, steady
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.cluster.neighbours import link_pairs, tp_groups
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.emulation.clock import EmulatedClock, NominalChip, OperatorSeconds
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
-from hetero_megatron.planner.cost.rates import load_rates
+from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model
-from hetero_megatron.training.calibration import CalibrationOptions, Job, calibrate, links
-from hetero_megatron.training.calibration.layers import StageTimes, fit_split, fit_stages, observe, stragglers
-from hetero_megatron.training.calibration.measure import relative_spread, repeated, robust_fit
-from hetero_megatron.training.calibration.pipelines import MICRO_BATCHES, Run, Runs, degrees, depths, steady
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from tests.support.pool import shared_pool

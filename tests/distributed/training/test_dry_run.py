@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.dry_run.allocator import MemoryTracker
+from hetero_megatron.dry_run.run import _batch, run_rank
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
@@ -22,9 +24,7 @@ from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
-from hetero_megatron.training.dry_run import _batch, run_rank
 from hetero_megatron.training.kernels import shape_kernels
-from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
@@ -254,7 +254,7 @@ def test_micro_batches_that_are_not_run_count_as_those_that_are(
         spelled["pipelines"][1]["stages"][0]["layers"] = [[0, 1], [1, 1], [1, 2]]
     run = replace(config("bf16", tmp_path), spec=spec, plan=plan_from_dict(spelled, spec))
     repeated = {rank: replace(run_rank(run, rank), seconds=0.0) for rank in (5, 4, 1, 2, 7)}
-    monkeypatch.setattr("hetero_megatron.training.dry_run.RepeatingExecutor", lambda executor, _: executor)
+    monkeypatch.setattr("hetero_megatron.dry_run.run.RepeatingExecutor", lambda executor, _: executor)
     for rank, found in repeated.items():
         assert found == replace(run_rank(run, rank), seconds=0.0)
 

@@ -14,8 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
-from hetero_megatron.training.record import add_event
+from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics
+from hetero_megatron.monitoring.record import add_event
 from tests.support.programs import Program, inside
 
 WORDS = ["--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hetero_megatron.cli.configure import configure
+from hetero_megatron.dry_run.run import run_rank
 from hetero_megatron.plan import dump_yaml, plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.dry_run import run_rank
 from tests.distributed.training.test_dry_run import real_step
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.pool import shared_pool

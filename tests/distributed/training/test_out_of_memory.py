@@ -18,7 +18,7 @@ from hetero_megatron.checkpoint.native import CheckpointSaver
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter
 from hetero_megatron.comm import CommError
 from hetero_megatron.errors import UserError
-from hetero_megatron.out_of_memory import out_of_memory
+from hetero_megatron.utils.out_of_memory import out_of_memory
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT
 from tests.support.tiny_checkpoint import alone, boxed, load, save, values

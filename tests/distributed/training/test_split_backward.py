@@ -13,7 +13,7 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.exchange import BucketExchange
+from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, from_hf_config, load_model

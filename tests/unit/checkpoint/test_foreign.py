@@ -9,7 +9,7 @@ import pytest
 
 from hetero_megatron.cli import convert
 from hetero_megatron.errors import UserError
-from hetero_megatron.foreign_checkpoints import refuse_foreign
+from hetero_megatron.spec.foreign_checkpoints import refuse_foreign
 from tests.distributed.checkpoint.test_save_directory import RUN
 from tests.support.programs import inside
 from tests.support.tiny_checkpoint import load, save

@@ -12,12 +12,12 @@ import pytest
 
 from hetero_megatron import __version__
 from hetero_megatron.cli.configure import configure
-from hetero_megatron.cli.flag import SUPPORTED
-from hetero_megatron.cli.flags import help_text
+from hetero_megatron.cli.flags.flag import SUPPORTED
+from hetero_megatron.cli.flags.help import help_text
+from hetero_megatron.cli.flags.parse import index
+from hetero_megatron.cli.flags.table import ALL
 from hetero_megatron.cli.main import main as hetero_megatron
-from hetero_megatron.cli.parse import index
 from hetero_megatron.cli.pretrain import main as pretrain
-from hetero_megatron.cli.table import ALL
 from hetero_megatron.data import DataConfig, build_datasets
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import RunConfig

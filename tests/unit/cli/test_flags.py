@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.cli.configure import configure
-from hetero_megatron.cli.flag import NOTICE, REFUSED, SUPPORTED
-from hetero_megatron.cli.flags import help_text, markdown
-from hetero_megatron.cli.table import ALL, GROUPS
+from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, SUPPORTED
+from hetero_megatron.cli.flags.help import help_text, markdown
+from hetero_megatron.cli.flags.table import ALL, GROUPS
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig

@@ -31,12 +31,12 @@ from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, best_u
 from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import JudgedPlan
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif import objective
 from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.exit import INTERRUPTED
 from tests.support import planner_cases

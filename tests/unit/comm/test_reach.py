@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_megatron.comm import CommError
-from hetero_megatron.comm.reach import (
+from hetero_megatron.comm.connectivity import (
     ANSWERS,
     GONE,
     HANGS,
@@ -34,7 +34,9 @@ from hetero_megatron.comm.reach import (
     own_address,
 )
 from hetero_megatron.comm.store import JobStore
-from hetero_megatron.training.diagnosis import (
+from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.supervise import Supervisor
+from hetero_megatron.monitoring.diagnosis import (
     Diagnosis,
     cut_pairs,
     diagnoses_at,
@@ -42,8 +44,6 @@ from hetero_megatron.training.diagnosis import (
     read_diagnoses,
     to_drop,
 )
-from hetero_megatron.training.jobs import Seat, Setup
-from hetero_megatron.training.supervise import Supervisor
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT
 from tests.unit.training.test_drift import Scripted

@@ -17,8 +17,8 @@ from hetero_megatron.comm.hooks import Clock, start_now
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.emulation import clock as clock_module
 from hetero_megatron.emulation.clock import EmulatedClock, NominalChip, OperatorSeconds
+from hetero_megatron.environment.launcher import read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.launcher import read_launcher
 from hetero_megatron.testbed.clocks import read_clocks, spread, worst_clock
 from hetero_megatron.testbed.state import CLOCK, CLOCKS
 

@@ -12,11 +12,11 @@ from hetero_megatron.cli.main import main as hetero_megatron
 from hetero_megatron.cli.pretrain import main as pretrain
 from hetero_megatron.cli.run import searched
 from hetero_megatron.errors import UserError
+from hetero_megatron.launch.jobs import Seat
 from hetero_megatron.plan import dump_yaml, load_plan
 from hetero_megatron.plan.made_for import model_hash
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.jobs import Seat
 
 CLUSTER = """\
 nodes: [{name: n, count: 1, chip: c, chips_per_node: 2}]

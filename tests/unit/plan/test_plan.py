@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.cluster.document import from_data, parse_document
 from hetero_megatron.errors import UserError
+from hetero_megatron.monitoring.run_pictures import plan_picture
 from hetero_megatron.plan import (
     FlagScaleParallel,
     MegatronParallel,
@@ -39,7 +39,7 @@ from hetero_megatron.plan import (
 from hetero_megatron.plan.context import nested_zigzag
 from hetero_megatron.plan.schema import expand
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.run_pictures import plan_picture
+from hetero_megatron.utils.yaml_document import from_data, parse_document
 from tests.support.paths import ROOT
 from tests.unit.plan.test_bad_input import small_spec
 

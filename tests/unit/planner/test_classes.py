@@ -16,19 +16,9 @@ from hetero_megatron.layout import reduction
 from hetero_megatron.plan import validate
 from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.plan.memory.of_plan import estimate_memory
-from hetero_megatron.planner.cost.link_model import LinkModel, Port
-from hetero_megatron.planner.cost.sync_host_cost import RankHost, RankHosts
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.simulate.bucket_flows import (
-    PortIndex,
-    bucket_flows,
-    port_traffic,
-    price,
-)
-from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.simulate.sync_structure import SyncStructure
 from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
@@ -37,6 +27,16 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
     in_flight,
 )
+from hetero_megatron.predictor.cost.link_model import LinkModel, Port
+from hetero_megatron.predictor.cost.sync_host_cost import RankHost, RankHosts
+from hetero_megatron.predictor.simulate.bucket_flows import (
+    PortIndex,
+    bucket_flows,
+    port_traffic,
+    price,
+)
+from hetero_megatron.predictor.simulate.step import predict
+from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
 from hetero_megatron.schedule import Costs, generate, lower, schedule_names, simulate
 from hetero_megatron.schedule import in_flight as of_schedule
 from hetero_megatron.spec import load_model

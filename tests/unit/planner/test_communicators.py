@@ -13,7 +13,7 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.plan.memory.communicators import communicators
 from hetero_megatron.plan.memory.report import format_memory
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from tests.support.small_plans import pipe, plan, stage
 

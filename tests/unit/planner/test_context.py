@@ -12,18 +12,18 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cluster import cluster_from_dict
+from hetero_megatron.dry_run.run import run_rank
 from hetero_megatron.plan import Stage, dump_yaml, plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import one_stage_plan
 from hetero_megatron.planner.context.problem import ContextOptions
 from hetero_megatron.planner.context.scheduler import schedule_context
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.simulate.prepared import PreparedPlan
-from hetero_megatron.planner.simulate.ring_attention import ContextSeconds
-from hetero_megatron.planner.simulate.step import StepSimulator, predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
+from hetero_megatron.predictor.simulate.step import StepSimulator, predict
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.dry_run import run_rank
 from tests.support.random_plans import random_context
 from tests.support.selection import quick
 

@@ -18,7 +18,7 @@ from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import one_stage_plan, plan_stage
 from hetero_megatron.planner.context.problem import ContextOptions
 from hetero_megatron.planner.context.scheduler import schedule_context
-from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.spec import load_model
 from tests.support.paths import ROOT
 

@@ -21,9 +21,9 @@ from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import LONG, SearchSpace, why_no_context
 from hetero_megatron.planner.whatif.replan import WarmPlanner
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from tests.support.random_plans import random_context
 

@@ -19,13 +19,13 @@ from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
-from hetero_megatron.planner.cost.link_model import LinkModel
-from hetero_megatron.planner.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
-from hetero_megatron.planner.cost.rates import load_rates, model_fingerprint, share_of_peak
-from hetero_megatron.planner.cost.rates_document import as_document
-from hetero_megatron.planner.report.prediction import format_prediction
-from hetero_megatron.planner.simulate.step import StepSimulator, predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.predictor.cost.link_model import LinkModel
+from hetero_megatron.predictor.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
+from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint, share_of_peak
+from hetero_megatron.predictor.cost.rates_document import as_document
+from hetero_megatron.predictor.report.prediction import format_prediction
+from hetero_megatron.predictor.simulate.step import StepSimulator, predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import (
     head_flops,

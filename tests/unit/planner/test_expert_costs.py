@@ -13,16 +13,16 @@ import torch
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.model import GPTStage
-from hetero_megatron.parallel.routes import HopRoutes, local_pieces
+from hetero_megatron.parallel.grad_sync.routes import HopRoutes, local_pieces
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.plan.memory.even_stages import EvenStages
 from hetero_megatron.plan.routing import Routing, hit_probability, layer_loads, mean_loads
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions, StageChoice
-from hetero_megatron.planner.simulate.bucket_flows import bucket_flows
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.predictor.simulate.bucket_flows import bucket_flows
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import from_hf_config, logical_tensors, tensor_box, whole_share
 from hetero_megatron.spec.expert_load import plain_load
 from hetero_megatron.spec.flops import layer_activation_bytes

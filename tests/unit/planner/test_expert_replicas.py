@@ -13,7 +13,6 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.experts import replicated_experts
 from hetero_megatron.plan.routing import Routing
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
@@ -22,9 +21,10 @@ from hetero_megatron.planner.search.expert_partition import divide_experts, leas
 from hetero_megatron.planner.search.expert_price import DivisionPrice
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
 from hetero_megatron.planner.shares import min_max_counts
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, MoE, from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import pipe, plan, stage

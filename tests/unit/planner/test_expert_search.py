@@ -13,7 +13,6 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.routing import Routing, routing_of
 from hetero_megatron.plan.routing_stats import RoutingStats, write_routing_stats
-from hetero_megatron.planner.cost.layer_cost import CostOptions
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
@@ -21,8 +20,9 @@ from hetero_megatron.planner.search.driver import SearchResult, search
 from hetero_megatron.planner.search.expert_partition import divide_experts
 from hetero_megatron.planner.search.expert_stages import with_equal_experts
 from hetero_megatron.planner.shares import min_max_counts
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import MoE, from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import LLAMA

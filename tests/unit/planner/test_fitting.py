@@ -17,7 +17,6 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer, make
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.enumeration import divisions, min_max
 from hetero_megatron.planner.search.memory_fit import MemoryFit
-from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
@@ -25,6 +24,7 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
+from hetero_megatron.predictor.simulate.step import Prediction, predict
 from tests.support.planner_reference import Case, random_case
 
 

@@ -15,27 +15,27 @@ from torch.utils._pytree import tree_leaves
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main as hetero_megatron
 from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.dry_run.allocator import MemoryTracker
+from hetero_megatron.dry_run.products import _product as chip_product
+from hetero_megatron.dry_run.products import _quantise as chip_quantise
+from hetero_megatron.dry_run.products import _quantise_whole as chip_quantise_whole
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.gemm_fp8 import Blockwise, Fp8Gemm, Quantised, Tensorwise, largest_of
 from hetero_megatron.plan import load_plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.memory.fp8 import backward_bytes
-from hetero_megatron.planner.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.planner.cost.product_cost import quantised_bytes
-from hetero_megatron.planner.cost.rates import model_fingerprint
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import judge_template
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.product_cost import quantised_bytes
+from hetero_megatron.predictor.cost.rates import model_fingerprint
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.dry_products import _product as chip_product
-from hetero_megatron.training.dry_products import _quantise as chip_quantise
-from hetero_megatron.training.dry_products import _quantise_whole as chip_quantise_whole
-from hetero_megatron.training.memory import MemoryTracker
 
 MODEL = load_model("llama2-7b")
 SMALL = replace(MODEL, num_layers=6)

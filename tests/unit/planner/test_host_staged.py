@@ -14,15 +14,15 @@ from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, validate
 from hetero_megatron.plan.islands import divisions
-from hetero_megatron.planner.cost.link_model import LinkModel
-from hetero_megatron.planner.cost.rates import LINK_BANDWIDTH, load_rates
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import SearchResult, search
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.link_model import LinkModel
+from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH, load_rates
+from hetero_megatron.predictor.simulate.step import predict
 from tests.distributed.parallel.test_islands import SPEC, replicas
 from tests.support.planner_reference import Case, Exhaustive, random_case
 from tests.support.selection import quick

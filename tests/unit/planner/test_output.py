@@ -14,10 +14,10 @@ import yaml
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.report.page import html_page
-from hetero_megatron.planner.report.timeline import format_timeline, perfetto_trace
-from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.words import format_bytes
+from hetero_megatron.predictor.report.prediction_page import html_page
+from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
+from hetero_megatron.predictor.simulate.step import predict
+from hetero_megatron.utils.text import format_bytes
 from tests.support.planner_cases import MODEL, cluster, plan, stages
 
 WORDS = [

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.cli.parse import parse
+from hetero_megatron.cli.flags.parse import parse
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict, to_dict
 from hetero_megatron.plan.export import export
-from hetero_megatron.plan.from_flagscale import FlagScaleParallel, from_flagscale
-from hetero_megatron.planner.cost.rates import load_rates
+from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.spec import load_model
 from tests.support.paths import ROOT
 from tests.support.planner_cases import MODEL, SEQ

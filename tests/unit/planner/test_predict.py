@@ -10,12 +10,12 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.simulate.step import Prediction, StepSimulator, predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator, predict
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
-from hetero_megatron.words import format_bytes
+from hetero_megatron.utils.text import format_bytes
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 ACTIVATION = SEQ * MODEL.hidden_size * 4  # bytes of one micro-batch at a boundary, fp32
@@ -147,8 +147,8 @@ def test_a_nodes_cards_are_shared() -> None:
 
 def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
     """Boundaries, gradients and parameters: the same bytes between the same ranks as in a dry run of each rank."""
-    from hetero_megatron.planner.simulate.prepared import PreparedPlan
-    from hetero_megatron.training.dry_run import run_rank
+    from hetero_megatron.dry_run.run import run_rank
+    from hetero_megatron.predictor.simulate.prepared import PreparedPlan
     from tests.distributed.training.test_dry_run import config
 
     ready = config("bf16", tmp_path)

@@ -7,17 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from hetero_megatron.calibration.exchange import fit_phases
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.planner.cost.layer_cost import CostModel
 from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.graph_partition import layer_seconds
-from hetero_megatron.planner.simulate.grad_sync import GradSync
-from hetero_megatron.planner.simulate.prepared import PreparedPlan
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
@@ -27,9 +24,12 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.grad_sync import GradSync
+from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count
-from hetero_megatron.training.calibration.exchange import fit_phases
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 
 BYTES = 4 * parameter_count(MODEL)

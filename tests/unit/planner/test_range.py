@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.cost.rates import load_rates
-from hetero_megatron.planner.cost.rates_document import as_document
-from hetero_megatron.planner.report.prediction import as_json, format_prediction, format_step_seconds
-from hetero_megatron.planner.simulate.step import Prediction, predict
-from hetero_megatron.planner.simulate.uncertainty import MODEL_ERROR, NINE_IN_TEN
+from hetero_megatron.predictor.cost.rates import load_rates
+from hetero_megatron.predictor.cost.rates_document import as_document
+from hetero_megatron.predictor.report.prediction import as_json, format_prediction, format_step_seconds
+from hetero_megatron.predictor.simulate.step import Prediction, predict
+from hetero_megatron.predictor.simulate.uncertainty import MODEL_ERROR, NINE_IN_TEN
 from tests.support.planner_cases import MODEL, chip_rates, plan, stages
 
 SHARE = st.integers(0, 30).map(lambda n: n / 100)

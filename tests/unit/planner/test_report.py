@@ -18,6 +18,7 @@ from hetero_megatron.cli.run import first_that_fits
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
+from hetero_megatron.launch.jobs import Seat
 from hetero_megatron.plan import Plan, from_megatron, load_plan, validate
 from hetero_megatron.planner.estimate.certificate import _PriceBound, price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
@@ -26,13 +27,12 @@ from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, Summar
 from hetero_megatron.planner.report.text import format_summary, summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search, search_types_alone
 from hetero_megatron.planner.search.uniform import closed_seconds, uniform_plans
-from hetero_megatron.planner.simulate.step import Prediction, predict
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.replan import WarmPlanner
+from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.jobs import Seat
-from hetero_megatron.words import format_bytes
+from hetero_megatron.utils.text import format_bytes
 from tests.support.planner_reference import random_case
 
 MODEL, LENGTH, BATCH = load_model("llama2-7b"), 2048, 32

@@ -11,14 +11,14 @@ import pytest
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict, validate
-from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.schedule_search import adapted, interleaved
 from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times
-from hetero_megatron.planner.simulate.stage_cost import StageCosts
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.schedule import generate
 from hetero_megatron.schedule.chunk_times import ChunkedTimes, time_chunk_orders
 from hetero_megatron.schedule.pipeline_times import PipelineTimes

@@ -335,7 +335,7 @@ def test_export() -> None:
     """FlagScale's flags read back give the same stages; Sailor's dictionary names all chips."""
     import json
 
-    from hetero_megatron.cli.parse import parse
+    from hetero_megatron.cli.flags.parse import parse
     from hetero_megatron.plan.export import export
 
     cluster = cluster_from_dict(

@@ -20,7 +20,6 @@ from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summa
 from hetero_megatron.planner.report.text import summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
 from hetero_megatron.planner.search.incumbent import Incumbent, judge_template
-from hetero_megatron.planner.simulate.step import predict
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
@@ -28,6 +27,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from tests.support.planner_reference import random_case
 

@@ -8,7 +8,6 @@ import pytest
 
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.simulate.step import StepSimulator
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
@@ -16,6 +15,7 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
+from hetero_megatron.predictor.simulate.step import StepSimulator
 from tests.support.planner_reference import Case, random_case
 
 

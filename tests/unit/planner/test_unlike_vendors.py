@@ -12,8 +12,8 @@ from hetero_megatron.cluster import BRIDGE_CHUNK, CHIPS, Cluster, cluster_from_d
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.islands import add_islands, replicas
-from hetero_megatron.planner.cost.rates import LINK_BANDWIDTH
 from hetero_megatron.platform.plugins import load_plugins
+from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.islands import transport_of
 from tests.support.planner_reference import Case, random_case

@@ -18,11 +18,11 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.conformance import FAIL, speed
-from hetero_megatron.planner.cost.rates import load_rates
 from hetero_megatron.platform import CPU, Accelerator, Platform, choose_platform
 from hetero_megatron.platform.conformance import check_platform
 from hetero_megatron.platform.graphs import GraphPool
 from hetero_megatron.platform.plugins import BUILT_IN, PluginSource, discover, load, load_plugins
+from hetero_megatron.predictor.cost.rates import load_rates
 
 
 def write(folder: Path, name: str, text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.training.metrics import MetricsWriter, StepMetrics
+from hetero_megatron.monitoring.metrics import MetricsWriter, StepMetrics
 
 TAGS = {
     "lm loss": "loss", "grad-norm": "grad_norm", "learning-rate": "lr", "batch-size": "global_batch_size",

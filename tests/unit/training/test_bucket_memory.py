@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.dry_run.allocator import MemoryTracker
+from hetero_megatron.dry_run.run import _batch
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
-from hetero_megatron.planner.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.dry_run import _batch
 from hetero_megatron.training.kernels import shape_kernels
-from hetero_megatron.training.memory import MemoryTracker
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_megatron.calibration.experts import _exchanges, _experts, _kernels, measure_experts
+from hetero_megatron.calibration.layers import Job
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.cost.layer_cost import CostModel
-from hetero_megatron.planner.cost.rates import load_rates
-from hetero_megatron.planner.cost.rates_document import as_document
-from hetero_megatron.planner.simulate.step import predict
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.rates import load_rates
+from hetero_megatron.predictor.cost.rates_document import as_document
+from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import from_hf_config, whole_share
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.training.calibration.experts import _exchanges, _experts, _kernels, measure_experts
-from hetero_megatron.training.calibration.layers import Job
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 

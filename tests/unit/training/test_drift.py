@@ -18,12 +18,9 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.cluster.edit import with_nodes, without_nodes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.planner.cost.rates import ChipRates, LayerRow
-from hetero_megatron.planner.simulate.step import predict
-from hetero_megatron.planner.whatif.drift import slower, with_slow_nodes, worst_by_node
-from hetero_megatron.training.jobs import Seat, Setup
-from hetero_megatron.training.stragglers import (
+from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.supervise import Supervisor, without_flag
+from hetero_megatron.monitoring.stragglers import (
     BASELINE,
     DRIFT,
     DRIFT_FILE,
@@ -32,7 +29,10 @@ from hetero_megatron.training.stragglers import (
     StragglerReport,
     read_drift,
 )
-from hetero_megatron.training.supervise import Supervisor, without_flag
+from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.planner.whatif.drift import slower, with_slow_nodes, worst_by_node
+from hetero_megatron.predictor.cost.rates import ChipRates, LayerRow
+from hetero_megatron.predictor.simulate.step import predict
 from tests.support.planner_cases import MODEL, chip_rates, plan, stages
 
 LINK = {"alpha": 1e-6, "beta": 1e-12}

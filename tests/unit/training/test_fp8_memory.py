@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.cli.configure import configure
+from hetero_megatron.dry_run.run import run_rank
 from hetero_megatron.plan import dump_yaml, plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.dry_run import run_rank
 from tests.support.small_plans import pipe, plan, stage
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.dry_run.run import _batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import Kernel, Registry, Signature, resolve, torch_registry
 from hetero_megatron.ops.kernel import VENDOR
@@ -20,7 +21,6 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import from_hf_config, shares
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.dry_run import _batch
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from hetero_megatron.cli.main import main
-from hetero_megatron.training.live_view import live_view, render, sparkline
-from hetero_megatron.training.run_files import read_run
+from hetero_megatron.monitoring.live_view import live_view, render, sparkline
+from hetero_megatron.monitoring.run_files import read_run
 from tests.unit.training.test_report import run_dir  # noqa: F401
 
 

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.monitoring.console import (
+    ConsoleLine,
+    format_duration,
+    format_line,
+    format_short,
+    format_validation,
+)
+from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics
 from hetero_megatron.training.batch_size import BatchSize
-from hetero_megatron.training.console import ConsoleLine, format_duration, format_line, format_short, format_validation
 from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.metrics import MetricsWriter, Resumed, StepMetrics
 from tests.support.refusals import refused
 
 

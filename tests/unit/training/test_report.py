@@ -14,11 +14,11 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main
-from hetero_megatron.pages.pictures import nice_ticks
-from hetero_megatron.training import metrics, record
+from hetero_megatron.html.pictures import nice_ticks
+from hetero_megatron.monitoring import metrics, record
+from hetero_megatron.monitoring.run_page import measured_chart, read_run, run_page, summary
+from hetero_megatron.monitoring.run_pictures import plan_picture
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.run_page import measured_chart, read_run, run_page, summary
-from hetero_megatron.training.run_pictures import plan_picture
 
 WORDS = "--plan examples/plans/demo.yaml --cluster examples/clusters/testbed.yaml --model tiny --mock-data --lr 1e-3"
 STEPS = 12

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_megatron.training.jobs import Seat, Setup
-from hetero_megatron.training.supervise import Supervisor
+from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.supervise import Supervisor
 
 CLUSTER = "nodes: [{name: a, count: 3, chip: H20}]\n"
 

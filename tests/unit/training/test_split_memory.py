@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.dry_run.run import _batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.plan import locate, stage_at, unit_at
 from hetero_megatron.plan.memory.activations import RankWork, operand_bytes
 from hetero_megatron.plan.memory.states import ITEM_BYTES
 from hetero_megatron.platform.dtypes import DTYPES
-from hetero_megatron.training.dry_run import _batch
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime

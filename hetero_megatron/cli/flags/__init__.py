@@ -1,0 +1,1 @@
+"""The flags of pretrain_gpt.py: the table (table/), the parser, what each group of flags becomes, and the help."""

@@ -1,0 +1,239 @@
+"""Parses a command line into checked values. Exact flag names only."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, Flag
+from hetero_megatron.cli.flags.table import ALL
+from hetero_megatron.errors import UserError
+from hetero_megatron.utils.files import require_text
+
+WHERE = "command line"
+MAX_WORD = 4096  # as long as a path can be
+_TYPES = {int: "an integer", float: "a number", str: "a word"}
+_OPTION = re.compile(r"--?[A-Za-z_]")
+_NUMBERS = {  # Python's own int() and float() also take "1_000", "infinity" and digits of other scripts
+    int: re.compile(r"[+-]?[0-9]{1,4000}"),
+    float: re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?"),
+}
+
+
+@dataclass
+class Arguments:
+    """Values by key (``--num-layers`` is ``num_layers``), including defaults.
+
+    Attributes:
+        given: keys of the supported flags on the command line.
+        idle: (flag, reason) of flags that were accepted without effect.
+        notices: other messages for the start of the run.
+        facts: facts about the data, for ``Flag.needs``.
+    """
+
+    values: dict[str, Any]
+    given: set[str] = field(default_factory=set)
+    idle: list[tuple[str, str]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    facts: set[str] = field(default_factory=set)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def has(self, *keys: str) -> bool:
+        """Whether any of them was given."""
+        return any(key in self.given for key in keys)
+
+    def all_notices(self) -> tuple[str, ...]:
+        """What the run says at its start, flags without effect in one block."""
+        return (*idle_notice(self.idle), *dict.fromkeys(self.notices))
+
+
+def idle_notice(idle: Sequence[tuple[str, str]]) -> list[str]:
+    """One notice about all flags without effect: a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in idle:
+        if name not in by_reason.setdefault(reason, []):
+            by_reason[reason].append(name)
+    if len(idle) <= 1:
+        return [f"{name} has no effect: {reason}" for name, reason in idle]
+    lines = [f"    {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return ["\n".join([f"{sum(map(len, by_reason.values()))} flags have no effect here", *lines])]
+
+
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def flag_error(key: str, value: object, problem: str, accepted: str = "") -> UserError:
+    """A refusal of the flag with this key."""
+    name = next((flag.name for flag in ALL if flag.key == key), flag_name(key))
+    return UserError(problem, field=name, value=value, accepted=accepted or "leave the flag out", where=WHERE)
+
+
+def index(flags: Sequence[Flag] = ALL) -> Mapping[str, Flag]:
+    """Flags by every spelling of their names."""
+    return {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Parse all words; if a flag is repeated the last one counts, as in Megatron, with a notice.
+
+    Raises:
+        UserError: unknown or unsupported flags, missing, superfluous or malformed values; all in one message.
+    """
+    flags = index()
+    result = Arguments({flag.key: flag.default for flag in ALL})
+    errors: list[UserError] = []
+    at = 0
+    while at < len(argv):
+        try:
+            at = _read(argv, at, flags, result)
+        except _At as stop:
+            errors.append(stop.error)
+            at = stop.next
+    if errors:
+        raise together(errors)
+    return result
+
+
+class _At(Exception):
+    """An error of one flag, and the word to continue with."""
+
+    def __init__(self, error: UserError, next: int) -> None:
+        super().__init__()
+        self.error, self.next = error, next
+
+
+def _read(argv: Sequence[str], at: int, flags: Mapping[str, Flag], result: Arguments) -> int:
+    """Store the flag at a word with its values; returns the position of the next one. Raises _At."""
+    name, separator, attached = argv[at].partition("=")
+    end = at + 1
+    while not separator and end < len(argv) and not _OPTION.match(argv[end]):
+        end += 1  # up to the next flag: what an unknown or refused flag may have as values
+    try:
+        require_text(argv[at], WHERE)
+        if not _OPTION.match(name):
+            raise UserError("belongs to no flag", field="word", value=argv[at], accepted="--flag value", where=WHERE)
+        if name not in flags:
+            raise _unknown(name, flags)
+        flag = flags[name]
+        wanted = flag.nargs if isinstance(flag.nargs, int) else end
+        words = [attached] if separator else list(argv[at + 1 : min(end, at + 1 + wanted)])
+        if flag.status == REFUSED:
+            raise _refusal(flag, words)
+        end = at + 1 + len(words) * (not separator)
+        _check_count(flag, words)
+        _store(flag, words, result)
+    except UserError as error:
+        raise _At(error, end) from None
+    return end
+
+
+def _refusal(flag: Flag, words: Sequence[str]) -> UserError:
+    """Error for a flag, or a value, that Megatron knows and this version does not support."""
+    value = " ".join(words) if words else "given"
+    return UserError(flag.help, field=flag.name, value=value, accepted=flag.remedy, where=WHERE)
+
+
+def together(errors: Sequence[UserError]) -> UserError:
+    """One error that lists all errors, grouped by reason; a single one is unchanged.
+
+    Its field, value and remedy are those of the first.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for error in errors:
+        shown = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
+        groups.setdefault((error.problem, error.accepted), []).append(shown)
+    parts = [
+        f"{', '.join(dict.fromkeys(names))}: {problem}" + (f" (accepted: {accepted})" if accepted else "")
+        for (problem, accepted), names in groups.items()
+    ]
+    count = sum(len(dict.fromkeys(names)) for names in groups.values())
+    first = errors[0]
+    joined = UserError(f"{count} flags cannot be taken: " + "; ".join(parts), where=WHERE)
+    joined.field, joined.value, joined.accepted = first.field, first.value, first.accepted
+    return joined
+
+
+def _short(text: str, limit: int = 40) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _check_count(flag: Flag, words: list[str]) -> None:
+    wrong = len(words) != flag.nargs if isinstance(flag.nargs, int) else flag.nargs == "+" and not words
+    if wrong:
+        wanted = {0: "no value", 1: "one value", "+": "one or more values"}.get(flag.nargs, f"{flag.nargs} values")
+        raise UserError("wrong number of values", field=flag.name, value=" ".join(words), accepted=wanted, where=WHERE)
+
+
+def _store(flag: Flag, words: list[str], result: Arguments) -> None:
+    values = tuple(_convert(flag, word) for word in words)
+    value: Any = True if flag.nargs == 0 else values[0] if flag.nargs == 1 else values
+    if flag.status == NOTICE or flag.says:
+        result.idle.append((flag.name, flag.says or flag.help))
+    if flag.status == NOTICE:
+        return
+    if flag.key in result.given and result.values[flag.key] != value:
+        result.notices.append(f"{flag.name} stands twice: the last value counts")
+    result.given.add(flag.key)
+    result.values[flag.key] = value
+
+
+def _convert(flag: Flag, word: str) -> Any:
+    require_text(word, WHERE, flag.name)
+    if flag.status != NOTICE and not word.strip():  # --save "$OUT" without OUT would be the working directory
+        accepted = "a value, or leave the flag out"
+        raise UserError("is empty (an unset variable?)", field=flag.name, value=word, accepted=accepted, where=WHERE)
+    if flag.type is str and (len(word) > MAX_WORD or "\0" in word):
+        problem = f"has {len(word):,} characters" if len(word) > MAX_WORD else "has a NUL character"
+        accepted = f"a word of at most {MAX_WORD:,} characters"
+        raise UserError(problem, field=flag.name, value=ascii(word[:40]), accepted=accepted, where=WHERE)
+    value = _value(flag, word)
+    if isinstance(value, int | float):
+        _check_bounds(flag, value, word)
+    if flag.choices and value not in flag.choices:
+        if flag.remedy:
+            raise _refusal(flag, [word])
+        accepted = ", ".join(map(str, flag.choices))
+        raise UserError("unknown value", field=flag.name, value=word, accepted=accepted, where=WHERE)
+    return value
+
+
+def _value(flag: Flag, word: str) -> Any:
+    spelling = _NUMBERS.get(flag.type)  # type: ignore[call-overload]
+    try:
+        if spelling is not None and not spelling.fullmatch(word.strip()):
+            raise ValueError("not a number")
+        value = flag.type(word)
+    except ValueError:
+        accepted = _TYPES.get(flag.type, "JSON: a list of lists")  # type: ignore[call-overload]
+        raise UserError(f"is not {accepted}", field=flag.name, value=word, accepted=accepted, where=WHERE) from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError("is not finite", field=flag.name, value=word, accepted="a finite number", where=WHERE)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        shown = word if len(word) <= 40 else f"{word[:40]}..."
+        raise UserError("is out of range", field=flag.name, value=shown, accepted="an integer of 64 bits", where=WHERE)
+    return value
+
+
+def _check_bounds(flag: Flag, value: float, word: str) -> None:
+    kind = _TYPES[int if isinstance(value, int) else float]
+    for low, bound in ((True, flag.least), (False, flag.most)):
+        if bound is not None and (value < bound if low else value > bound):
+            problem, accepted = ("too small", f"{kind} >= {bound:,}") if low else ("too large", f"at most {bound:,}")
+            raise UserError(problem, field=flag.name, value=word, accepted=accepted, where=WHERE)
+
+
+def _unknown(name: str, flags: Mapping[str, Flag]) -> UserError:
+    spelled = name.replace("_", "-")
+    longer = [known for known in flags if known.startswith(spelled) and len(spelled) > 5]
+    near = longer or difflib.get_close_matches(spelled, flags, n=1, cutoff=0.75)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return UserError(f"unknown flag{hint}", field=name, accepted="the flags of docs/flags.md", where=WHERE)

@@ -1,0 +1,56 @@
+"""Flags about fine-tuning: conversations, and what of them counts."""
+
+from hetero_megatron.cli.flags.flag import count, needs, switch, value
+from hetero_megatron.data.chat.overlong import POLICIES
+from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, MAX_RANK
+
+_SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
+
+FLAGS = (
+    switch(
+        "--sft", "the data are conversations (messages, ShareGPT's conversations or conversation, prompt and "
+        "completion, or Alpaca's instruction and output) in *.jsonl, *.json, *.parquet, *.arrow or hub:NAME; "
+        "hetero-megatron finetune sets it",
+    ),
+    value(
+        "--chat-template", str, None, "file with a Jinja template, instead of the tokenizer's own", needs=_SFT,
+    ),
+    value(
+        "--sft-loss", str, "assistant", "what counts in the loss: what the assistant wrote, or all of a conversation",
+        choices=("assistant", "all"), needs=_SFT,
+    ),
+    value(
+        "--overlong-samples", str, "keep-start", "conversations longer than --seq-length: cut at their end or start, "
+        "left out, or refused; the run says how many there were",
+        choices=POLICIES, needs=_SFT,
+    ),
+    switch("--no-packing", "every conversation has a sample of its own, filled with padding", needs=_SFT),
+    count(
+        "--lora-rank", None, "train adapters of this rank beside a frozen base (LoRA); the base is --load-hf",
+        most=MAX_RANK,
+    ),
+    value("--lora-alpha", float, None, "adapters count alpha / rank; the rank if left out", needs=_LORA),
+    value(
+        "--lora-targets", str, None, "projections with an adapter; all linear layers if left out", choices=EVERY_TARGET,
+        nargs="+", needs=_LORA,
+    ),
+    value(
+        "--lora-dropout", float, None, "dropout of adapters' inputs; if left out --load-adapter's, or 0",
+        least=0.0, needs=_ADAPTERS,
+    ),
+    value(
+        "--lora-base-dtype", str, None, "stored dtype of the frozen projections; the run's if left out",
+        choices=BASE_DTYPES, needs=_ADAPTERS,
+    ),
+    switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
+    switch("--use-dora", "DoRA: rows of adapted matrices have trained lengths", needs=_LORA),
+    value("--load-adapter", str, None, "directory of peft's adapters to begin with; it has their rank"),
+    value("--save-adapter", str, None, "new directory: the adapters as peft reads them, at the end", needs=_ADAPTERS),
+    switch("--merge-lora", "--save-hf writes the base with the adapters merged into it", needs=(
+        *_ADAPTERS, *needs("--save-hf"),
+    )),
+    count(
+        "--shuffle-buffer", 1000, "conversations of a stream that are shuffled together",
+        most=10**7, needs=needs("--dataloader-type streaming"),
+    ),
+)  # fmt: skip

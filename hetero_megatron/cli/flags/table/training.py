@@ -1,0 +1,235 @@
+"""Megatron's flags about training, optimizer, learning rate, precision and recompute."""
+
+from hetero_megatron.cli.flags.flag import Flag, count, family, needs, notice, only, refused, switch, value
+
+_FP8 = "fp8 has no such setting in this version"
+_ONE_RATE = "all weights have one learning rate"
+_SCALED = needs("--dtype fp16", harmless=True)  # launch lines keep these when they change from --fp16 to --bf16
+_DYNAMIC = _SCALED + needs("a dynamic loss scale")
+_WARMS = needs("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
+_ADAM = needs("--optimizer adam")
+_MOST_SEQUENCES = 2**20  # of a step: its micro-batches are actions of the schedule, which are built
+_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+def only_fp32(name: str, nargs: int | str, aliases: tuple[str, ...]) -> Flag:
+    """A dtype of the optimizer's, which is fp32 here unless all is fp64."""
+    reason = "masters, gradients and moments are kept in fp32 or better"
+    return only(name, str, ("fp32",), reason, "fp32, or leave the flag out", nargs=nargs)
+
+
+TRAINING = (
+    count("--micro-batch-size", None, "sequences of a micro-batch", most=_MOST_SEQUENCES),
+    count(
+        "--global-batch-size", None, "sequences per step; micro-batch size x data parallel if left out",
+        most=_MOST_SEQUENCES,
+    ),
+    count(
+        "--rampup-batch-size", None, "START INCREMENT SAMPLES: grow the batch; needs --train-samples", nargs=3, least=0,
+    ),
+    count("--train-iters", None, "steps"),
+    count("--train-samples", None, "sequences, instead of --train-iters"),
+    value("--optimizer", str, "adam", "adam is AdamW", choices=("adam", "sgd")),
+    value("--lr", float, None, "learning rate after warm-up"),
+    value(
+        "--min-lr", float, 0.0, "learning rate at the end",
+        needs=needs("a learning rate that decays", "--min-lr 0.0"),
+    ),
+    value("--lr-decay-style", str, "linear", "shape of the decay", choices=_STYLES),
+    count(
+        "--lr-decay-iters", None, "steps until --min-lr; the length of training if left out",
+        needs=needs("a learning rate that decays", "--lr-warmup-fraction"),
+    ),
+    count(
+        "--lr-decay-samples", None, "the same in sequences",
+        needs=needs("a learning rate that decays", "--lr-warmup-fraction"),
+    ),
+    value("--lr-warmup-fraction", float, None, "warm-up as a share of the decay"),
+    count("--lr-warmup-iters", 0, "warm-up in steps", least=0),
+    count("--lr-warmup-samples", 0, "warm-up in sequences", least=0),
+    value("--lr-warmup-init", float, 0.0, "learning rate at the start of warm-up", needs=_WARMS),
+    value(
+        "--lr-wsd-decay-style",
+        str,
+        "exponential",
+        "shape of the last part of WSD",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        needs=needs("--lr-decay-style WSD"),
+    ),
+    count("--lr-wsd-decay-iters", None, "steps of the last part of WSD", needs=needs("--lr-decay-style WSD")),
+    count("--lr-wsd-decay-samples", None, "the same in sequences", needs=needs("--lr-decay-style WSD")),
+    value(
+        "--weight-decay", float, 0.01, "decoupled weight decay; biases and norms have none",
+        needs=needs("--weight-decay-incr-style constant", harmless=True),
+    ),
+    value("--start-weight-decay", float, None, "weight decay at the start, where it grows"),
+    value("--end-weight-decay", float, None, "weight decay at the end, where it grows"),
+    value(
+        "--weight-decay-incr-style",
+        str,
+        "constant",
+        "how weight decay grows",
+        choices=("constant", "linear", "cosine"),
+    ),
+    value("--clip-grad", float, 1.0, "largest norm of the gradient; 0: no clipping"),
+    value("--adam-beta1", float, 0.9, "decay of the first moment", needs=_ADAM),
+    value("--adam-beta2", float, 0.999, "decay of the second moment", needs=_ADAM),
+    value("--adam-eps", float, 1e-8, "added to the root of the second moment", needs=_ADAM),
+    value("--sgd-momentum", float, 0.9, "momentum of --optimizer sgd", needs=needs("--optimizer sgd")),
+    switch(
+        "--override-opt_param-scheduler", "with --load: the flags' learning rate and weight decay count",
+        aliases=("--override-opt-param-scheduler",), needs=needs("--load"),
+    ),
+    switch(
+        "--use-checkpoint-opt_param-scheduler", "with --load: those of the checkpoint count",
+        aliases=("--use-checkpoint-opt-param-scheduler",), needs=needs("--load"),
+    ),
+    notice(
+        "--calculate-per-token-loss",
+        "the loss is always the sum over tokens divided by their number",
+        differs="off in Megatron, which averages means of micro-batches; that would depend on the plan",
+    ),
+    count("--seed", 1234, "of initial weights and of the order of samples", least=0, most=2**63 - 1),
+    refused("--decoupled-lr", _ONE_RATE, "--lr", nargs=1),
+    refused("--decoupled-min-lr", _ONE_RATE, "--min-lr", nargs=1),
+    refused(
+        "--optimizer-cpu-offload",
+        "a plan says, stage by stage, whose optimizer lives in host memory",
+        "optimizer: {offload: true} in stages of a --plan",
+    ),
+    refused("--use-precision-aware-optimizer", "masters and moments are kept in fp32 or better"),
+    notice("--manual-gc", "it changes neither results nor what must fit into memory"),
+    notice("--manual-gc-interval", "it changes neither results nor what must fit into memory", nargs=1, type=int),
+    notice("--empty-unused-memory-level", "it does not change results", nargs=1, type=int),
+    count(
+        "--max-logits-mib",
+        1024,
+        "where a micro-batch's logits on a rank would be more MiB, head and loss go through its tokens in chunks",
+        most=2**30,
+    ),
+    switch("--deterministic-mode", "refuse operators that do not give the same bits every time"),
+    notice("--use-cpu-initialization", "initial weights are always drawn on the CPU, whatever the plan"),
+    refused("--data-parallel-random-init", "initial weights never depend on the plan"),
+    notice("--no-gradient-accumulation-fusion", "gradients of 16-bit weights are always accumulated in fp32"),
+    switch("--skip-train", "only evaluate"),
+    count(
+        "--eval-iters", 100, "global batches per evaluation; 0: none", least=0,
+        needs=needs("--eval-interval", "--skip-train", "--eval-iters 0"),
+    ),
+    count(
+        "--eval-interval",
+        None,
+        "steps between evaluations; none if left out",
+        differs="1000 in Megatron; here nothing is evaluated unless asked for",
+        needs=needs("--eval-iters", harmless=True),
+    ),
+    *family(refused, "--start-eval-at-iter=", "evaluations are by interval", "--eval-interval"),
+    *family(refused, "--eval-global-batch-size= --eval-micro-batch-size=", "evaluation has the batches of training"),
+    *family(refused, "--step-batch-size-schedule=", "the batch grows evenly", "--rampup-batch-size"),
+    *family(refused, "--decrease-batch-size-if-needed", "a plan says how a batch is shared",
+            "--global-batch-size that divides, or a plan with unequal shares"),
+    *family(refused, "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type=",
+            "biases and norms have no weight decay"),
+    *family(refused, "--muon-momentum= --muon-no-split-qkv --muon-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= "
+            "--muon-coefficient-type= --muon-num-ns-steps= --muon-tp-mode= --muon-extra-scale-factor= "
+            "--muon-scalar-optimizer= --lion-beta1= --lion-beta2=",
+            "there is no such optimizer", "--optimizer adam or sgd"),
+    *family(refused,
+            "--optimizer-offload-fraction= --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+            "--no-pin-cpu-grads --no-pin-cpu-params",
+            "a plan says, stage by stage, whose optimizer lives in host memory",
+            "optimizer: {offload: true} in stages of a --plan"),
+    *family(refused, "--cpu-offloading-num-layers= --cpu-offloading-retain-pinned-cpu-buffers "
+            "--fine-grained-activation-offloading --offload-modules=+ --min-offloaded-tensor-size= "
+            "--delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks= --activation-offload-fraction= "
+            "--fine-grained-offloading-max-inflight-offloads=",
+            "activations stay in the chip's memory", "--recompute-granularity"),
+    *family(refused, "--freeze-all-layers", "all weights are trained", "--skip-train, which only evaluates"),
+    *family(refused, "--no-initialization --init-model-with-meta-device",
+            "initial weights are drawn rank by rank, or those of --load-hf or --load"),
+    *(flag for names, now in (
+        ("--batch-size=", "--micro-batch-size"), ("--warmup=", "--lr-warmup-fraction"),
+        ("--model-parallel-size=", "--tensor-model-parallel-size"),
+        ("--checkpoint-activations --distribute-checkpointed-activations --checkpoint-num-layers=",
+         "--recompute-granularity"),
+    ) for flag in family(refused, names, "Megatron has dropped this flag", now)),
+    *family(notice, "--no-manual-gc-eval/--disable-manual-gc-eval --train-sync-interval= --optimizer-cuda-graph "
+            "--disable-jit-fuser --gpu-sniff-test-interval= --dump-param-to-param-group-map=",
+            "it changes neither results nor what must fit into memory"),
+    *family(refused, "--use-mup --mup-width-mult= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= "
+            "--mup-base-head-dim= --mup-attn-scale-power=",
+            "this parametrisation is not supported", "--lr and --init-method-std for this width"),
+    *family(refused, "--perform-rl-step --rl-prompts-per-eval= --grpo-prompts-per-step= --grpo-group-size= "
+            "--rl-generation-lag= --rl-submission-granularity= --rl-consumption-granularity= --grpo-iterations= "
+            "--grpo-clamp-eps-lower= --grpo-clamp-eps-upper= --grpo-kl-beta= --grpo-entropy-term-weight= "
+            "--grpo-filter-groups-with-same-reward --langrl-env-config= --rl-default-temperature= --rl-default-top-p= "
+            "--rl-default-top-k= --rl-offload-optimizer-during-inference --rl-kv-cache-management-mode= "
+            "--rl-persist-cuda-graphs/--no-rl-persist-cuda-graphs --rl-partial-rollouts/--no-rl-partial-rollouts "
+            "--rl-inference-logprobs-is-correction/--no-rl-inference-logprobs-is-correction "
+            "--rl-importance-sampling-truncation-coef= --rl-use-sequence-packing/--no-rl-use-sequence-packing "
+            "--rl-sequence-packing-max-sequences-per-bin= --rl-sequence-packing-algo= "
+            "--rl-training-cuda-graphs/--no-rl-training-cuda-graphs --rl-inference-tensor-model-parallel-size= "
+            "--rl-inference-pipeline-model-parallel-size= --rl-inference-expert-model-parallel-size= "
+            "--rl-inference-expert-tensor-model-parallel-size= --rl-inference-model-unified-memory-level= "
+            "--rl-offload-inference-model-weights-when-idle/--no-rl-offload-inference-model-weights-when-idle "
+            "--refit-method= --rl-verify-model-weights-swap/--no-rl-verify-model-weights-swap "
+            "--rl-skip-bos-token/--no-rl-skip-bos-token --rl-profile --rl-profile-dir= --rl-inference-parsers=*",
+            "reinforcement learning is not supported", "pre-training without --rl-* and --grpo-* flags"),
+)  # fmt: skip
+
+PRECISION = (
+    switch("--bf16", "bfloat16 weights and activations, fp32 masters and gradients"),
+    switch(
+        "--fp16", "half precision with loss scaling, fp32 masters and gradients",
+        differs="Megatron's learning rate stands still in a step that is skipped; here it is a function of the samples "
+        "that were read, skipped ones included, so that a run that goes on needs nothing else to know it",
+    ),
+    switch("--fp64", "double precision, for proofs"),
+    value("--loss-scale", float, None, "constant loss scale of --fp16; dynamic if left out", needs=_SCALED),
+    value("--initial-loss-scale", float, 2.0**32, "dynamic loss scale at the start", needs=_DYNAMIC),
+    value("--min-loss-scale", float, 1.0, "dynamic loss scale at least", needs=_DYNAMIC),
+    count("--loss-scale-window", 1000, "steps without overflow before the loss scale doubles", needs=_DYNAMIC),
+    count("--hysteresis", 2, "overflows before the loss scale halves", needs=_DYNAMIC),
+    value("--fp8-format", str, None, "linear modules of layers compute in 8-bit floats: e4m3, or hybrid, gradients in "
+          "e5m2; weights, masters and all else stay as they are", choices=("e4m3", "hybrid")),
+    value("--fp8-recipe", str, None, "scales in fp8: tensorwise, one per weight and per sequence; blockwise, one per "
+          "128 or 128 x 128 elements", choices=("tensorwise", "blockwise"), needs=needs("--fp8-format")),
+    refused("--fp8-amax-history-len", _FP8, "--fp8-format and --fp8-recipe", nargs=1),
+    refused("--fp8-amax-compute-algo", _FP8, "--fp8-format and --fp8-recipe", nargs=1),
+    *family(refused, "--fp8-param-gather --fp8-quantizer-factory= --fp8-margin= --fp8-interval= "
+            "--no-fp8-wgrad/--disable-fp8-wgrad --fp8-output-proj --first-last-layers-bf16 "
+            "--num-layers-at-start-in-bf16= "
+            "--num-layers-at-end-in-bf16= --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag "
+            "--te-precision-config-file= --kitchen-config-file= --kitchen-recipe-number= --use-kitchen-attention "
+            "--kitchen-attention-backend=", _FP8, "--fp8-format and --fp8-recipe"),
+    *family(refused, "--fp4-format= --fp4-recipe= --fp4-quantizer-factory= --fp4-param-gather",
+            "fp4 is not supported by this version", "--bf16"),
+    *family(only_fp32, "--main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype="),
+    *family(notice, "--disable-bf16-reduced-precision-matmul",
+            "matrix products accumulate in fp32 where the kernel in use says so; the conformance kit checks it"),
+    notice("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated and reduced in fp32 or better"),
+    refused("--grad-reduce-in-bf16", "gradients are always reduced in fp32 or better"),
+    refused("--fp16-lm-cross-entropy", "the loss is always computed in fp32 or better"),
+)  # fmt: skip
+
+RECOMPUTE = (
+    value("--recompute-granularity", str, None, "what backward computes again", choices=("full", "selective")),
+    value(
+        "--recompute-method",
+        str,
+        None,
+        "uniform: all layers, one by one; block: the first layers of a stage",
+        choices=("uniform", "block"),
+    ),
+    count("--recompute-num-layers", None, "layers of the block method; 1 with uniform"),
+    switch("--recompute-activations", "the same as --recompute-granularity selective"),
+    only(
+        "--recompute-modules",
+        str,
+        ("core_attn",),
+        "selective recompute means attention here",
+        "core_attn, or leave the flag out",
+        nargs="+",
+        needs=needs("--recompute-granularity selective", "--recompute-activations"),
+    ),
+    refused("--distribute-saved-activations", "saved activations stay where they are"),
+)

@@ -1,0 +1,222 @@
+"""Flags about training -> the frozen parts of a TrainConfig."""
+
+from __future__ import annotations
+
+import os
+
+from hetero_megatron.cli.flags.parse import Arguments, flag_error
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.kernels import OPERATORS, operator_problem
+from hetero_megatron.training.batch_size import BatchSize
+from hetero_megatron.training.config import (
+    AlignmentConfig,
+    DistributedConfig,
+    EvaluationConfig,
+    ExitConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ProfileSteps,
+    ScheduleConfig,
+)
+from hetero_megatron.training.loss_scale import LossScale
+from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
+
+_BY_ITERATION = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+_BY_SAMPLE = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size")
+
+
+def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
+    """Length, batch size, learning rate and weight decay. Iterations and samples cannot be mixed, as in Megatron.
+
+    A dry run needs neither a length nor a learning rate.
+    """
+    by_sample = args["train_samples"] is not None
+    if args["train_iters"] is None and not by_sample and not (args["dry_run"] or args["skip_train"]):
+        raise flag_error("train_iters", None, "missing: how long to train", "--train-iters or --train-samples")
+    for key in _BY_ITERATION if by_sample else _BY_SAMPLE:
+        if key in args.given:
+            other = "--train-samples" if by_sample else "--train-iters"
+            counts = "samples" if by_sample else "iterations"
+            raise flag_error(key, args[key], f"training with {other} counts {counts}", "flags of one kind")
+    ramp = args["rampup_batch_size"] or (0, 0, 0)
+    if args["rampup_batch_size"] is not None and not any(ramp):
+        raise flag_error("rampup_batch_size", "0 0 0", "a batch cannot start at 0", "START INCREMENT SAMPLES")
+    batch = BatchSize(global_batch_size, *ramp)
+    samples = args["train_samples"] if by_sample else (args["train_iters"] or 0) * global_batch_size
+    length = batch.steps_for(samples)
+    if by_sample and not length[0]:
+        raise flag_error("train_samples", samples, "less than a step takes", f"{batch.at(0)} or more")
+    rate = _learning_rate(args, samples, 1 if by_sample else global_batch_size)
+    return ScheduleConfig(*length, batch, rate, _weight_decay(args, samples), args["train_samples"])
+
+
+def _learning_rate(args: Arguments, train_samples: int, unit: int) -> LearningRate:
+    """``unit``: samples that one unit of the flags stands for (1, or the batch size for iterations)."""
+    idle = args["dry_run"] or args["skip_train"]
+    if args["lr"] is None:
+        if not idle:
+            raise flag_error("lr", None, "missing: the learning rate", "a number, e.g. 3e-4")
+        return LearningRate(0.0, style="constant")
+    kind = "samples" if unit == 1 else "iters"
+    counts = ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    decay, warmup, wsd = (
+        (args[f"{key}_{kind}"] * unit if args[f"{key}_{kind}"] is not None else None) for key in counts
+    )
+    decay = train_samples if decay is None else decay
+    fraction = args["lr_warmup_fraction"]
+    if fraction is not None:
+        if warmup:
+            raise flag_error("lr_warmup_fraction", fraction, f"it contradicts --lr-warmup-{kind}", "one of the two")
+        if not 0 <= fraction < 1:
+            raise flag_error("lr_warmup_fraction", fraction, "out of range", "0 or more and less than 1")
+        warmup = fraction * decay
+    elif warmup and args["lr_decay_style"] != "constant" and warmup >= decay:
+        key = f"lr_warmup_{kind}"
+        raise flag_error(key, args[key], "warm-up is as long as the whole decay", f"less than {decay // unit}")
+    if idle and not decay:
+        return LearningRate(args["lr"], style="constant")
+    if args["lr_decay_style"] == "WSD" and wsd is None:
+        raise flag_error(f"lr_wsd_decay_{kind}", None, "missing: WSD needs it", "an integer >= 1")
+    return LearningRate(
+        peak=args["lr"],
+        minimum=args["min_lr"],
+        initial=args["lr_warmup_init"],
+        style=args["lr_decay_style"],
+        warmup=warmup or 0,
+        decay=decay,
+        wsd_style=args["lr_wsd_decay_style"],
+        wsd_decay=wsd or 0,
+    )
+
+
+def _weight_decay(args: Arguments, train_samples: int) -> WeightDecay:
+    style = args["weight_decay_incr_style"]
+    ends = ("start_weight_decay", "end_weight_decay")
+    if style == "constant":
+        for key in ends:
+            if args[key] is not None:
+                raise flag_error(
+                    key, args[key], "weight decay is constant", "--weight-decay-incr-style linear or cosine"
+                )
+        return WeightDecay(args["weight_decay"], args["weight_decay"])
+    for key in ends:
+        if args[key] is None:
+            raise flag_error(key, None, f"missing: weight decay grows ({style})", "a number")
+    return WeightDecay(args["start_weight_decay"], args["end_weight_decay"], style, max(train_samples, 1))
+
+
+def build_optimizer(args: Arguments) -> OptimizerConfig:
+    for key in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if not 0 <= args[key] < 1:
+            raise flag_error(key, args[key], "out of range", "0 or more and less than 1")
+    for key, good in (("adam_eps", args["adam_eps"] > 0), ("clip_grad", args["clip_grad"] >= 0)):
+        if not good:
+            raise flag_error(key, args[key], "out of range", "more than 0" if key == "adam_eps" else "0 or more")
+    return OptimizerConfig(
+        args["optimizer"],
+        args["adam_beta1"],
+        args["adam_beta2"],
+        args["adam_eps"],
+        args["sgd_momentum"],
+        args["clip_grad"],
+    )
+
+
+def build_precision(args: Arguments) -> tuple[str, LossScale]:
+    """(dtype, loss scale)."""
+    chosen = [key for key in ("bf16", "fp16", "fp64") if args[key]]
+    dtype = args["dtype"] or (chosen[0] if chosen else "fp32")
+    for key in chosen:
+        if key != dtype:
+            raise flag_error(key, True, f"it contradicts {dtype}", "one of --bf16, --fp16, --fp64, --dtype")
+    if dtype != "fp16":
+        if args.has("loss_scale") and args["loss_scale"] != 1:
+            raise flag_error("loss_scale", args["loss_scale"], f"{dtype} needs no loss scale", "1, or --fp16")
+        return dtype, LossScale()
+    if args["loss_scale"] is not None:
+        return dtype, LossScale(args["loss_scale"])
+    return dtype, LossScale(
+        args["initial_loss_scale"], True, args["min_loss_scale"], args["loss_scale_window"], args["hysteresis"]
+    )
+
+
+def build_fp8(args: Arguments) -> Fp8 | None:
+    """What --fp8-format and --fp8-recipe ask for; the recipe has no default that would be Megatron's."""
+    if args["fp8_format"] is None:
+        return None
+    if args["fp8_recipe"] is None:
+        raise flag_error(
+            "fp8_recipe", None, "missing beside --fp8-format (Megatron's default, delayed, is not here)",
+            "tensorwise or blockwise",
+        )  # fmt: skip
+    if args["compile"]:
+        raise flag_error("compile", True, "compiled layers have no products in fp8", "leave one of the two out")
+    return Fp8(args["fp8_format"], args["fp8_recipe"])
+
+
+def build_evaluation(args: Arguments) -> EvaluationConfig:
+    """Without --eval-interval (or with --eval-iters 0, as scripts write) nothing is evaluated."""
+    if args["skip_train"] and not args["eval_iters"]:
+        raise flag_error("skip_train", True, "with --eval-iters 0 there is nothing to do", "--eval-iters 1 or more")
+    asked = args["eval_interval"] is not None or args["skip_train"]
+    return EvaluationConfig(args["eval_iters"] if asked else 0, args["eval_interval"] or 1)
+
+
+def build_exit(args: Arguments) -> ExitConfig:
+    signal = args["exit_signal"] if args["exit_signal_handler"] else None
+    return ExitConfig(args["exit_duration_in_mins"], args["exit_interval"], signal)
+
+
+def build_logging(args: Arguments) -> LoggingConfig:
+    wandb = None
+    names = {"wandb_project": "project", "wandb_entity": "entity", "wandb_exp_name": "name", "wandb_save_dir": "dir"}
+    if args["wandb_project"] is not None:
+        wandb = {name: args[key] for key, name in names.items() if args[key] is not None}
+    return LoggingConfig(
+        args["log_interval"],
+        args["save"],
+        args["tensorboard_dir"],
+        args["tensorboard_queue_size"],
+        args["tensorboard_log_interval"],
+        args["log_validation_ppl_to_tensorboard"],
+        wandb,
+        args["log_kernel_plan"],
+        args["log_format"],
+        _profile(args),
+        _routing_stats(args),
+    )
+
+
+def _routing_stats(args: Arguments) -> str | None:
+    path: str | None = args["routing_stats"]
+    if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+        raise flag_error("routing_stats", path, "its directory is not there", "a file in a directory that exists")
+    return path
+
+
+def _profile(args: Arguments) -> ProfileSteps | None:
+    if not args["profile"]:
+        return None
+    start, end = args["profile_step_start"], args["profile_step_end"]
+    if end <= start:
+        raise flag_error("profile_step_end", end, "no step is profiled", f"above --profile-step-start {start}")
+    return ProfileSteps(start, end, tuple(args["profile_ranks"]) if args["use_pytorch_profiler"] else ())
+
+
+def build_alignment(args: Arguments) -> AlignmentConfig:
+    for op in args["check_operators"] or ():
+        problem = operator_problem(op)
+        if problem is not None:
+            raise flag_error("check_operators", op, problem, ", ".join(("all", *OPERATORS)))
+    check = args["check_operators"]
+    return AlignmentConfig(
+        args["dump_layers"], args["capture_operators"], None if check is None else tuple(check),
+        tuple(args["align_layers"] or ()), args["align_steps"],
+    )  # fmt: skip
+
+
+def build_distributed(args: Arguments) -> DistributedConfig:
+    minutes = args["distributed_timeout_minutes"]
+    if not minutes > 0:
+        raise flag_error("distributed_timeout_minutes", minutes, "out of range", "a number > 0")
+    return DistributedConfig(args["distributed_backend"], minutes, args["transport"])

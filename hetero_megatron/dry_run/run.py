@@ -1,0 +1,168 @@
+"""One rank of a plan, alone, with fake tensors: what it holds and sends in any step but the first. On any CPU."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hetero_megatron.cluster import Cluster, format_bytes
+from hetero_megatron.comm.fake import FakeComm
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.dry_run.allocator import MemoryTracker
+from hetero_megatron.dry_run.expert_layers import expect_routing
+from hetero_megatron.dry_run.repeat import RepeatingExecutor
+from hetero_megatron.parallel.offload import check_offload
+from hetero_megatron.parallel.optimizer import in_place
+from hetero_megatron.parallel.update import Optimizer
+from hetero_megatron.plan import locate
+from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.kernels import shape_kernels
+from hetero_megatron.training.optimizer_factory import optimizer_factory
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
+from hetero_megatron.utils.text import rank_ranges
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What rank ``rank`` does in one step.
+
+    Attributes:
+        parameters, optimizer: bytes of local weights, and of owned masters (where they are copies) and moments.
+        offload: the optimizer's are in the host's memory, and not part of ``peak``.
+        peak: most bytes of live tensors at once, the optimizer's state included from the beginning of the step on.
+        sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
+            destination rank; routed tokens, of which there are as many as expected, count with the second or third.
+        seconds: that the dry run took.
+    """
+
+    rank: int
+    parameters: int
+    optimizer: int
+    offload: bool
+    peak: int
+    sent: Mapping[str, Mapping[int, int]]
+    seconds: float
+
+
+def run_rank(config: RunConfig, rank: int) -> DryRun:
+    """Build the rank's part of the plan and run one nominal step, as it is once the moments are there."""
+    start = time.perf_counter()
+    check_offload(config.plan, config.optimizer.name, config.dtype)
+    comm = FakeComm(rank, torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as memory:
+        comm.create_groups(config.compiled.groups)
+        runtime = Runtime(
+            config.compiled, comm, DTYPES[config.dtype], lambda _, box: torch.empty(box.shape),
+            optimizer_factory(config.optimizer), kernels=shape_kernels(config, rank, DTYPES[config.dtype]),
+            options=RuntimeOptions(logits_bytes=config.logits_bytes, balancing=config.balancing),
+        )  # fmt: skip
+        expect_routing(runtime)
+        for hop in (hop for exchange in runtime.sync.exchanges for hop in exchange.hops):
+            hop.fills = False  # hundreds of replicas would be as many fake operators in every bucket
+        assert runtime.optimizer is not None
+        offload = runtime.optimizer.offload
+        if offload:
+            memory.forget(master for masters in runtime.optimizer.masters for master in masters)
+        memory.peak = memory.live  # initial values are made, and brought into 8 bits, in the host's memory
+        memory.host = offload
+        _make_moments(runtime.optimizer.inner, config.optimizer)
+        memory.host = False
+        parameters = _bytes([*runtime.model.parameters(), *runtime.scales.values()])
+        size = config.plan.global_batch_size
+        work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
+        # Gradients wait for finish(), so that their bytes are told apart.
+        RepeatingExecutor(runtime.executor, memory).run(work)
+        peers, stage = set(runtime.unit.ranks), set(runtime.stage.ranks)
+        sent = {
+            "pipeline": {r: n for r, n in comm.sent_bytes.items() if r not in stage},
+            "context parallel": {r: n for r, n in comm.sent_bytes.items() if r in stage - peers},
+            "tensor parallel": {r: n for r, n in comm.sent_bytes.items() if r in peers},
+        }
+        before = dict(comm.sent_bytes)
+        grads = runtime.sync.finish()
+        sent["gradients"] = _since(before, comm.sent_bytes)
+        before = dict(comm.sent_bytes)
+        runtime.optimizer.step(grads, 1.0)
+        sent["weights"] = _since(before, comm.sent_bytes)
+        optimizer = _optimizer_bytes(runtime)
+    return DryRun(rank, parameters, optimizer, offload, memory.peak, sent, time.perf_counter() - start)
+
+
+def _make_moments(optimizer: Optimizer | None, config: OptimizerConfig) -> None:
+    """The states that the first step would make at its end: every later step has them from its beginning."""
+    sgd = ("momentum_buffer",) if config.momentum else ()
+    keys = sgd if config.name == "sgd" else ("exp_avg", "exp_avg_sq")
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            optimizer.state[master] = {"step": 0, **{key: torch.zeros_like(master) for key in keys}}
+
+
+def _batch(rows: int, length: int) -> Batch:
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return Batch(tokens, tokens, torch.arange(length).expand(rows, length))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _optimizer_bytes(runtime: Runtime) -> int:
+    """Moments, and masters that are not the parameters' own memory."""
+    assert runtime.optimizer is not None
+    inner = runtime.optimizer.inner
+    states = inner.state.values() if inner is not None else ()
+    moments = _bytes(t for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.dim())
+    params = runtime.sync.params
+    pairs = (
+        pair
+        for e, m in zip(runtime.sync.exchanges, runtime.optimizer.masters, strict=True)
+        for pair in zip(e.pieces, m)
+    )
+    copied = runtime.optimizer.offload
+    return moments + _bytes(m for piece, m in pairs if copied or not in_place(params[piece.name][piece.slices]))
+
+
+def _since(before: Mapping[int, int], after: Mapping[int, int]) -> dict[int, int]:
+    return {r: n - before.get(r, 0) for r, n in after.items() if n > before.get(r, 0)}
+
+
+def format_dry_run(run: DryRun, config: RunConfig) -> str:
+    """A table of what one rank holds and sends."""
+    place = locate(config.plan, run.rank)
+    lines = [
+        f"rank {run.rank}: pipeline {place.pipeline}, stage {place.stage}, unit {place.unit}, TP rank {place.tp_rank}; "
+        f"{config.dtype}, fake tensors, one step in {run.seconds:.1f} s",
+        f"  weights          {format_bytes(run.parameters):>12}",
+        f"  optimizer        {format_bytes(run.optimizer):>12}   "
+        + ("moments and masters, in host memory" if run.offload else "moments, and masters where they are copies"),
+        f"  peak             {format_bytes(run.peak):>12}   live tensors, optimizer "
+        + ("not included" if run.offload else "included"),
+    ]
+    for purpose, by_rank in run.sent.items():
+        ranks = rank_ranges(tuple(sorted(by_rank)))
+        to = f"   to ranks {ranks}" if by_rank else ""
+        lines.append(f"  sent: {purpose:<16}{format_bytes(sum(by_rank.values())):>7}{to}")
+    lines += _links(run, config.cluster)
+    return "\n".join(lines)
+
+
+def _links(run: DryRun, cluster: Cluster | None) -> list[str]:
+    """Bytes by kind of link, where a cluster file says which node a rank is on."""
+    if cluster is None:
+        return []
+    total: dict[str, int] = defaultdict(int)
+    here = cluster.ranks[run.rank].node
+    for by_rank in run.sent.values():
+        for rank, count in by_rank.items():
+            other = cluster.ranks[rank].node
+            total["inside the node" if other == here else f"to {other}"] += count
+    return [f"  link: {where:<16}{format_bytes(count):>7}" for where, count in sorted(total.items())]

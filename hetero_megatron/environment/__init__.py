@@ -1,0 +1,1 @@
+"""What the process environment says of a rank: torchrun, SLURM, MPI and other launchers."""

@@ -1,0 +1,94 @@
+"""What happened in a run, beside its metrics: ``events.jsonl`` in the --save directory, for ``hetero-megatron report``.
+
+One JSON object per line: ``{"time": seconds since 1970, "kind": …, "text": …, …}``. Every start of the job writes one
+with plan, chips and prediction. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.html.page import kind_of
+from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.plan.memory.states import moments_of
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.report.timeline import prediction_charts
+from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator, predict
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.utils.files import open_append
+
+FILE = "events.jsonl"
+
+
+def add_event(directory: str | Path, kind: str, text: str, **more: Any) -> None:
+    """Append one event; UserError if the file cannot be written."""
+    line = json.dumps({"time": time.time(), "kind": kind, "text": text, **more}, separators=(",", ":"))
+    try:
+        with open_append(Path(directory) / FILE, "--save") as file:
+            file.write(line.encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"{FILE} cannot be written: {error.strerror}", field="--save", value=str(directory)) from error
+
+
+def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
+    """(what the rates of the cluster file say about a step, or None; why it is None or how far it can be believed).
+
+    The sentence is empty where there is no cluster file, or everything was calibrated.
+    """
+    if config.cluster is None:
+        return None, ""
+    try:
+        options, prepared = _options(config), PreparedPlan(config.compiled)
+        found = predict(config.plan, config.spec, config.cluster, config.dtype, options=options, prepared=prepared)
+    except UserError as error:
+        return None, f"no prediction of the step time: {error}"
+    if found.assumed:
+        return found, f"the prediction takes {found.describe_assumed()} from data sheets: hetero-megatron calibrate"
+    return found, ""
+
+
+def expected_busy(config: RunConfig) -> dict[int, float]:
+    """Predicted seconds of compute in a step by rank, as ``busy_seconds`` measures them, where there is an
+    :func:`expectation`."""
+    assert config.cluster is not None
+    costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
+    return StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
+
+
+def _options(config: RunConfig) -> CostOptions:
+    return CostOptions(moments=moments_of(config.optimizer.name), fp8=config.fp8, logits_bytes=config.logits_bytes)
+
+
+def start_event(
+    config: RunConfig, found: Prediction | None, busy: Mapping[int, float], chips: Mapping[int, str], first_step: int
+) -> dict[str, Any]:
+    """What a report needs to know about this start of the job; ``busy``: :func:`expected_busy`, with ``found``."""
+    prediction = None
+    if found is not None:
+        prediction = {
+            "step_seconds": found.step_seconds, "parts": dict(found.parts), "assumed": list(found.assumed),
+            "busy": {str(r): s for r, s in busy.items()}, "charts": prediction_charts(found),
+            "memory": {str(r): {"parts": m.parts(), "limit": found.limits[r]} for r, m in found.memory.items()},
+        }  # fmt: skip
+    nodes = {}
+    if config.cluster is not None:
+        nodes = {"nodes": {str(r): config.cluster.ranks[r].node for r in config.plan.ranks}}
+    return {
+        **nodes, "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
+        "fingerprint": config.plan.fingerprint(), "model": asdict(config.spec), "dtype": config.dtype,
+        "ranks": list(config.plan.ranks), "chips": {str(r): c for r, c in chips.items()}, "prediction": prediction,
+    }  # fmt: skip
+
+
+def measured_rows(actions: Sequence[Any]) -> list[tuple[str, float, float, int]]:
+    """(kind, start, seconds, micro-batch) of a rank's compute actions of one step, from the start of the first."""
+    kept = [t for t in actions if t.action.kind in ("F", "B", "B_INPUT", "W")]
+    origin = actions[0].start if actions else 0.0
+    return [(kind_of(t.action), t.start - origin, t.end - t.start, t.action.micro_batch) for t in kept]

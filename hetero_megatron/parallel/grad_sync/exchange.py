@@ -1,0 +1,306 @@
+"""One bucket on one rank: packing, exchanging and adding gradients; sending updated parameters back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hetero_megatron.comm import Comm, Group, Handle
+from hetero_megatron.layout import Box
+from hetero_megatron.parallel.grad_sync.flat_memory import FlatTensors
+from hetero_megatron.parallel.grad_sync.routes import HopRoutes, OwnedPiece, Parts, Slices, local_pieces
+from hetero_megatron.plan.buckets import Bucket
+
+
+class HopExchange:
+    """One hop on one rank: arrays of ``sources`` are summed into arrays of ``targets``; back, values go from targets
+    into sources.
+
+    Attributes:
+        runs: of its routes; None packs and unpacks also where that is not needed.
+        fills: False for a dry run: messages and sums take their memory, and nothing is copied or added there.
+    """
+
+    fills = True
+
+    def __init__(
+        self, routes: HopRoutes, group: Group, sources: Sequence[OwnedPiece], targets: Sequence[OwnedPiece]
+    ) -> None:
+        self.routes, self.group, self.me = routes, group, group.comm.rank
+        self.sources, self.targets, self.runs = sources, targets, routes.runs
+        self._handle: Handle | None = None
+        self._used: list[torch.Tensor] = []  # by the exchange, on other streams of a device than their own
+        self._queued = group.comm.accelerator is not None
+
+    @property
+    def size(self) -> int:
+        """Elements that this rank sums up."""
+        return self.routes.size
+
+    @property
+    def given(self) -> int:
+        """Elements of partial sums that others add up, and of parameters that come back."""
+        return sum(self.routes.give_counts)
+
+    @property
+    def taken(self) -> int:
+        """Elements of partial sums that come from others, and of parameters that they get."""
+        return sum(self.routes.take_counts)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether what was started would end without the host waiting."""
+        return self._handle is None or self.group.in_stream_order or self._handle.done
+
+    @property
+    def packed(self) -> tuple[int, int, int]:
+        """Elements copied into a message on the way to the owners, into one on the way back, and out of that."""
+        if self.runs is None:
+            return self.given, self.taken, self.given
+        return 0, 0 if self.group.size == 2 else self.taken, 0
+
+    def _counts(self, own: int, others: int) -> list[int]:
+        return [own if r == self.me else others for r in self.group.ranks]
+
+    def start(
+        self, arrays: Sequence[torch.Tensor], empty: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> None:
+        """Send off the parts of my partial sums that others are to add: out of ``memory``, where they lie in ``runs``,
+        or packed; ``empty``: of their dtype."""
+        if self.group.size == 1:
+            return
+        if self.runs is None:
+            send = empty.new_empty(self.given)
+            if self.fills and self.given:  # straight into the message: parts with gaps would need copies of their own
+                parts = [arrays[i][at] for i, at in self.routes.given]
+                rows = send.split([part.numel() for part in parts])
+                torch._foreach_copy_([row.view(part.shape) for row, part in zip(rows, parts, strict=True)], parts)
+            self._hold(send)
+            self._handle = self.group.all_to_all(send, self.routes.give_counts, self.routes.take_counts)
+            return
+        assert memory is not None
+        if self.group.size == 2:
+            send, own = memory[self.runs[1 - self.group.index]], 0
+        else:  # with my own part, so that it is one piece
+            send, own = memory, self.size
+        counts = [x.stop - x.start for x in self.runs]
+        counts[self.group.index] = own
+        self._handle = self.group.all_to_all(send, counts, self._counts(own, self.size))
+
+    def finish(
+        self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """The sums, one array per target, partial sums added in rank order, or to this rank's own where the first other
+        one does not send all; ``arrays`` that the routes do not keep may be None.
+
+        With ``runs`` the sums lie in ``memory``, where my own part was.
+        """
+        if self.group.size == 1:
+            return [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
+        received = self._wait()
+        self._hold(received)
+        if self.runs is not None:
+            assert memory is not None
+            own = memory[self.runs[self.group.index]]
+            if self.group.size == 2:  # which of two is added to the other does not matter
+                own += received
+            else:
+                torch.sum(received.view(self.group.size, self.size), 0, out=own)
+            return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
+        # Who sends nothing has no chunk: of hundreds of members most may hold nothing of what is summed up here.
+        senders = [r for r in self.group.ranks if r != self.me and r in self.routes.take]
+        begin = senders[0] if senders and senders[0] in self.routes.sends_all else self.me
+        if begin == self.me:
+            make = received.new_empty if self.me in self.routes.sends_all else received.new_zeros
+            total = make(self.size)
+        elif len(senders) == 1:  # its part becomes the sum; of the first two it does not matter which is added
+            total = received
+        else:
+            total = received[: self.size].clone()
+        views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
+        if self.fills:
+            self._add_up(views, total, received, arrays, begin)
+        return views
+
+    def _add_up(
+        self,
+        views: list[torch.Tensor],
+        total: torch.Tensor,
+        received: torch.Tensor,
+        arrays: Sequence[torch.Tensor | None],
+        begin: int,
+    ) -> None:
+        """Add to ``total`` (in pieces: ``views``) what all but ``begin`` sent, and this rank's own part, which is
+        copied there if it is what to begin with."""
+        take = self.routes.take
+        mine = [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
+        here = [views[to][inside] for to, inside in take.get(self.me, ())]
+        if begin == self.me and here:  # one launch, however many pieces
+            torch._foreach_copy_(here, mine)
+        counts = {r: n for r, n in zip(self.group.ranks, self.routes.take_counts, strict=True) if n}
+        chunks = dict(zip(counts, received.split(list(counts.values())), strict=True))
+        for rank in self.group.ranks:
+            if rank == begin or rank not in take:
+                continue
+            if rank == self.me:
+                torch._foreach_add_(here, mine)
+            elif rank in self.routes.sends_all:
+                total += chunks[rank]
+            else:
+                self._add(views, chunks[rank], take[rank])
+
+    @staticmethod
+    def _add(views: list[torch.Tensor], chunk: torch.Tensor, parts: Parts) -> None:
+        start = 0
+        for to, inside in parts:
+            target = views[to][inside]
+            target += chunk[start : start + target.numel()].view(target.shape)
+            start += target.numel()
+
+    def start_back(
+        self, arrays: Sequence[torch.Tensor], dtype: torch.dtype, memory: torch.Tensor | None = None
+    ) -> None:
+        """Send my targets' values (in ``dtype``) to the ranks that have them among their sources; with ``runs`` they
+        are in ``memory`` already, and there what comes is written."""
+        if self.group.size == 1:
+            return
+        if self.runs is None:
+            device = self.group.comm.device  # masters may be in host memory
+            send, at = torch.empty(self.taken, dtype=dtype, device=device), 0
+            targets: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for ranks, wanted in self.routes.wanted if self.fills else ():
+                parts = [arrays[i][inside] for i, inside in wanted]
+                size = sum(part.numel() for part in parts)
+                rows, begin = send[at : at + ranks * size].view(ranks, size), 0
+                for part in parts:  # once for each of them
+                    targets.append(rows[:, begin : begin + part.numel()].view(ranks, *part.shape))
+                    sources.append(part.expand(ranks, *part.shape))
+                    begin += part.numel()
+                at += ranks * size
+            if targets:  # one launch, however many pieces
+                torch._foreach_copy_(targets, sources)
+            self._handle = self.group.all_to_all(send, self.routes.take_counts, self.routes.give_counts)
+            return
+        assert memory is not None
+        send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
+        if self.group.size == 2:
+            into, own = memory[self.runs[1 - self.group.index]], 0
+            counts[self.group.index] = 0
+        else:
+            send, into, own = send.repeat(self.group.size), memory, self.size
+        self._handle = self.group.all_to_all(send, self._counts(own, self.size), counts, into)
+
+    def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
+        """Write what came into my sources; the parts that are my own targets are there already."""
+        if self.group.size == 1:
+            return
+        received = self._wait()
+        if self.runs is not None or not self.fills:
+            return
+        targets = [arrays[i][at] for i, at in self.routes.given]
+        if targets:  # one launch, however many pieces
+            parts = received.split([t.numel() for t in targets])
+            torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        if self._queued:
+            self._used.append(tensor)
+
+    def forget(self) -> None:
+        """Hold on to nothing: all streams have done what was started."""
+        self._used.clear()
+
+    def _wait(self) -> torch.Tensor:
+        assert self._handle is not None, "finish without start"
+        received, self._handle = self._handle.wait(), None
+        assert received is not None
+        return received
+
+
+class BucketExchange:
+    """Gradients to owners, parameters to holders, for one bucket, in one hop or two.
+
+    What lies between two hops are boxes of this rank's own parameters, so new values need no memory on their way back.
+
+    Args:
+        boxes: of this rank's parameters in their logical tensors.
+        known: routes by layouts (which live as long as the buckets do), of other buckets of this rank; added to.
+    """
+
+    def __init__(
+        self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], known: dict[tuple[object, ...], HopRoutes]
+    ) -> None:
+        self.bucket = bucket
+        layers = [local_pieces(bucket.hops[0].sources, comm.rank, boxes)]
+        layers += [local_pieces(hop.targets, comm.rank, boxes) for hop in bucket.hops]
+        self.pieces = layers[-1]
+        self.hops = []
+        for hop, sources, targets in zip(bucket.hops, layers[:-1], layers[1:], strict=True):
+            ranks = hop.group(comm.rank)
+            key = (ranks, bucket.dense, *map(id, hop.sources.values()), *map(id, hop.targets.values()))
+            if key not in known:
+                known[key] = HopRoutes(hop, ranks, comm.rank, sources, targets, bucket.dense)
+            self.hops.append(HopExchange(known[key], comm.group(ranks, lane=-1), sources, targets))
+        self._arrays: list[torch.Tensor | None] = []
+        self._memory = torch.empty(0)
+
+    def arrived(self, hop: int) -> bool:
+        """Whether finishing a hop that was started would not wait."""
+        return self.hops[hop].arrived
+
+    def start_reduce(self, hop: int, grads: FlatTensors | None = None) -> None:
+        """Send partial sums a hop towards their owners; ``grads``: the bucket's, for the first hop, kept as needed."""
+        exchange = self.hops[hop]
+        if hop == 0:
+            assert grads is not None
+            self._arrays = [grads.views[s.name] for s in exchange.sources]
+            self._memory = grads.memory
+        arrays: list[torch.Tensor] = self._arrays  # type: ignore[assignment]  # all are there until they are packed
+        exchange.start(arrays, self._memory[:0], self._memory)
+        self._arrays = [x if i in exchange.routes.kept else None for i, x in enumerate(self._arrays)]
+
+    def finish_reduce(self, hop: int) -> list[torch.Tensor]:
+        """The sums of the hop's targets: after the last hop, of the owned pieces."""
+        sums = self.hops[hop].finish(self._arrays, self._memory)
+        self._arrays = list(sums) if hop + 1 < len(self.hops) else self._arrays
+        return sums
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the sums lie in the memory of the gradients."""
+        return all(hop.group.size == 1 or hop.runs is not None for hop in self.hops)
+
+    def forget(self) -> None:
+        """Hold on to no gradients, nor to what was sent and received: all streams have done with it."""
+        self._arrays, self._memory = [], torch.empty(0)
+        for hop in self.hops:
+            hop.forget()
+
+    def start_spread(
+        self, hop: int, masters: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor], flat: FlatTensors | None
+    ) -> None:
+        """Send the updated owned pieces (or, of an earlier hop, what came of them) a hop towards their holders.
+
+        ``flat``: where the parameters lie one after the other, with all owned ones up to date; for dense buckets.
+        """
+        exchange, dtype = self.hops[hop], params[self.bucket.names[0]].dtype
+        last = hop + 1 == len(self.hops)
+        memory = flat.memory if flat is not None else None
+        exchange.start_back(masters if last else _views(exchange.targets, params), dtype, memory)
+
+    def finish_spread(self, hop: int, params: Mapping[str, torch.Tensor]) -> None:
+        """Write what came into the local parameters."""
+        exchange = self.hops[hop]
+        exchange.finish_back(_views(exchange.sources, params))
+
+
+def _views(pieces: Sequence[OwnedPiece], params: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [params[p.name][p.slices] for p in pieces]
+
+
+def _part(arrays: Sequence[torch.Tensor | None], index: int, at: Slices) -> torch.Tensor:
+    array = arrays[index]
+    assert array is not None, "given up before it was summed"
+    return array[at]

@@ -1,0 +1,217 @@
+"""Accumulating gradients over micro-batches, and synchronising them bucket by bucket during the last backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.layout import Box
+from hetero_megatron.ops.gemm import WeightGradients, WeightKernel
+from hetero_megatron.ops.joint_gemm import joint_rows
+from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
+from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums, flatten_parameters
+from hetero_megatron.parallel.grad_sync.reduction import StepReduction
+from hetero_megatron.parallel.grad_sync.routes import HopRoutes
+from hetero_megatron.parallel.side_stream import SideStream
+from hetero_megatron.plan.buckets import Bucket, sync_actions
+from hetero_megatron.schedule import Action
+
+
+class GradientSync:
+    """Gradients of one rank's parameters.
+
+    In a step, gradients are summed over the micro-batches (:class:`GradientSums`). Weights whose gradient is a matrix
+    product get it added there by that product; others through autograd. From :meth:`begin` to :meth:`finish`, buckets
+    whose sums are complete go to their owners (:class:`StepReduction`, which exists only then).
+
+    Gradients that a device graph computes (``parallel/device_graphs.py``) are always added to what is there, which is
+    zero before the first ones of a step: ``captured``, ``before_graph`` and ``after_graph``.
+
+    Args:
+        params: local parameters by logical name; boxes: the box of each in its logical tensor. Those of a dense bucket
+            are moved to one piece of memory, so that new values can come and go without being packed; what was
+            together stays together.
+        buckets: of the plan.
+        chunks: names of the parameters of each of the stage's chunks; a name may be in several. None: all in one.
+
+    Attributes:
+        exchanges: of the buckets that this rank is in, in their order; by_bucket: by the bucket's index.
+        reduces, spreads: what this rank does in every step, in order.
+        flat: the parameters of every dense bucket, by its index.
+        sums: this rank's partial gradients of the step.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        params: Mapping[str, torch.nn.Parameter],
+        boxes: Mapping[str, Box],
+        buckets: Sequence[Bucket],
+        chunks: Sequence[Collection[str]] | None = None,
+    ) -> None:
+        self.params = params
+        routes: dict[tuple[object, ...], HopRoutes] = {}
+        self.exchanges = [BucketExchange(b, comm, boxes, routes) for b in buckets if comm.rank in b.ranks]
+        self.by_bucket = {e.bucket.index: e for e in self.exchanges}
+        self.reduces, self.spreads = sync_actions(buckets, comm.rank)
+        self.flat = flatten_parameters(params, [e.bucket for e in self.exchanges if e.bucket.dense])
+        self.sums = GradientSums(params, [e.bucket for e in self.exchanges])
+        self._reduction: StepReduction | None = None
+        self._aside = SideStream(comm.accelerator)
+        self._chunks = chunks or (params.keys(),)
+        self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
+        self._captured: list[str] | None = None  # whose gradients a graph that is being captured computes
+        # Garbage collection does not look into hooks: one that held this object would keep all parameters forever.
+        accumulated = WeakMethod(self._accumulated)
+        for name, param in params.items():
+            param.register_post_accumulate_grad_hook(partial(_call, accumulated, name))
+
+    def take_products(self, products: Iterable[Sequence[torch.Tensor]], gradients: WeightGradients) -> None:
+        """Have the gradients of some weights added up in place by the product that makes them.
+
+        Args:
+            products: the weights of each product, [out, in], several where they are multiplied at once. Each is used
+                once in a forward, and by ``gemm`` alone.
+            gradients: of the kernel plan, which calls back with dy [..., out] and x [..., in].
+        """
+        names = {id(param): name for name, param in self.params.items()}
+        for weights in products:
+            gradients.assign(weights, partial(self._add_product, [names[id(weight)] for weight in weights]))
+
+    def take_ahead(self, weight: torch.Tensor, gradients: WeightGradients, again: bool) -> None:
+        """The same of the weight whose gradient comes in forward, before any of backward: the head's, [V_local, h],
+        where its loss makes it.
+
+        Args:
+            again: the weight is the embedding, too, of which backward brings another part.
+        """
+        name = self._name(weight)
+        gradients.assign([weight], partial(self._add_ahead, name))
+        if not again:
+            self._ahead.add(name)
+
+    def _name(self, param: torch.Tensor) -> str:
+        return next(name for name, known in self.params.items() if known is param)
+
+    def _add_ahead(self, name: str, dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
+        kernel(dy, x, self.sums.view(name), float(name in self.sums.filled))
+        self.sums.filled.add(name)
+
+    def _add_product(self, names: Sequence[str], dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
+        views = [self.sums.view(name) for name in names]
+        into = joint_rows(views)
+        if into is not None:
+            kernel(dy, x, into, self._beta(names[0]))
+        else:  # they are sent in several buckets
+            for name, view, part in zip(names, views, dy.split([len(view) for view in views], -1), strict=True):
+                kernel(part, x, view, self._beta(name))
+        for name in names:
+            self._has_come(name)
+
+    def _beta(self, name: str) -> float:
+        """What the memory of a gradient is multiplied by before something is added."""
+        return float(name in self.sums.filled or self._captured is not None)
+
+    def _accumulated(self, name: str, param: torch.Tensor) -> None:
+        if param.grad is None:  # its product was taken; torch 2.13 runs the hook all the same
+            return
+        self.sums.add(name, param.grad)
+        param.grad = None
+        self._has_come(name)
+
+    def _has_come(self, name: str) -> None:
+        if self._captured is not None:
+            self._captured.append(name)
+            return
+        self.sums.filled.add(name)
+        if self._reduction is not None:
+            self._reduction.has_come(name)
+
+    @contextmanager
+    def captured(self) -> Iterator[list[str]]:
+        """Context in which a graph is captured: the gradients that products leave here and those that ``add`` is given
+        are its own. Gives the list of their names, which grows meanwhile. From now on the memory of all sums stays."""
+        assert self._captured is None
+        self.sums.keep, self._captured = True, []
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
+
+    def add(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """In a capture: add the gradient, of the parameter's shape, of one whose product nobody took."""
+        assert self._captured is not None
+        name = self._name(param)
+        self.sums.view(name).add_(grad)
+        self._has_come(name)
+
+    def before_graph(self, names: Iterable[str]) -> None:
+        """A graph will add the gradients that were captured under these names: zeros where nothing has come yet."""
+        for name in names:
+            self.sums.sum(name)
+
+    def after_graph(self, names: Iterable[str]) -> None:
+        """A graph has added them."""
+        for name in names:
+            self._has_come(name)
+
+    def begin(self, reduces: Iterable[Action]) -> None:
+        """The last gradients of the first chunk will come: from now on the ``reduces`` start, in this order, each as
+        soon as its bucket is complete. Every bucket of this rank is among them."""
+        self._reduction = StepReduction(reduces, self.by_bucket, self.sums, self._aside, self._chunks)
+
+    def last_gradients(self, chunk: int, products: Iterable[torch.Tensor] | None) -> None:
+        """What runs next brings the last gradients of a chunk. Called after :meth:`begin`, once per chunk.
+
+        Args:
+            chunk: its number on this stage.
+            products: the weights whose products run next, while the gradients of all others are there; None: those of
+                any of its parameters may come.
+        """
+        assert self._reduction is not None, "before begin"
+        names, there = self._chunks[chunk], self._ahead
+        if products is not None:
+            ids = {id(weight) for weight in products}
+            there = there | {name for name in names if id(self.params[name]) not in ids}
+        self._reduction.last_of_chunk(names, there)
+
+    def complete(self, action: Action) -> None:
+        """Return when the REDUCE ``action`` has ended. Backward is over, so what has not come by now is zero.
+
+        Raises:
+            CommError: a peer is gone.
+        """
+        assert self._reduction is not None, "before begin"
+        self._reduction.complete(action)
+
+    def finish(self) -> list[list[torch.Tensor]]:
+        """Complete what is left; the step ends, and the next gradient begins another one.
+
+        Returns:
+            per exchange, the sums over all holders of the pieces that this rank owns, in the dtype of ``sums``; where
+            they are summed up in place, in the memory of ``sums``, which the next step overwrites.
+
+        Raises:
+            CommError: a peer is gone.
+        """
+        if self._reduction is None:
+            self.begin(self.reduces)
+        assert self._reduction is not None
+        owned = self._reduction.finish()
+        self._reduction = None
+        self.sums.filled.clear()
+        for pieces, exchange in zip(owned, self.exchanges, strict=True):
+            for tensor in pieces if not exchange.in_place else ():
+                self._aside.give(tensor)
+        return owned
+
+
+def _call(method: WeakMethod[Any], name: str, param: torch.Tensor) -> None:
+    if (alive := method()) is not None:
+        alive(name, param)

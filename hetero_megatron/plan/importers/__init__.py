@@ -1,0 +1,1 @@
+"""Plans out of other programs' formats: Megatron's flags, FlagScale's meshes."""

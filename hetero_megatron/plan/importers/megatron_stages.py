@@ -1,0 +1,186 @@
+"""Megatron's flags about layers -> the layers of every stage and virtual stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hetero_megatron.plan.canonical import Interval
+from hetero_megatron.plan.flag_source import flag_error
+from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.utils.text import plural
+
+Ranges = tuple[Interval, ...]
+MAX_LAYOUT = 1 << 16
+VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
+
+def stage_layers(flags: MegatronParallel, num_layers: int) -> tuple[list[Ranges], int, int]:
+    """Layer ranges of each stage, one per virtual stage; and the stages that hold embedding and head.
+
+    Virtual stages go round: stage 0 has the first block of layers, stage 1 the second, and stage 0 again the block
+    after that of the last stage.
+    """
+    pp = flags.pipeline_model_parallel_size
+    if flags.pipeline_model_parallel_layout is not None:
+        for name in (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "num_layers_per_virtual_pipeline_stage",
+        ):
+            if getattr(flags, name):
+                raise flag_error(
+                    name, getattr(flags, name), "it contradicts --pipeline-model-parallel-layout"
+                )
+        counts, embed, head = layout_stages(flags.pipeline_model_parallel_layout, pp, num_layers)
+        virtual = flags.num_virtual_stages_per_pipeline_rank
+        if virtual not in (None, len(counts) // pp):
+            problem = f"--pipeline-model-parallel-layout has {plural(len(counts) // pp, 'virtual stage')} per rank"
+            raise flag_error("num_virtual_stages_per_pipeline_rank", virtual, problem, "the same, or leave it out")
+        embed, head = embed % pp, head % pp
+    else:
+        counts, embed, head = virtual_counts(flags, num_layers), 0, pp - 1
+    blocks = intervals(counts)
+    return [tuple(blocks[p::pp]) for p in range(pp)], embed, head
+
+
+def virtual_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
+    """Decoder layers of every virtual stage in the order of the model; those of one stage are equal but where embedding
+    or loss count as a layer."""
+    pp = flags.pipeline_model_parallel_size
+    per_stage, virtual = (getattr(flags, name) for name in VIRTUAL)
+    if per_stage is None and virtual in (None, 1):
+        return layer_counts(flags, num_layers)
+    name = VIRTUAL[0] if per_stage is not None else VIRTUAL[1]
+    value = per_stage if per_stage is not None else virtual
+    if per_stage is not None and virtual is not None:
+        raise flag_error(name, value, f"it contradicts --{VIRTUAL[1].replace('_', '-')}", "one of the two")
+    if value < 1 or pp == 1:
+        problem = "virtual stages need several pipeline stages" if pp == 1 else "too small"
+        raise flag_error(name, value, problem, "leave the flag out" if pp == 1 else "an integer >= 1")
+    embed, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
+    if embed or loss:
+        slots = [(num_layers + embed + loss) // pp] * pp if (num_layers + embed + loss) % pp == 0 else []
+    else:
+        slots = layer_counts(flags, num_layers)
+    rounds = virtual
+    if per_stage is not None:
+        even = len(set(slots)) == 1 and slots[0] % value == 0
+        rounds = slots[0] // value if even else 0
+    if not slots or rounds < 1 or any(count % rounds for count in slots):
+        held = f"{plural(num_layers, 'layer')} over {plural(pp, 'stage')}"
+        raise flag_error(name, value, f"{held} cannot be divided into such virtual stages", "what divides them")
+    counts = [count // rounds for count in slots] * rounds
+    counts[0] -= embed
+    counts[-1] -= loss
+    return counts
+
+
+def intervals(counts: Sequence[int]) -> list[Interval]:
+    """Consecutive ranges of these lengths."""
+    result, start = [], 0
+    for count in counts:
+        result.append((start, start + count))
+        start += count
+    return result
+
+
+def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
+    """Decoder layers per stage; what does not divide goes to the first stages (30 over 4: 8, 8, 7, 7)."""
+    pp = flags.pipeline_model_parallel_size
+    first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
+    embed, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
+    if first is None and last is None:
+        slots = _even(num_layers + embed + loss, pp)
+        slots[0] -= embed
+        slots[-1] -= loss
+        if min(slots) < 0:
+            raise flag_error(
+                "pipeline_model_parallel_size", pp, f"more stages than {plural(num_layers, 'layer')} can fill"
+            )
+        return slots
+    if embed or loss:
+        name = "account_for_embedding_in_pipeline_split" if embed else "account_for_loss_in_pipeline_split"
+        raise flag_error(
+            name, True, "it contradicts --decoder-first/last-pipeline-num-layers", "one of the two"
+        )
+    fixed = [n for n in (first, last) if n is not None]
+    name = "decoder_first_pipeline_num_layers" if first is not None else "decoder_last_pipeline_num_layers"
+    rest, stages = num_layers - sum(fixed), pp - len(fixed)
+    if min(fixed) < 0 or rest < 0 or stages < 0 or (stages == 0 and rest):
+        raise flag_error(
+            name,
+            fixed[0],
+            f"it leaves {rest} of {plural(num_layers, 'layer')} for {max(stages, 0)} of {plural(pp, 'pipeline stage')}",
+            f"first, last and the stages between them adding up to {plural(num_layers, 'layer')}",
+        )
+    middle = _even(rest, stages) if stages else []
+    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+
+
+def _even(total: int, parts: int) -> list[int]:
+    each, extra = divmod(total, parts)
+    return [each + (i < extra) for i in range(parts)]
+
+
+def layout_stages(text: str, pp: int, num_layers: int) -> tuple[list[int], int, int]:
+    """Megatron's layout language, e.g. ``Et*3|(tt|)*29,m|L``: layers of every virtual stage, and which of them hold
+    embedding and head."""
+    name = "pipeline_model_parallel_layout"
+    stages = expand_layout(text).split("|")
+    symbols = "".join(stages)
+    if "m" in symbols:
+        raise flag_error(name, text, "this version cannot run multi-token prediction ('m')", "E, t, L and |")
+    if len(stages) % pp or (pp == 1 and len(stages) > 1):
+        problem = f"it has {plural(len(stages), 'stage')} for {plural(pp, 'pipeline-parallel rank')}"
+        raise flag_error(name, text, problem, plural(pp, "stage") + (", or a multiple" if pp > 1 else ""))
+    if symbols.count("E") != 1 or not symbols.startswith("E"):
+        raise flag_error(name, text, "the embedding 'E' stands once, before everything else", "E…")
+    if symbols.count("L") != 1 or not symbols.endswith("L"):
+        raise flag_error(name, text, "the loss 'L' stands once, after everything else", "…L")
+    counts = [stage.count("t") for stage in stages]
+    if sum(counts) != num_layers:
+        raise flag_error(
+            name, text, f"it has {plural(sum(counts), 'decoder layer')}, the model has {num_layers}", str(num_layers)
+        )
+    embed = next(i for i, stage in enumerate(stages) if "E" in stage)
+    head = next(i for i, stage in enumerate(stages) if "L" in stage)
+    return counts, embed, head
+
+
+def expand_layout(text: str) -> str:
+    """Multiply out ``x*n`` and ``(...)*n``; commas and blanks are cosmetic."""
+    tokens = re.findall(r"\d+|.", re.sub(r"[\s,]", "", text), flags=re.DOTALL)
+    expanded, rest = _sequence(text, tokens, 0)
+    if rest < len(tokens):
+        raise flag_error("pipeline_model_parallel_layout", text, "a ')' without '('")
+    return expanded
+
+
+def _sequence(text: str, tokens: list[str], i: int, depth: int = 0) -> tuple[str, int]:
+    """Expand tokens from ``i`` to the end of this parenthesis; (expanded, next index)."""
+    name = "pipeline_model_parallel_layout"
+    parts: list[str] = []
+    while i < len(tokens) and tokens[i] != ")":
+        if tokens[i] == "(":
+            if depth > 20:
+                raise flag_error(name, text, "nested too deeply")
+            part, i = _sequence(text, tokens, i + 1, depth + 1)
+            if i == len(tokens):
+                raise flag_error(name, text, "a '(' without ')'")
+        elif tokens[i] in "EtmL|":
+            part = tokens[i]
+        else:
+            raise flag_error(name, text, f"unexpected {tokens[i]!r}", "E, t, m, L, |, x*n and (...)*n")
+        i += 1
+        if i < len(tokens) and tokens[i] == "*":
+            if i + 1 == len(tokens) or not tokens[i + 1].isdecimal():
+                raise flag_error(name, text, "a '*' without a number after it", "x*n")
+            if len(part) * int(tokens[i + 1]) > MAX_LAYOUT:
+                raise flag_error(name, text, "it expands to an absurd length")
+            part *= int(tokens[i + 1])
+            i += 2
+        parts.append(part)
+    return "".join(parts), i

@@ -1,0 +1,400 @@
+"""Seconds and bytes of a stage that is described without ranks; used to rank templates.
+
+:mod:`hetero_megatron.predictor.simulate.step` times concrete plans with the same operators, rates and memory formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hetero_megatron.cluster import Cluster, NodeGroup
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.canonical import Recompute, Stage
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import cut_fits, stage_fp8
+from hetero_megatron.plan.memory.even_stages import EvenStages
+from hetero_megatron.plan.memory.of_plan import logits_limit
+from hetero_megatron.plan.memory.states import ITEM_BYTES, MemoryBytes, host_bytes
+from hetero_megatron.plan.routing import EVEN, Routing
+from hetero_megatron.predictor.cost.expert_cost import token_bytes
+from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
+from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES, Operators
+from hetero_megatron.predictor.cost.product_cost import Fp8Products
+from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.utils.cached_method import cached_method
+
+SWAPS = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
+
+
+def swaps(model: ModelSpec, load: ExpertLoad | None) -> float:
+    """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
+    if model.moe is None or load is None:
+        return SWAPS
+    return SWAPS - 2 * load.layers * (not model.moe.shared_ffn)
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """A stage, without ranks.
+
+    Args:
+        chip: chip type of all its ranks.
+        tp: tensor-parallel degree (equal split).
+        dp: inner data-parallel degree, which divides the micro-batch's rows.
+        embed, head: the stage has the embedding; the output head and loss.
+        recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
+        offload: optimizer states live in host memory.
+        home: node group of the ranks, which determines links and node size; empty: the one with the chip and the
+            largest nodes.
+    """
+
+    chip: str
+    tp: int
+    dp: int
+    layers: int
+    embed: bool
+    head: bool
+    recompute: str = "none"
+    first: int = 0
+    offload: bool = False
+    home: str = ""
+
+    @property
+    def full(self) -> int:
+        """Layers that are recomputed whole."""
+        return Recompute(self.recompute, self.first).whole(self.layers)
+
+    @property
+    def cut(self) -> tuple[int, int, bool, bool]:
+        """What :class:`EvenStages` knows a stage by."""
+        return self.tp, self.layers, self.embed, self.head
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Assumptions that are not rates. The last seven describe other frameworks, whose runs are predicted to validate
+    the predictor.
+
+    Args:
+        margin: share of a chip's memory kept free (fragmentation, kernels' workspaces).
+        moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
+        routing: how tokens divide over experts; by default evenly.
+        fp8: what the linear modules of stages compute in, where their ``dtype`` does not say otherwise; None: the dtype
+            of the run.
+        logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
+        host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
+        overlap: gradients are sent during the last backward, as by our runtime; False: after it.
+        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (an all-reduce moves the bytes
+            of reduction and spread together).
+        gradient_bytes: bytes per gradient element on the links; None: as in our runtime, at least 4.
+        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
+        whole_transfers: every TP rank sends whole activations to the next stage instead of its part.
+        blocking: a transfer between stages keeps both ranks busy instead of overlapping with compute.
+        softmax_batches: Megatron's fused softmax needs sequences x heads of a rank to be a multiple of this (4 in its
+            source), else it runs unfused; 0: always fused.
+    """
+
+    margin: float = 0.06
+    moments: int = 2
+    routing: Routing = EVEN
+    fp8: Fp8 | None = None
+    logits_bytes: int = LOGITS_BYTES
+    host_bandwidth: float = 25e9
+    host_memory_bandwidth: float = 200e9
+    overlap: bool = True
+    sharded: bool = True
+    gradient_bytes: float | None = None
+    sequence_parallel: bool = True
+    whole_transfers: bool = False
+    blocking: bool = False
+    softmax_batches: int = 0
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """(forward, backward) seconds of one layer, of the embedding and of the head, including TP collectives; ``action``:
+    seconds once per forward or backward; ``weight_action``: the same per W; ``layer_split``, ``head_split``: (W's
+    seconds, seconds that B_INPUT and W together take more than a whole backward); ``experts``: what routed experts take
+    of ``layer``, without links."""
+
+    layer: tuple[float, float]
+    embed: tuple[float, float]
+    head: tuple[float, float]
+    action: float = 0.0
+    layer_split: tuple[float, float] = (0.0, 0.0)
+    head_split: tuple[float, float] = (0.0, 0.0)
+    weight_action: float = 0.0
+    experts: tuple[float, float] = (0.0, 0.0)
+
+    def total(self, layers: int, full: int, embed: bool, head: bool) -> tuple[float, float]:
+        """(forward, backward) seconds of a stage; ``full``: number of layers recomputed in backward."""
+        forward, backward = (
+            layers * self.layer[i] + embed * self.embed[i] + head * self.head[i] + self.action for i in (0, 1)
+        )
+        return forward, backward + full * self.layer[0]
+
+    def split(self, layers: int, head: bool) -> tuple[float, float]:
+        """The same as ``layer_split`` of a stage."""
+        action = self.weight_action if layers or head else 0.0
+        weight, more = (layers * self.layer_split[i] + head * self.head_split[i] + action for i in (0, 1))
+        return weight, more
+
+    @property
+    def only_weights(self) -> UnitSeconds:
+        """The same for a W alone, as if it were the backward."""
+        return UnitSeconds((0.0, self.layer_split[0]), (0.0, 0.0), (0.0, self.head_split[0]), self.weight_action)
+
+
+class CostModel:
+    """Costs of stages of one model on one cluster at one sequence length.
+
+    Args:
+        rates: None: those of the cluster file and the data sheets.
+
+    Raises:
+        UserError: chips without rates and without a usable data sheet, malformed rates, an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: Cluster,
+        seq_length: int,
+        dtype: str = "bf16",
+        options: CostOptions = CostOptions(),
+        rates: Rates | None = None,
+    ) -> None:
+        if dtype not in ITEM_BYTES:
+            raise UserError("unknown dtype", field="dtype", value=dtype, accepted=", ".join(ITEM_BYTES))
+        self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
+        self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
+        self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
+        self.links = LinkModel(self.rates)
+        self.memory = EvenStages(model, self.item, options.moments, options.logits_bytes)
+        self._home = {
+            c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
+        }
+
+    def chip_rates(self, chip: str) -> ChipRates:
+        """Raises UserError for a chip that does not support the dtype or that the cluster lacks."""
+        if chip not in self.rates.chips:
+            has = ", ".join(self.cluster.chips[chip].dtypes) if chip in self.cluster.chips else ""
+            raise UserError(
+                f"the chip does not compute in {self.dtype}" if has else "the cluster has no such chip",
+                field="chip", value=chip, accepted=f"one of {has}" if has else ", ".join(self.cluster.chips),
+                where=self.cluster.file,
+            )  # fmt: skip
+        return self.rates.chips[chip]
+
+    @cached_method
+    def operators(self, chip: str, fp8: bool = False) -> Operators:
+        """``fp8``: with linear modules in fp8, on a chip that has it."""
+        products = None
+        if fp8:
+            assert self.options.fp8 is not None and chip in self.rates.fp8, f"{chip} has no fp8"
+            products = Fp8Products(self.rates.fp8[chip], self.options.fp8.recipe, self.item)
+        return Operators(
+            self.model, self.chip_rates(chip), self.item, self.options.sequence_parallel,
+            self.options.softmax_batches, products, self.options.logits_bytes,
+        )  # fmt: skip
+
+    def computes_in_fp8(self, stage: Stage) -> bool:
+        """Whether a stage of a plan has its linear modules in fp8."""
+        return stage.num_layers > 0 and stage_fp8(stage, self.options.fp8) is not None
+
+    def head_in_chunks(self, stage: Stage) -> bool:
+        """Whether head and loss of a stage of a plan go through chunks of tokens."""
+        return logits_limit(stage, self.model, self.item, self.options.logits_bytes) is not None
+
+    def in_fp8(self, stage: StageChoice, micro_batch_size: int) -> bool:
+        """Whether the planner has the stage's linear modules in fp8: where the run, its chips and its cut allow it, and
+        neither forward nor backward of a layer is slower for it."""
+        return stage.layers > 0 and self._uses_fp8(stage.chip, stage.tp, -(-micro_batch_size // stage.dp))
+
+    @cached_method
+    def _uses_fp8(self, chip: str, tp: int, rows: int) -> bool:
+        fp8 = self.options.fp8
+        there = fp8 is not None and chip in self.rates.fp8 and cut_fits(self.model, tp, fp8)
+        return there and self.fp8_pays(chip, 1 / tp, rows, self.seq_length)
+
+    def fp8_pays(self, chip: str, share: float, rows: float, length: int) -> bool:
+        """Whether a layer is faster in fp8 and neither its forward nor its backward is slower."""
+        quantised, plain = (self.operators(chip, fp8).layer(share, rows, length) for fp8 in (True, False))
+        return quantised != plain and all(a <= b for a, b in zip(quantised, plain, strict=True))
+
+    def forward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
+        """The whole stage including TP collectives, without boundary transfers."""
+        return self._stage(stage, micro_batch_size)[0]
+
+    def backward_seconds(self, stage: StageChoice, micro_batch_size: int) -> float:
+        """The same for backward, including recomputation."""
+        return self._stage(stage, micro_batch_size)[1]
+
+    @cached_method
+    def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
+        rows, fp8 = -(-micro_batch_size // stage.dp), self.in_fp8(stage, micro_batch_size)
+        parts = self._unit(stage.chip, self.home(stage).name, stage.tp, rows, stage.recompute, fp8)
+        return parts.total(stage.layers, stage.full, stage.embed, stage.head)
+
+    @cached_method
+    def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:
+        """Of a rank of an equal TP group on nodes of the group ``home``."""
+        link = self.tp_link(self.cluster.groups[home], tp) if tp > 1 else None
+        swap = self.tp_exchange_seconds(tp, rows, link)
+        posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+        routed = self._routed_seconds(tp, rows, link, posting)
+        operators = self.operators(chip, fp8)
+        return self.unit_seconds(operators, 1 / tp, rows, swap, recompute, posting, routed=routed)
+
+    def unit_seconds(
+        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0,
+        load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0), chunked: bool | None = None,
+    ) -> UnitSeconds:  # fmt: skip
+        """Times of one rank of a TP group.
+
+        Args:
+            share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
+            swap: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
+            load: of routed experts, None: of a plain TP group; routed: (forward, backward) seconds of exchanging
+                tokens in a layer that is a mixture of experts.
+        """
+        length = self.seq_length
+        forward, backward = operators.exchange(share, rows, length, swap)
+        usual = load or operators.plain(share, rows * length)
+        count, moe = swaps(self.model, usual), usual.layers if usual is not None else 0.0
+        exchanged = count * forward + moe * routed[0], count * backward + moe * routed[1]
+        layer = operators.layer(share, rows, length, exchanged, count * posting, load)
+        experts = operators.experts(usual) if usual is not None and rows else (0.0, 0.0)
+        embed, head = operators.embed(share, rows, length), operators.head(share, rows, length, chunked)
+        (layer_input, layer_weight), (head_input, head_weight) = (
+            operators.split_layer(share, rows, length, load), operators.split_head(share, rows, length, chunked)
+        )
+        whole = operators.layer(share, rows, length, load=load)[1]
+        again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        return UnitSeconds(
+            layer=(layer[0], layer[1] + again),
+            embed=(embed[0] + forward, embed[1] + backward),
+            head=(head[0] + forward, head[1] + backward),
+            action=operators.rates.action_seconds if rows else 0.0,
+            layer_split=(layer_weight, layer_input + layer_weight - whole),
+            head_split=(head_weight, head_input + head_weight - head[1]),
+            weight_action=operators.rates.split_seconds if rows else 0.0,
+            experts=(moe * experts[0], moe * experts[1]),
+        )
+
+    def _routed_seconds(self, tp: int, rows: int, link: LinkRates | None, posting: float) -> tuple[float, float]:
+        """(forward, backward) seconds of exchanging a mixture of experts' tokens in a plain TP group: all of them go
+        everywhere. Counts go first."""
+        if self.model.moe is None or tp == 1 or link is None:
+            return 0.0, 0.0
+        found = [self.tp_exchange_seconds(tp, rows, link, width) for width in token_bytes(self.model, self.item)]
+        counts = link.collective("exchange")[0] + posting
+        return counts + found[0] + found[1], found[2] + found[3]
+
+    def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None, width: int | None = None) -> float:
+        """Seconds of one gather or scatter-sum of [rows, seq, hidden] (or of ``width`` bytes per token) inside a TP
+        group; every rank sends (tp - 1)/tp of it."""
+        if tp == 1 or link is None:
+            return 0.0
+        width = self.model.hidden_size * self.item if width is None else width
+        size = rows * self.seq_length * width * (tp - 1) / tp
+        alpha, beta = link.collective("exchange")
+        messages = tp - 1 - (link.exchange is not None)  # a measured exchange includes posting one message
+        # Over a node's shared network cards all ranks of the group send at once.
+        return alpha + size * beta + messages * (link.message_seconds or 0.0)
+
+    def home(self, stage: StageChoice) -> NodeGroup:
+        return self.cluster.groups[stage.home] if stage.home else self._home[stage.chip]
+
+    def tp_link(self, home: NodeGroup, tp: int) -> LinkRates:
+        """The slowest link inside a TP group of several ranks, which fill nodes of ``home`` one after the other; there
+        may be fewer of them than that takes, as a template's group has nodes of several, and nodes are added on
+        trial."""
+        if tp <= home.chips_per_node:
+            return self.rates.between(home.name, home.name, same_node=True)
+        link = self.rates.between(home.name, home.name)
+        local = home.chips_per_node  # ranks of the group that share a node's network cards
+        out = local * (tp - local) / (tp - 1)  # volume that leaves the node, in units of one rank's volume
+        return LinkRates(link.alpha, link.beta * out, link.message_seconds, None, False, link.calibrated)
+
+    def boundary_seconds(
+        self,
+        a: StageChoice,
+        b: StageChoice,
+        micro_batch_size: int,
+        link: LinkPrice,
+        sharing: int = 1,
+        same_node: bool = False,
+    ) -> float:
+        """Seconds of one transfer between stages, one direction. Each token crosses once; the receivers' gather is part
+        of their layers, as in the runtime.
+
+        Args:
+            link: between nodes of the stages, or with ``same_node`` inside one.
+            sharing: concurrent transfers over a node's network cards.
+        """
+        size = micro_batch_size * self.seq_length * self.model.hidden_size * self.item
+        wide = [s.tp * s.dp if same_node else math.ceil(s.tp * s.dp / self.home(s).chips_per_node) for s in (a, b)]
+        one = size / max(s.tp * s.dp for s in (a, b))
+        # Transfers share the cards' bandwidth (that of their fastest link); none is faster than its own link.
+        per_byte = max(link.link, max(link.out, link.into) * sharing)
+        return link.alpha + max(size * per_byte / min(wide), one * link.pair)
+
+    def owned_elements(self, stage: StageChoice, replicas: float) -> float:
+        """Elements whose optimizer states one rank keeps when ``replicas`` pipelines hold the same layers."""
+        return self.memory.trained(*stage.cut) / (stage.dp * replicas)
+
+    def optimizer_seconds(self, stage: StageChoice, replicas: float) -> float:
+        return self.update_seconds(self.home(stage), self.owned_elements(stage, replicas), stage.offload)
+
+    def update_seconds(self, home: NodeGroup, owned: float, offload: bool) -> float:
+        """Seconds of the optimizer of one rank that owns ``owned`` elements; ``offload``: in host memory, taken to be
+        no faster than on the chip."""
+        seconds = self.operators(home.chip).optimizer(owned)
+        if offload:  # gradients out, new weights in
+            host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
+            seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
+        return seconds + self.chip_rates(home.chip).step_seconds
+
+    def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
+        """Memory of the stage's worst rank.
+
+        Args:
+            in_flight: micro-batches whose activations are alive at once.
+            replicas: pipelines that hold these layers.
+        """
+        kept, working = self.activation_bytes(stage, micro_batch_size)
+        trained, copies = self.memory.trained(*stage.cut), stage.dp * replicas
+        buffers = int(self.memory.buffers(stage.tp, stage.embed, stage.head, copies, trained))
+        host = host_bytes(trained / copies, self.options.moments) if stage.offload else 0
+        least = self.cluster.chips[stage.chip].communicator.least
+        beside = self.overhead(stage.chip) - least, host, least
+        return MemoryBytes(*self.states(stage, replicas), in_flight * kept + working, buffers, *beside)
+
+    def states(self, stage: StageChoice, replicas: float) -> tuple[int, int, int]:
+        """Bytes of (weights, gradients, optimizer) in device memory on the stage's worst rank."""
+        weights, gradients, optimizer = self.memory.states(*stage.cut, self.owned_elements(stage, replicas))
+        return weights, gradients, 0 if stage.offload else optimizer
+
+    def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
+        """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
+        rows, fp8 = -(-micro_batch_size // stage.dp), self.options.fp8
+        recipe = fp8.recipe if fp8 is not None and self.in_fp8(stage, micro_batch_size) else None
+        again = stage.recompute, stage.first
+        return self.memory.activations(*stage.cut, *again, rows, self.seq_length, recipe)
+
+    def overhead(self, chip: str) -> int:
+        """Bytes of the framework and of communicators on a chip, before it is known how many there are."""
+        return int(self.chip_rates(chip).overhead_bytes) + self.cluster.chips[chip].communicator.least
+
+    def memory_limit(self, chip: str) -> int:
+        """Most bytes that :meth:`memory_bytes` (with overhead) may reach: the chip's memory minus the margin."""
+        if chip not in self.cluster.chips:
+            raise UserError("the cluster has no such chip", field="chip", value=chip, where=self.cluster.file)
+        known = self.cluster.chips[chip]
+        return int((known.memory_budget or known.memory) * (1 - self.options.margin))

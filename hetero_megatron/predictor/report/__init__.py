@@ -1,0 +1,1 @@
+"""What a user reads about a predicted step: text and JSON, timelines, a page."""

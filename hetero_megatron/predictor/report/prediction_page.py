@@ -1,0 +1,76 @@
+"""The page of a prediction."""
+
+from __future__ import annotations
+
+import html
+
+from hetero_megatron.cluster import Cluster, format_bytes
+from hetero_megatron.html.page import charts_html, figures, page, section
+from hetero_megatron.html.pictures import (
+    PipelineBlock,
+    StageBlock,
+    chip_colors,
+    cluster_blocks,
+    legend,
+    memory_bars,
+    plan_blocks,
+    share_caption,
+)
+from hetero_megatron.predictor.report.prediction import format_prediction, format_seconds
+from hetero_megatron.predictor.report.timeline import format_layers, groups, prediction_charts
+from hetero_megatron.predictor.simulate.step import Prediction
+from hetero_megatron.utils.text import plural, rank_ranges
+
+
+def html_page(found: Prediction, title: str, cluster: Cluster | None = None) -> str:
+    """The page of one plan: its blocks, memory, and a chart per distinct pipeline (wheel zooms, dragging moves, double
+    click resets); all figures as text at the end."""
+    heading = f"{title}: predicted step"
+    body = f"<h1>{html.escape(heading)}</h1>{prediction_pictures(found, cluster)}"
+    return page(heading, body + section("All figures") + f"<pre>{html.escape(format_prediction(found))}</pre>")
+
+
+def prediction_pictures(found: Prediction, cluster: Cluster | None = None) -> str:
+    """The sections about a predicted plan."""
+    colors = chip_colors([found.chips[rank] for rank in sorted(found.chips)])
+    mfu = [("of the chips' peak (MFU)", f"{found.mfu:.1%}")] if found.mfu is not None else []
+    free = min(found.limits[rank] - memory.total for rank, memory in found.memory.items())
+    parts = [
+        figures(
+            ("predicted per step", format_seconds(found.step_seconds)),
+            ("tokens per second", f"{found.tokens_per_second:,.0f}"), *mfu,
+            ("least free memory of a rank" if free >= 0 else "too much memory on a rank", format_bytes(abs(free))),
+        ),
+    ]  # fmt: skip
+    if cluster is not None:
+        nodes: dict[str, list[tuple[int, str]]] = {}
+        for rank in cluster.ranks:
+            nodes.setdefault(rank.node, []).append((rank.rank, rank.chip))
+        kinds = {**colors, **{k: c for k, c in chip_colors([*colors, *cluster.chips]).items() if k not in colors}}
+        parts += [section("Cluster", "a square per chip; pale ones are idle"), legend(kinds)]
+        parts.append(cluster_blocks(nodes, set(found.plan.ranks), kinds))
+    parts += [section("Pipelines", "blocks as wide as their layers, colored by chip"), legend(colors)]
+    parts.append(plan_blocks(_pipeline_blocks(found), colors))
+    parts.append(section("Memory of each rank", "against its limit, the dashed line"))
+    memory = {rank: m.parts() for rank, m in found.memory.items()}
+    parts.append(memory_bars(memory, found.limits, found.chips))
+    parts.append(section("One step on the time axis", "predicted; each row is a stage"))
+    parts.append(charts_html(prediction_charts(found), found.step_seconds))
+    return "".join(parts)
+
+
+def _pipeline_blocks(found: Prediction) -> list[PipelineBlock]:
+    blocks = []
+    for group in groups(found):
+        number = group[0]
+        pipeline = found.plan.pipelines[number]
+        stages = []
+        for stage in pipeline.stages:
+            count = sum(b - a for a, b in stage.chunks)
+            chips = tuple(dict.fromkeys(found.chips[rank] for rank in stage.ranks))
+            more = [f"recompute {stage.recompute}"] if str(stage.recompute) != "none" else []
+            details = ", ".join([plural(count, "layer"), f"ranks {rank_ranges(stage.ranks)}", "+".join(chips), *more])
+            stages.append(StageBlock(count, f"layers {format_layers(stage)}" if count else "no layers", details, chips))
+        caption = share_caption(number, len(group), pipeline.num_micro_batches, pipeline.micro_batch_size)
+        blocks.append(PipelineBlock(caption, tuple(stages)))
+    return blocks

@@ -1,0 +1,175 @@
+"""Gradient reduction and parameter spread of a concrete plan, action by action.
+
+The actions are the runtime's (:func:`~hetero_megatron.plan.buckets.bucket_actions`). A bucket is sent when all its
+ranks have its gradients (during the last backward) and fewer than ``IN_FLIGHT`` buckets are under way. Every rank
+starts its actions in order, and packs, sums and unpacks them on its own. Actions that share a chip's link or a node's
+network cards are serialised. With islands a bucket travels in two hops; a rank's second starts after its first has
+ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.plan import Plan, Stage
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
+from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
+from hetero_megatron.predictor.cost.sync_host_cost import RankHosts, back_copies
+from hetero_megatron.predictor.simulate.bucket_flows import BucketFlows, PortPrice, price
+from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
+from hetero_megatron.spec import logical_tensors
+from hetero_megatron.utils.cached_method import cached_method
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BucketSpan:
+    """When one hop of a bucket travels, in seconds from the start of the step."""
+
+    bucket: int
+    start: float
+    end: float
+    hop: int = 0
+
+
+class GradSync:
+    """All buckets of a plan with their prices. ``structure``: the rate-independent part, when the caller has it."""
+
+    def __init__(self, plan: Plan, model: CostModel, structure: SyncStructure | None = None) -> None:
+        self.plan, self.model, self.network = plan, model, model.links
+        self.structure = SyncStructure(plan, model) if structure is None else structure
+        assert self.structure.serves(model), "of another model or cluster"
+        self.all_buckets = self.structure.buckets
+        self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
+        self.layer_of = {t.name: t.layer for t in logical_tensors(model.model)}
+        ranks = self.structure.places.ranks.tolist()
+        self.owned = dict(zip(ranks, self.structure.owned.tolist(), strict=True))
+        self.held = dict(zip(ranks, self.structure.held.tolist(), strict=True))
+        rates = [model.chip_rates(model.cluster.ranks[r].chip) for r in ranks]
+        self._pack, self._add, self._unpack, self._fixed = (
+            np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
+        )
+
+    @cached_method
+    def price(self, content: BucketFlows, item: float, spread: bool) -> PortPrice:
+        found = price(content.traffic(spread, self.structure.places), item, self.network)
+        return replace(found, latency=found.latency + self.network.posting(content.ranks))
+
+    def last_backwards(
+        self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds], chunks: Mapping[int, int]
+    ) -> Callable[[Bucket], Floats]:
+        """A function that gives, per bucket, the seconds at which each of its ranks has the bucket's gradients.
+        ``begin``: by rank, start of the last backward (s); parts: by rank, durations of its parts; chunks: by rank,
+        of which chunk it is."""
+        structure = self.structure
+        ranks = structure.places.ranks.tolist()
+        start = np.array([begin[r] for r in ranks])
+        kinds: dict[tuple[object, ...], int] = {}
+        kind = np.zeros(len(ranks), np.int64)
+        rows: list[tuple[Stage, UnitSeconds, int]] = []
+        for pipeline in self.plan.pipelines:
+            for stage in pipeline.stages:
+                for rank in stage.ranks:
+                    key = (stage.layers, stage.embed, stage.head, stage.recompute, id(parts[rank]), chunks[rank])
+                    if key not in kinds:
+                        kinds[key] = len(rows)
+                        rows.append((stage, parts[rank], chunks[rank]))
+                    kind[structure.places.index[rank]] = kinds[key]
+        present: dict[int, Ints] = {}
+
+        def ready(bucket: Bucket) -> Floats:
+            at = structure.at(bucket)
+            if id(at) not in present:
+                present[id(at)] = np.flatnonzero(np.bincount(kind[at]))
+            layers = [self.layer_of[name] for name in bucket.names]
+            into = np.zeros(len(rows))
+            for k in present[id(at)].tolist():
+                stage, part, chunk = rows[k]
+                into[k] = self._into_backward(stage, part, chunk, layers)
+            return np.asarray(start[at] + into[kind[at]])
+
+        return ready
+
+    @staticmethod
+    def _into_backward(stage: Stage, part: UnitSeconds, chunk: int, layers: Sequence[int | str]) -> float:
+        """Seconds from the start of a backward of this chunk until the gradients of these layers are complete."""
+        head = part.head[1] if stage.head and chunk == len(stage.chunks) - 1 else 0.0
+        decoder = [i for i in layers if isinstance(i, int)]
+        # Recomputed layers run again just before their backward, so they are spread evenly over it.
+        each = part.layer[1] + (stage.recomputed * part.layer[0] / stage.num_layers if stage.num_layers else 0.0)
+        a, b = stage.chunks[chunk]
+        if "embed" in layers and stage.embed and chunk == 0:
+            return part.action + head + (b - a) * each + part.embed[1]
+        first = min((i for i in decoder if a <= i < b), default=b)  # what other chunks have is there before it
+        return part.action + head + (b - first) * each
+
+    @cached_method
+    def host_seconds(self, content: BucketFlows, dense: bool, item: float, spread: bool) -> tuple[Floats, Floats]:
+        """(before, after) an action on a bucket travels, [ranks] seconds of the host: packing what others get; summing
+        gradients or unpacking parameters."""
+        pack, unpack, fixed = (x[content.at] for x in (self._pack, self._unpack, self._fixed))
+        count = len(content.ranks)
+        if spread:  # owners give what they took
+            packed, unpacked = back_copies(content.given, content.taken, dense, count)
+            return packed * item * pack + fixed, unpacked * item * unpack + fixed
+        add = self._add[content.at]
+        own = content.owned * np.where(content.from_own, pack, add)
+        summed = (content.taken * add + own) * item + fixed * count
+        return (0 if dense else content.given) * item * pack + fixed, summed
+
+    def run(
+        self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, spread: bool
+    ) -> tuple[dict[int, float], list[BucketSpan]]:
+        """(seconds at which each rank is done with all its buckets, when each hop of a bucket travels).
+
+        Args:
+            ready: seconds at which each rank of a bucket has its content, before packing.
+            idle: by rank, seconds at which it is done with everything else.
+            item: bytes per element.
+            spread: parameters from owners to holders, instead of gradients to owners.
+        """
+        sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
+        places, order = self.structure.places, self.structure.order(spread)
+        hosts = RankHosts(
+            len(places.ranks), IN_FLIGHT if self.structure.hops == 1 else max(IN_FLIGHT, len(order.actions))
+        )
+        missing = list(order.missing)
+        heap: list[tuple[float, int]] = []
+        free = np.zeros(places.ports)
+        spans = []
+
+        def launch(number: int) -> None:
+            action = order.actions[number]
+            pack = self.host_seconds(action.content, action.bucket.dense, item, spread)[0] if sharded else 0.0
+            there = ready(action.bucket)[action.content.inside]
+            limited = spread or action.hop == 0
+            sent = hosts.start(action.content.at, action.bucket.index, there, pack, limited)
+            heapq.heappush(heap, (float(sent.max()), number))
+
+        for number, count in enumerate(order.missing):
+            if not count:
+                launch(number)
+        while heap:
+            at, number = heapq.heappop(heap)
+            action = order.actions[number]
+            cost = self.price(action.content, item, spread)
+            start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
+            free[cost.ports] = start + cost.busy
+            end = start + cost.seconds + cost.latency
+            spans.append(BucketSpan(action.bucket.index, start, end, action.hop))
+            after = self.host_seconds(action.content, action.bucket.dense, item, spread)[1] if sharded else 0.0
+            hosts.travel(action.content.at, action.bucket.index, end, after)
+            for following, count in order.following.get(number, ()):
+                missing[following] -= count
+                if not missing[following]:
+                    launch(following)
+        ranks = places.ranks.tolist()
+        done = hosts.finish(np.array([idle[r] for r in ranks]))
+        return dict(zip(ranks, done.tolist(), strict=True)), spans

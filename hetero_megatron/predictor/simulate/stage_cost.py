@@ -1,0 +1,291 @@
+"""Inputs of the schedule simulation for a concrete pipeline: seconds of its stages, boundaries and messages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero_megatron.layout import Box, Layout, transfer
+from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.context_plan import has_context
+from hetero_megatron.plan.experts import Islands, expert_groups, split_by_island
+from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
+from hetero_megatron.predictor.cost.expert_cost import token_bytes
+from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
+from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
+from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds, heads_and_columns
+from hetero_megatron.schedule import Costs
+from hetero_megatron.schedule.simulate import ChunkSeconds
+from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
+from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """Costs of one pipeline's schedule, and per stage the times of its slowest rank's parts."""
+
+    costs: Costs
+    parts: tuple[UnitSeconds, ...]
+
+
+class StageCosts:
+    """Costs of the pipelines of one plan; equal structures are computed once. ``prepared``: the plan, if compiled."""
+
+    def __init__(self, plan: Plan, model: CostModel, prepared: PreparedPlan | None = None) -> None:
+        self.plan, self.model = plan, model
+        self.network = model.links
+        self.prepared = prepared or PreparedPlan(CompiledPlan(plan, model.model))
+        self.context = ContextSeconds(model, self.prepared.context)
+        self.sharing = self._sharing()
+        self._known: dict[tuple[object, ...], PipelineCosts] = {}
+
+    def _sharing(self) -> Mapping[str, int]:
+        """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at
+        the same time."""
+        users: dict[str, set[int]] = defaultdict(set)
+        ranks = self.network.ranks
+        for p, pipeline in enumerate(self.plan.pipelines):
+            for before, after in boundaries(pipeline):
+                up, down = ({ranks[r].node for r in s.ranks} for s in (before, after))
+                if len(up | down) > 1:
+                    for node in up | down:
+                        users[node].add(p)
+        return {node: len(pipelines) for node, pipelines in users.items()}
+
+    def signature(self, pipeline: Pipeline) -> tuple[object, ...]:
+        """Equal for pipelines that cost the same: chips, nodes up to renaming, sizes."""
+        nodes: dict[str, int] = {}
+        ranks = self.network.ranks
+        rows: list[object] = [pipeline.micro_batch_size, pipeline.num_micro_batches]
+        for stage in pipeline.stages:
+            sizes = tuple(b - a for a, b in stage.chunks)
+            rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv, stage.dtype))
+            if self.model.model.moe is not None:
+                rows.append((stage.layer_indices(), _local_groups(stage), _local_islands(stage, self.plan.islands)))
+            for unit in stage.units:
+                rows.append((unit.tp_split, unit.sequences, unit.tokens, unit.heads, unit.group))
+                for rank in unit.ranks:
+                    there = ranks[rank]
+                    at = nodes.setdefault(there.node, len(nodes))
+                    rows.append((there.chip, there.group, at, self.sharing.get(there.node, 1)))
+        return tuple(rows)
+
+    def of(self, pipeline: Pipeline) -> PipelineCosts:
+        key = self.signature(pipeline)
+        if key not in self._known:
+            self._known[key] = self._costs(pipeline)
+        return self._known[key]
+
+    def _costs(self, pipeline: Pipeline) -> PipelineCosts:
+        parts = [self._slowest(stage) for stage in pipeline.stages]
+        chunks = [_chunk_seconds(part, stage) for part, stage in zip(parts, pipeline.stages, strict=True)]
+        host: list[dict[str, float]] = [{} for _ in pipeline.stages]
+        link, back, latency = [], [], []
+        for s, (up, down) in enumerate(boundaries(pipeline)):
+            t = (s + 1) % len(pipeline.stages)
+            flows = self.boundary(up, down, pipeline.micro_batch_size)
+            there = self.network.exchange(flows, self.sharing)
+            home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
+            sent = self.network.busiest_host((a, b) for a, b, _ in flows)
+            received = self.network.busiest_host((b, a) for a, b, _ in flows)
+            for at, kinds, posting in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
+                for kind, travel in zip(kinds, (there, home), strict=True):
+                    host[at][kind] = max(host[at].get(kind, 0.0), posting)
+                    if self.model.options.blocking:
+                        host[at][kind] += travel.seconds + travel.latency
+            if self.model.options.blocking:
+                there = home = ExchangePrice({}, 0.0)
+            link.append(there.seconds)
+            back.append(home.seconds)
+            latency.append(max(there.latency, home.latency))
+        forward, backward, weight, more = zip(*(map(sum, zip(*row)) for row in chunks))
+        costs = Costs(forward, backward, link, link_back=back, latency=latency, host=host, weight=weight, split=more)
+        if pipeline.chunks > 1:
+            costs = replace(costs, chunks=chunks)
+        return PipelineCosts(costs, tuple(parts))
+
+    def _slowest(self, stage: Stage) -> UnitSeconds:
+        """Per part, the time of the slowest rank of the stage: collectives and boundaries make the others wait."""
+        if self.model.model.moe is None or not stage.num_layers:
+            return self._slowest_of(stage)
+        kinds = layer_kinds(self.model.model, stage.layer_indices(), self.model.options.routing)
+        found = [(self._slowest_of(stage, moe, popular), count) for moe, popular, count in kinds]
+        return _mean_layer(found)
+
+    def _slowest_of(self, stage: Stage, moe: bool = False, popular: Popularity | None = None) -> UnitSeconds:
+        """The same where all layers are of one kind. Ranks that exchange routed tokens wait for each other before and
+        after their experts."""
+        loads = None if self.model.model.moe is None else layer_loads(
+            self.model.model, stage, moe, popular, self.plan.islands
+        )
+        routed = (0.0, 0.0) if loads is None else self._routed_seconds(stage, loads)
+        by_rank = {
+            unit.ranks[t]: self._rank_seconds(stage, unit, t, loads=loads, routed=routed)
+            for unit in stage.units
+            for t in range(unit.tp)
+        }
+        found = list(by_rank.values())
+        if moe:
+            groups = expert_groups(stage, self.model.model.moe.num_experts) if self.model.model.moe is not None else ()
+            found = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
+        return slowest(found)
+
+    def computing(self, stage: Stage, unit: Unit, t: int) -> float:
+        """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
+        groups, which overlap with compute, are included."""
+        own = self._rank_seconds(stage, unit, t, exchanges=False)
+        return sum(own.total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
+
+    def stage_seconds(self, stage: Stage) -> float:
+        """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""
+        return sum(self._slowest(stage).total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
+
+    def jitter(self, rank: int) -> float:
+        """Standard deviation of one second of compute on the rank."""
+        return self.model.chip_rates(self.network.ranks[rank].chip).jitter
+
+    def _routed_seconds(self, stage: Stage, loads: LayerLoads) -> tuple[float, float]:
+        """(forward, backward) seconds of exchanging routed tokens in one layer: hop after hop, after its counts."""
+        spec = self.model.model
+        forward = backward = 0.0
+        for hop in loads.hops:
+            moves = hop.moves
+            if not moves:
+                continue
+            there, back, d_there, d_back = (
+                self.network.groups_exchange(
+                    ((a, b, n * width) if way else (b, a, n * width) for (a, b), n in moves.items()), hop.groups
+                )[0]
+                for way, width in zip((True, False, True, False), token_bytes(spec, self.model.item), strict=True)
+            )
+            counts = self.network.groups_exchange(((a, b, float(INDEX)) for a, b in moves), hop.groups)[0]
+            forward, backward = forward + counts + there + back, backward + d_there + d_back
+        return forward, backward
+
+    def _mean_load(self, stage: Stage, rank: int) -> ExpertLoad | None:
+        routing = self.model.options.routing
+        return mean_loads(self.model.model, stage, stage.layer_indices(), routing, self.plan.islands)[rank]
+
+    def _rank_seconds(
+        self, stage: Stage, unit: Unit, t: int, exchanges: bool = True, loads: LayerLoads | None = None,
+        routed: tuple[float, float] = (0.0, 0.0),
+    ) -> UnitSeconds:  # fmt: skip
+        """``loads``: of the kind of layer in question; None: of the stage's average one."""
+        model, rank = self.model, unit.ranks[t]
+        load = self._mean_load(stage, rank) if loads is None else loads.of[rank]
+        if has_context(stage, self.plan.seq_length):
+            return self.context.unit_seconds(stage, unit, t, load, routed)
+        rows = unit.sequences[1] - unit.sequences[0]
+        size = rows * self.plan.seq_length * model.model.hidden_size * model.item
+        swap, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
+        chip = self.network.ranks[unit.ranks[t]].chip
+        share = work_share(model, unit.tp_split, t)
+        operators = model.operators(chip, model.computes_in_fp8(stage))
+        kind, chunked = stage.recompute.kind, model.head_in_chunks(stage)
+        return model.unit_seconds(operators, share, rows, swap, kind, posting, load, routed, chunked)
+
+    def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
+        """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""
+        ends = (tuple((u.tp, u.sequences, u.tokens) for u in stage.units) for stage in (up, down))
+        key = (*ends, tuple(up.ranks.index(r) if r in up.ranks else -1 for r in down.ranks), size)
+        known = self.prepared.boundaries
+        if key not in known:
+            seq = self.plan.seq_length
+            moves = transfer(_layout(up, size, seq), _layout(down, size, seq))
+            index = {r: i for i, r in enumerate(down.ranks)}
+            local = {r: i for i, r in enumerate(up.ranks)}
+            known[key] = tuple((local[m.src], index[m.dst], m.box.size) for m in moves.pieces)
+        width = self.model.model.hidden_size * self.model.item
+        if self.model.options.whole_transfers and [u.tp for u in up.units] == [u.tp for u in down.units]:
+            rows = {r: u for u in up.units for r in u.ranks}
+            return [(a, b, rows[a].micro_batch_tokens * width) for a, b in zip(up.ranks, down.ranks)]
+        return [(up.ranks[i], down.ranks[j], n * width) for i, j, n in known[key]]
+
+
+def _local_groups(stage: Stage) -> tuple[object, ...]:
+    """How its ranks divide the experts, with their places in the stage instead of their numbers."""
+    at = {rank: i for i, rank in enumerate(stage.ranks)}
+    return tuple(
+        tuple((tuple(at[r] for r in m.ranks), m.experts, m.split) for m in group.members) for group in stage.experts
+    )
+
+
+def _local_islands(stage: Stage, islands: Islands) -> Islands:
+    """Of a stage that divides the experts, by which its tokens travel; ranks as in :func:`_local_groups`."""
+    at = {rank: i for i, rank in enumerate(stage.ranks)}
+    found = split_by_island(islands, stage.ranks) if islands and stage.experts else ()
+    return tuple(tuple(at[r] for r in ranks) for ranks in found)
+
+
+def boundaries(pipeline: Pipeline) -> list[tuple[Stage, Stage]]:
+    """Stages between which activations move; with several chunks also from the last one to the first."""
+    stages = pipeline.stages
+    wrapped = [(stages[-1], stages[0])] if pipeline.chunks > 1 and len(stages) > 1 else []
+    return [*zip(stages, stages[1:]), *wrapped]
+
+
+def _chunk_seconds(part: UnitSeconds, stage: Stage) -> list[ChunkSeconds]:
+    """Of each of the stage's runs of layers; the first ones are recomputed where only some are."""
+    found, again, last = [], stage.recomputed, len(stage.chunks) - 1
+    for c, (a, b) in enumerate(stage.chunks):
+        full = min(again, b - a)
+        again -= full
+        head = stage.head and c == last
+        seconds = part.total(b - a, full, stage.embed and c == 0, head)
+        found.append(ChunkSeconds(*seconds, *part.split(b - a, head)))
+    return found
+
+
+def slowest(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
+    """Of each part the most that one of the ranks takes."""
+    most: dict[str, Any] = {}
+    for name in vars(ranks[0]):
+        each = [getattr(rank, name) for rank in ranks]
+        most[name] = tuple(map(max, zip(*each))) if isinstance(each[0], tuple) else max(each)
+    return UnitSeconds(**most)
+
+
+def _group_layer(ranks: Sequence[UnitSeconds]) -> UnitSeconds:
+    """The slowest of each part: of experts, and of what comes before and after their exchanges."""
+    most, rest = slowest(ranks), [(u.layer[0] - u.experts[0], u.layer[1] - u.experts[1]) for u in ranks]
+    forward, backward = (max(part) + experts for part, experts in zip(zip(*rest), most.experts))
+    return replace(most, layer=(forward, backward))
+
+
+def _mean_layer(kinds: Sequence[tuple[UnitSeconds, int]]) -> UnitSeconds:
+    """Of (seconds with layers of one kind, how many of these) those with an average layer."""
+    total = sum(count for _, count in kinds)
+
+    def mean(part: Callable[[UnitSeconds], tuple[float, float]]) -> tuple[float, float]:
+        pairs = [(part(unit), count) for unit, count in kinds]
+        return sum(a * n for (a, _), n in pairs) / total, sum(b * n for (_, b), n in pairs) / total
+
+    return replace(
+        kinds[0][0], layer=mean(lambda u: u.layer), layer_split=mean(lambda u: u.layer_split),
+        experts=mean(lambda u: u.experts),
+    )  # fmt: skip
+
+
+def _layout(stage: Stage, size: int, seq_length: int) -> Layout:
+    """The stage's activations over (sequence, token); the hidden dimension is never split."""
+    boxes: dict[int, tuple[Box, ...]] = {}
+    for unit, (row, end) in zip(stage.units, unit_sequences(stage, size), strict=True):
+        for t, rank in enumerate(unit.ranks):
+            boxes[rank] = tuple(Box((row, a), (end, b)) for a, b in token_intervals(unit, t))
+    return Layout((size, seq_length), boxes)
+
+
+def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
+    """Share of a layer's FLOPs that TP rank ``t`` computes; exactly 1/tp where the axes divide evenly."""
+    spec = model.model
+    heads, columns = heads_and_columns(spec, tp_split, t)
+    if heads == columns:
+        return heads
+    matrices = layer_matmul_flops(spec) * model.seq_length
+    core = layer_attention_flops(spec, mean_attention_pairs(spec, model.seq_length))
+    ffn = (3 if spec.gated else 2) * 2 * spec.hidden_size * mlp_columns(spec) * model.seq_length
+    return (columns * ffn + heads * (matrices - ffn + core)) / (matrices + core)

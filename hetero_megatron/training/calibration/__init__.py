@@ -1,6 +1,0 @@
-"""Measuring the cluster that a job runs on: chips (:mod:`.layers`, :mod:`.operators`, :mod:`.exchange`) and links."""
-
-from hetero_megatron.training.calibration.layers import Job
-from hetero_megatron.training.calibration.run import Calibration, CalibrationOptions, calibrate
-
-__all__ = ["Calibration", "CalibrationOptions", "Job", "calibrate"]

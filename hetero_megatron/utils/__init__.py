@@ -1,0 +1,1 @@
+"""Small tools: guarded file reading, text for messages, progress, caching, YAML with line numbers."""
