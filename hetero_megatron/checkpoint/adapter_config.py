@@ -9,21 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENT, doubled, parameters_of
+from hetero_megatron.checkpoint.adapter_keys import INIT, check_keys, residual
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS
 from hetero_megatron.utils.files import read_json_object
+from hetero_megatron.utils.foreign_keys import is_one_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ACCEPTED = f"a directory with {CONFIG} and {WEIGHTS}, as peft writes it for LoRA"
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # its experts' modules, as released
-# Keys of PEFT that change numbers, and the values that are served.
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, True, None), "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []), "layers_to_transform": (None, []), "exclude_modules": (None, []),
-    "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None, []),
-    "trainable_token_indices": (None, {}), "alora_invocation_tokens": (None, []),
-}  # fmt: skip
 
 
 def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
@@ -34,7 +29,7 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rslora,
         "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": lora.dora,
-        "init_lora_weights": True, "modules_to_save": None,
+        INIT: lora.residual or True, "modules_to_save": None,
     }  # fmt: skip
     if spec.moe is not None:
         found["target_modules"] = [name for name in lora.targets if name not in MLP_TARGETS]
@@ -50,19 +45,16 @@ def read_config(directory: str, field: str) -> Lora:
     if not path.exists():
         raise UserError(f"holds no {CONFIG}", field=field, value=directory, accepted=ACCEPTED)
     found, where = read_json_object(path, field), str(path)
-    for key, plain in _PLAIN.items():
-        if key in found and found[key] not in plain:
-            raise UserError(
-                "adapters of this kind are not supported", field=key, value=found[key], where=where,
-                accepted=", ".join(json.dumps(value) for value in plain),
-            )  # fmt: skip
-    rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)
-    if type(rank) is not int or not isinstance(alpha, int | float) or not isinstance(scaled, bool):
-        raise UserError("has no r, lora_alpha or use_rslora", field=field, value=where, accepted=ACCEPTED)
+    check_keys(found, where)
+    rank, alpha = found.get("r"), found.get("lora_alpha")
+    scaled, dora = (_switch(found, key, where) for key in ("use_rslora", "use_dora"))
+    if type(rank) is not int or type(alpha) not in (int, float):
+        raise UserError("has no r or lora_alpha", field=field, value=where, accepted=ACCEPTED)
     targets = (*_target_modules(found, where), *_target_parameters(found, where))
+    left = residual(found, where)
     try:
-        dropout, dora = found.get("lora_dropout") or 0.0, bool(found.get("use_dora"))
-        lora = Lora(rank, float(alpha), targets, scaled, dropout, dora=dora)
+        dropout = found.get("lora_dropout") or 0.0
+        lora = Lora(rank, float(alpha), targets, scaled, dropout, dora=dora, residual=left)
     except UserError as error:
         name = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}[error.field]
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted, where=where) from None
@@ -72,7 +64,20 @@ def read_config(directory: str, field: str) -> Lora:
 
 def gate_and_up_joined(directory: str) -> bool:
     """Whether the adapter of ``gate_up_proj`` of experts has the ranks of gate's and those of up's."""
-    return bool(read_json_object(Path(directory) / CONFIG, CONFIG).get("rank_pattern"))
+    found = read_json_object(Path(directory) / CONFIG, CONFIG)
+    return not _is_even(found.get("rank_pattern"), found.get("r"))
+
+
+def _switch(found: Mapping[str, Any], key: str, where: str) -> bool:
+    value = found.get(key)
+    if value not in (None, False, True) or type(value) in (int, float):
+        raise UserError("is no switch", field=key, value=value, accepted="true, false", where=where)
+    return bool(value)
+
+
+def _is_even(pattern: Any, value: Any) -> bool:
+    """Whether a pattern is absent, or says ``value`` for all that it names."""
+    return not pattern or (isinstance(pattern, dict) and all(is_one_of(value, (one,)) for one in pattern.values()))
 
 
 def _names(found: Mapping[str, Any], key: str, accepted: str, where: str) -> list[str]:
@@ -112,7 +117,7 @@ def _check_patterns(found: Mapping[str, Any], lora: Lora, where: str) -> None:
     """Ranks and alphas are the same everywhere, but for experts' gate and up where they are joined to one of twice the
     rank that counts as much."""
     ranks, alphas = doubled(lora)
-    if not found.get("rank_pattern") and not found.get("alpha_pattern"):
+    if _is_even(found.get("rank_pattern"), lora.rank) and _is_even(found.get("alpha_pattern"), lora.alpha):
         return
     for key, wanted in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         said = found.get(key)

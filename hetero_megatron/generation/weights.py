@@ -11,6 +11,7 @@ from hetero_megatron.checkpoint.adapter import AdapterWeights
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.native import Checkpoint
+from hetero_megatron.checkpoint.residual import base_weights
 from hetero_megatron.checkpoint.state import MODEL, check_model
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
@@ -58,5 +59,5 @@ def open_weights(
             "missing: adapters need their base" if spec.lora is not None else "missing: the model's weights",
             field="--load-hf", accepted="a Hugging Face directory, or a name on the hub",
         )  # fmt: skip
-    base = HFWeights(load_hf, spec.base) if load_hf is not None and (checkpoint is None or spec.lora) else None
+    base = base_weights(load_hf, spec) if load_hf is not None and (checkpoint is None or spec.lora) else None
     return Weights(spec, base, AdapterWeights(adapter, spec) if adapter is not None else None, checkpoint)

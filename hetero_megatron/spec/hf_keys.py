@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.utils.foreign_keys import as_json, by_reason, is_one_of
 
 
 def words(text: str) -> frozenset[str]:
@@ -83,7 +84,7 @@ _REASONS: dict[str, str] = {
     ),
     "splits the same products; transformers 5 reads it no more": "pretraining_tp",
 }
-HARMLESS: dict[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
+HARMLESS = by_reason(_REASONS)
 
 
 def check_keys(config: Mapping[str, Any], family: str, honoured: frozenset[str], where: str) -> None:
@@ -111,8 +112,8 @@ def also(names: list[str], limit: int = 8) -> str:
 
 def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) -> None:
     """Refuse a value that is none of ``accepted``, of the same type (``true`` is not 1, 1 and 1.0 are)."""
-    if not any(_same(value, one) for one in accepted):
-        words = ", ".join(dict.fromkeys(_word(one) for one in accepted))
+    if not is_one_of(value, accepted):
+        words = ", ".join(dict.fromkeys(map(as_json, accepted)))
         if key == "quantization_config":
             method = value.get("quant_method") if isinstance(value, dict) else None
             how = f" ({method})" if isinstance(method, str) else ""
@@ -125,11 +126,3 @@ def require_one_of(value: Any, accepted: tuple[Any, ...], key: str, where: str) 
         raise UserError(
             "this setting changes the model and is not supported", field=key, value=value, accepted=words, where=where
         )
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
-
-
-def _word(value: Any) -> str:
-    return "null" if value is None else str(value).lower()

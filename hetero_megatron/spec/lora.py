@@ -16,6 +16,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EVERY_TARGET = TARGETS + LATENT_TARGETS
 BASE_DTYPES = ("int8",)
+RESIDUALS = ("pissa", "olora")
 MAX_RANK = 1 << 14
 
 
@@ -34,6 +35,8 @@ class Lora:
         dropout: in training, of what A multiplies: each adapter drops other elements.
         dora: output channel i of an adapted matrix is m_i / |row i of W + scale B A| times that row; m is trained, and
             the norm counts as a constant in gradients, as in peft.
+        residual: an adapted matrix W counts without its first ``rank`` singular values and vectors (``pissa``: Meng et
+            al., 2024) or columns of its QR decomposition (``olora``), with which the adapters began; None: whole.
         base_dtype: in which the frozen projections are stored, with one scale per output channel; None: in the run's.
     """
 
@@ -44,6 +47,7 @@ class Lora:
     dropout: float = 0.0
     base_dtype: str | None = None
     dora: bool = False
+    residual: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
@@ -58,6 +62,8 @@ class Lora:
         if self.base_dtype not in (None, *BASE_DTYPES):
             accepted = ", ".join(BASE_DTYPES)
             raise UserError("no such dtype", field="base_dtype", value=self.base_dtype, accepted=accepted)
+        if self.residual not in (None, *RESIDUALS):
+            raise UserError("unknown value", field="residual", value=self.residual, accepted=", ".join(RESIDUALS))
         object.__setattr__(self, "targets", tuple(name for name in EVERY_TARGET if name in self.targets))
 
     def shape(self) -> dict[str, Any]:

@@ -119,6 +119,11 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
             f"adapters of experts ({experts[0]}) know no DoRA", field="dora", value=lora.dora,
             accepted=f"targets other than {', '.join(MLP_TARGETS)}",
         )  # fmt: skip
+    if lora.residual and experts:
+        raise UserError(
+            f"adapters of experts ({experts[0]}) know no such first values", field="residual", value=lora.residual,
+            accepted=f"targets other than {', '.join(MLP_TARGETS)}",
+        )  # fmt: skip
     if lora.dora and lora.dropout:
         raise UserError("adapters with DoRA know no dropout", field="dropout", value=lora.dropout, accepted="0")
     found = replace(spec, lora=lora)

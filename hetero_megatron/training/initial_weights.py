@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero_megatron.checkpoint.finite import listed
-from hetero_megatron.checkpoint.hf_load import HFWeights
+from hetero_megatron.checkpoint.residual import base_weights
 from hetero_megatron.comm import Group
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
@@ -32,7 +32,7 @@ class InitialWeights:
 
     def __init__(self, config: RunConfig, world: Group) -> None:
         self.config = config
-        self.source = HFWeights(config.load_hf, config.spec.base) if config.load_hf is not None else None
+        self.source = base_weights(config.load_hf, config.spec) if config.load_hf is not None else None
         self.adapters = adapters_of(config, world)
 
     @property

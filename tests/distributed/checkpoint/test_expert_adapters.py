@@ -170,7 +170,7 @@ def test_ranks_of_gate_that_count_for_up_are_refused(tmp_path: Path) -> None:
     ({"target_parameters": "down_proj"}, "target_parameters"),
     ({"rank_pattern": {"gate_up_proj": 3}}, "rank_pattern"),
     ({"rank_pattern": {".*\\.gate_up_proj": 4}}, "alpha_pattern"),
-    ({"alpha_pattern": {"q_proj": 4}}, "rank_pattern"),
+    ({"alpha_pattern": {"q_proj": 5}}, "rank_pattern"),
 ])  # fmt: skip
 def test_other_parameters_and_ranks_are_refused(change: dict[str, Any], field: str, tmp_path: Path) -> None:
     said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | change

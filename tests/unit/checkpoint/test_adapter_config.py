@@ -1,0 +1,129 @@
+"""adapter_config.json: every key of peft's is in the table, and the base of PiSSA and OLoRA is peft's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from hetero_megatron.checkpoint.adapter import AdapterWeights
+from hetero_megatron.checkpoint.adapter_config import adapter_config, read_config
+from hetero_megatron.checkpoint.adapter_keys import INIT, KEYS
+from hetero_megatron.checkpoint.residual import base_weights
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
+from hetero_megatron.spec import adapted, load_model, logical_tensors
+
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def read(folder: Path, **changed: Any) -> Any:
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changed))
+    return read_config(str(folder), "--load-adapter")
+
+
+def test_every_key_of_pefts_configuration_is_in_the_table(tmp_path: Path) -> None:
+    fields = {f.name for f in dataclasses.fields(peft.LoraConfig)}
+    assert fields <= KEYS.known
+    peft.LoraConfig(**{k: v for k, v in PLAIN.items() if k != "peft_type"}).save_pretrained(tmp_path)
+    lora = read_config(str(tmp_path), "--load-adapter")
+    assert (lora.rank, lora.alpha, lora.residual, lora.dora) == (4, 8.0, None, False)
+
+
+REFUSED: dict[str, Any] = {
+    "peft_type": "ADALORA", "bias": "lora_only", "fan_in_fan_out": True, "modules_to_save": ["lm_head"],
+    "layers_to_transform": [0], "layers_pattern": "layers", "exclude_modules": ["k_proj"], "lora_bias": True,
+    "layer_replication": [[0, 2], [1, 2]], "trainable_token_indices": [3], "megatron_config": {"a": 1},
+    "use_qalora": True, "use_bdlora": {"nblocks": 2}, "alora_invocation_tokens": [1], "arrow_config": {"top_k": 1},
+    "kasa_config": {"beta": 1}, "velora_config": {"scale": 1}, "monteclora_config": {"num_samples": 2},
+    "enable_lora": [True, False], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "use_rslora": "no",
+    "use_dora": 1, "r": 0, "lora_alpha": True, "lora_dropout": 1.5, "target_modules": ".*q_proj",
+    "target_parameters": ["gate.weight"],
+}  # fmt: skip
+
+
+def test_values_that_change_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    assert not KEYS.fixed.keys() - REFUSED.keys()
+    for key, value in REFUSED.items():
+        with pytest.raises(UserError, match=key if key not in ("r", "lora_alpha") else "r"):
+            read(tmp_path, **{key: value})
+    for init in ("pissa_niter_16", "corda", "lora_ga", "loftq", "mica", "Pissa", "random", 3, [True]):
+        with pytest.raises(UserError, match=INIT):
+            read(tmp_path, **{INIT: init})
+    for init in (True, False, None, "gaussian", "Gaussian", "eva", "orthogonal"):
+        assert read(tmp_path, **{INIT: init}).residual is None
+    for init, found in (("pissa", "pissa"), ("olora", "olora"), ("OLoRA", "olora")):
+        assert read(tmp_path, **{INIT: init}).residual == found
+
+
+def test_an_unknown_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"use_rs_lora.*did you mean use_rslora\?"):
+        read(tmp_path, use_rs_lora=True)
+    read(tmp_path, use_something_new=False, other=None, more={}, revision="abc", eva_config={"rho": 2.0})
+
+
+def test_patterns_that_say_what_all_adapters_have_say_nothing(tmp_path: Path) -> None:
+    read(tmp_path, rank_pattern={"q_proj": 4, "v_proj": 4}, alpha_pattern={"q_proj": 8.0})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+KINDS = [
+    (init, rslora, dtype)
+    for init in ("pissa", "olora", "gaussian")
+    for rslora, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16))
+]
+
+
+def test_bases_that_first_values_changed_are_pefts(base: Path, tmp_path: Path) -> None:
+    for init, rslora, dtype in KINDS:
+        folder = tmp_path / f"{init}{rslora}{dtype}"
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=init, use_rslora=rslora)
+        model = peft.get_peft_model(loaded(base, torch.float32), config)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_" in name:
+                    param.add_(0.05 * torch.randn_like(param))
+        model.save_pretrained(folder)
+        theirs = dict(peft.PeftModel.from_pretrained(loaded(base, dtype), folder).named_parameters())
+        spec = adapted(load_model(str(base), "--load-hf"), read_config(str(folder), "--load-adapter"))
+        assert spec.lora is not None and adapter_config(spec, None)[INIT] == (True if init == "gaussian" else init)
+        weights, adapter = base_weights(str(base), spec), AdapterWeights(str(folder), spec)
+        for tensor in logical_tensors(spec):
+            whole = Box.whole(tensor.shape)
+            if tensor.trained:
+                found = adapter.read(tensor, whole)
+                wanted = theirs[f"base_model.model.{tensor.name.replace('.weight', '.default.weight')}"]
+                assert torch.equal(found.float(), wanted.float())
+                continue
+            found = weights.read(tensor, whole)
+            at = tensor.name.removesuffix(".weight")
+            names = (f"base_model.model.{at}.base_layer.weight", f"base_model.model.{tensor.name}")
+            wanted = next(theirs[name] for name in names if name in theirs)
+            # In 16 bits peft decomposes the rounded matrix, and rounds what is left.
+            close = 1e-5 if dtype == torch.float32 else 0.02
+            assert torch.allclose(found.float(), wanted.float(), atol=close), (init, tensor.name)
+            half = Box((1,) + (0,) * (len(tensor.shape) - 1), tensor.shape)
+            assert torch.equal(weights.read(tensor, half), found[1:])
+
+
+def loaded(base: Path, dtype: torch.dtype) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
