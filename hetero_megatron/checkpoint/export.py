@@ -92,10 +92,9 @@ class Export:
     def _require_finite(self) -> None:
         def check() -> None:
             if self.nonfinite:
-                raise UserError(
-                    f"is not written: NaN or Inf in {listed(self.nonfinite)}", field=self.flag, value=str(self.final),
-                    accepted="weights that are finite in the dtype of the files (--save-hf-dtype)",
-                )  # fmt: skip
+                problem = f"is not written: NaN or Inf in {listed(self.nonfinite)} on rank {self.world.comm.rank}"
+                accepted = "weights that are finite in the dtype of the files (--save-hf-dtype)"
+                raise UserError(problem, field=self.flag, value=str(self.final), accepted=accepted)
 
         try:
             self.together(check)

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 import torch
 
 
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite; one pass, no extra memory."""
+def is_finite(values: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether no value is NaN or infinite, here or as ``dtype``; one pass, no extra memory."""
     if not values.numel():
         return True
     low, high = torch.aminmax(values.detach())  # NaN is the smallest and the largest
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    dtype = dtype or values.dtype
+    return bool(torch.isfinite(low.to(dtype)) & torch.isfinite(high.to(dtype)))
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

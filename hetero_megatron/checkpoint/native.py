@@ -48,6 +48,7 @@ class CheckpointSaver:
         synchronize: waits for the device, so that staged copies are complete.
         extra: small files to store along.
         check: raises UserError if the path no longer leads to the run's directory; None: not checked.
+        dtype: in which the saved weights are used; they must be finite in it, too. None: their own.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class CheckpointSaver:
         synchronize: Callable[[], None] = lambda: None,
         extra: Mapping[str, bytes] | None = None,
         check: Callable[[], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.directory, self.group = CheckpointDirectory(path, check=check), group
+        self.directory, self.group, self.dtype = CheckpointDirectory(path, check=check), group, dtype
         self.keep, self.retain_interval = keep, retain_interval
         self.asynchronous, self.synchronize, self.extra = asynchronous, synchronize, dict(extra or {})
         self._staged: dict[tuple[str, torch.Size], torch.Tensor] = {}
@@ -138,7 +140,7 @@ class CheckpointSaver:
             known = {**state, **merge(self.group.gather_objects(local))}
             rank = self.group.ranks[self.group.index]
             prune = lambda: self.directory.prune(self.keep, self.retain_interval, step)  # noqa: E731
-            writer = BoxWriter(self.directory, step, rank, known, self.extra, prune)
+            writer = BoxWriter(self.directory, step, rank, known, self.extra, prune, self.dtype)
             save_boxes(staged, writer, self.group)
         except Exception as error:
             if self.group.index == 0:

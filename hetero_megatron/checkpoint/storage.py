@@ -16,8 +16,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
+from hetero_megatron.checkpoint.finite import is_finite, listed
 from hetero_megatron.checkpoint.manifest import METADATA, SUMS, ChunkLocation, encode_metadata, format_sums, sha256
 from hetero_megatron.checkpoint.safefile import Files, write_file
+from hetero_megatron.errors import UserError
+
+WEIGHTS = "model."  # how their names begin
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class BoxWriter(StorageWriter):
         state: for ``metadata.json``, besides the tensors.
         extra: small files to store along (tokenizer, generation config): name -> content.
         after: called by the coordinator when the checkpoint is complete.
+        dtype: in which weights are used; they must be finite in it, too. None: their own.
     """
 
     def __init__(
@@ -45,9 +50,10 @@ class BoxWriter(StorageWriter):
         state: Mapping[str, Any],
         extra: Mapping[str, bytes],
         after: Callable[[], None],
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.directory, self.step, self.rank = directory, step, rank
-        self.state, self.extra, self.after = state, extra, after
+        self.state, self.extra, self.after, self.dtype = state, extra, after, dtype
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -69,6 +75,7 @@ class BoxWriter(StorageWriter):
             assert item.type is WriteItemType.SHARD and item.index.offset is not None, "only boxes are written"
             tensors[_key(item.index)] = planner.resolve_data(item)  # type: ignore[assignment]
         results = []
+        self._require_finite(plan, tensors)
         if tensors:
             name = f"rank_{self.rank:05d}.safetensors"
             entries = {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}
@@ -79,6 +86,22 @@ class BoxWriter(StorageWriter):
                 results.append(WriteResult(item.index, size, Written(ChunkLocation(name, key), digest)))
         done.set_result(results)
         return done
+
+    def _require_finite(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing that is not finite gets into a file: whoever goes on from there could only compute NaN."""
+        found = []
+        for item in plan.items:
+            name = item.index.fqn
+            used_as = self.dtype if name.startswith(WEIGHTS) else None
+            if not is_finite(tensors[_key(item.index)], used_as):
+                found.append(name)
+        if found:
+            raise UserError(
+                f"the checkpoint of step {self.step} is not saved: NaN or Inf in {listed(found)} on rank {self.rank}; "
+                "older ones are untouched", field="--save", value=str(self.directory.path),
+                accepted="values that are finite: a smaller --lr or --weight-decay, from a checkpoint before; or other "
+                "hardware or --kernels for that rank",
+            )  # fmt: skip
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         work, sums = self.directory.work(self.step), {}

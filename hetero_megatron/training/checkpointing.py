@@ -84,7 +84,7 @@ class Checkpointing:
             assert options.save is not None and group is not None
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize,
-                check=lock.check if lock is not None else None,
+                check=lock.check if lock is not None else None, dtype=runtime.dtype,
             )  # fmt: skip
             runtime.before_update = self.saver.staged
 

@@ -67,7 +67,8 @@ class InitialWeights:
             self.source.read_masters(runtime.optimizer.owned(), runtime.dtype)
         ranks: list[list[str]] = runtime.world.gather_objects(list(self.source.nonfinite))
         nonfinite = [name for names in ranks for name in names]
-        found = [f"NaN or Inf in {listed(nonfinite)}"] if nonfinite else []
+        told = f"NaN or Inf in {listed(nonfinite)}, with which nothing is saved or exported"
+        found = [told] if nonfinite else []
         masters = torch.promote_types(runtime.dtype, torch.float32)
         wide = [name for name, dtype in self.source.dtypes().items() if torch.promote_types(dtype, masters) != masters]
         if wide:

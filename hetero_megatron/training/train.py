@@ -22,6 +22,7 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.islands import check_chips, communicators, plan_for, transport_of
 from hetero_megatron.training.loop import Training
 from hetero_megatron.training.rank_platform import check_device, check_graphs, check_world, platform_at, position
+from hetero_megatron.training.same_program import check_program
 from hetero_megatron.training.setup import set_up
 from hetero_megatron.utils.out_of_memory import out_of_memory
 
@@ -80,6 +81,7 @@ def agree(
     """
     everyone = tuple(range(comm.launcher.world_size))
     comm.create_groups([everyone])
+    check_program(comm.group(everyone), platform, plugins)  # first: others may not even name the rest alike
     check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
     if comm.rank == 0:
         announce(config, comm, platform, plugins, emulation)

@@ -157,7 +157,7 @@ def test_values_beyond_the_range_of_the_files_are_told_or_refused(
         assert f"notice: NaN or Inf in {NORM}" in convert(capsys, *half)
     words = [*DATA, "--load-hf", str(tmp_path / "in"), "--skip-train", "--save-hf", str(tmp_path / "hf")]
     _, err = inside([*words, "--save-hf-dtype", "fp16"], code=2)
-    assert f"NaN or Inf in {NORM}. Accepted: weights that are finite in the dtype of the files" in err
+    assert f"NaN or Inf in {NORM} on rank 0. Accepted: weights that are finite in the dtype of the files" in err
 
 
 # What an export that was killed left behind
