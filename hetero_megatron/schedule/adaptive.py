@@ -63,6 +63,22 @@ def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = 
     Raises:
         UserError: a negative number of micro-batches or effort.
     """
+    search, plain = _searched(times, num_micro_batches, effort)
+    full = generate("1f1b", len(times.stages), num_micro_batches)
+    schedule = schedule_of("adaptive", search.orders)
+    return AdaptiveResult(
+        full if schedule.stages == full.stages else schedule, search.seconds, plain, search.bound, search.timed
+    )
+
+
+def adaptive_seconds(times: PipelineTimes, num_micro_batches: int, effort: int) -> tuple[float, int]:
+    """(seconds of the schedule of :func:`search_adaptive`, actions timed)."""
+    search, _ = _searched(times, num_micro_batches, effort)
+    return search.seconds, search.timed
+
+
+def _searched(times: PipelineTimes, num_micro_batches: int, effort: int) -> tuple[_Search, float]:
+    """(what the search found, seconds of 1F1B in the same memory)."""
     if num_micro_batches < 0:
         raise UserError("is negative", field="num_micro_batches", value=num_micro_batches, accepted="0 or more")
     if effort < 0:
@@ -74,11 +90,7 @@ def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = 
     search.try_other_rules()
     search.improve()
     search.join_backwards()
-    full = generate("1f1b", len(times.stages), num_micro_batches)
-    schedule = schedule_of("adaptive", search.orders)
-    return AdaptiveResult(
-        full if schedule.stages == full.stages else schedule, search.seconds, plain, search.bound, search.timed
-    )
+    return search, plain
 
 
 def one_f_one_b_orders(times: PipelineTimes, num_micro_batches: int) -> Orders:

@@ -58,6 +58,20 @@ def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: 
     Raises:
         UserError: a negative number of micro-batches or effort.
     """
+    search, plain = _searched(times, num_micro_batches, effort)
+    schedule = schedule_of("adaptive", search.orders, times.chunks)
+    name = "interleaved" if search.orders == search.interleaved else "adaptive"
+    return ChunkedResult(replace(schedule, name=name), search.seconds, plain, search.bound, search.timed)
+
+
+def adaptive_chunks_seconds(times: ChunkedTimes, num_micro_batches: int, effort: int) -> tuple[float, int]:
+    """(seconds of the schedule of :func:`search_adaptive_chunks`, actions timed)."""
+    search, _ = _searched(times, num_micro_batches, effort)
+    return search.seconds, search.timed
+
+
+def _searched(times: ChunkedTimes, num_micro_batches: int, effort: int) -> tuple[_Search, float]:
+    """(what the search found, seconds of interleaved 1F1B)."""
     for name, value in (("num_micro_batches", num_micro_batches), ("effort", effort)):
         if value < 0:
             raise UserError("is negative", field=name, value=value, accepted="0 or more")
@@ -68,9 +82,7 @@ def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: 
     search.change_rules()
     search.join_backwards()
     search.exchange()
-    schedule = schedule_of("adaptive", search.orders, times.chunks)
-    name = "interleaved" if search.orders == search.interleaved else "adaptive"
-    return ChunkedResult(replace(schedule, name=name), search.seconds, plain, search.bound, search.timed)
+    return search, plain
 
 
 class _Search:
