@@ -6,6 +6,7 @@ schedule is made from them as it is for a concrete plan, with less effort. The s
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,12 @@ from hetero_megatron.planner.search.schedule_times import least_of_times
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 from hetero_megatron.schedule.adaptive import adaptive_seconds
 from hetero_megatron.schedule.adaptive_chunks import adaptive_chunks_seconds
+from hetero_megatron.schedule.chunk_scheduling import ChunkRule
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
+from hetero_megatron.schedule.list_scheduling import ListRule
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+
+Rules = tuple[ListRule | ChunkRule, ...]  # of the parts of a template
 
 
 @dataclass(frozen=True)
@@ -40,33 +45,51 @@ class ScheduleScorer:
         self.scorer, self.tables, self.costs = scorer, scorer.tables, scorer.costs
         self.actions = 0
 
-    def seconds(self, template: PlanTemplate, chunks: int, effort: int, limit: float = math.inf) -> float:
-        """Of a step; inf where it fits in no schedule, cannot have so many chunks, or seems to take ``limit`` or more.
+    def estimate(
+        self, template: PlanTemplate, chunks: int, effort: int, limit: float = math.inf, rules: Rules = ()
+    ) -> tuple[float, Rules]:
+        """(seconds of a step, rules by which its schedules were made); inf where it fits in no schedule, cannot have so
+        many chunks, or seems to take ``limit`` or more.
 
         Args:
             chunks: of layers, of every stage.
             effort: actions that may be timed to make the schedule of one pipeline.
+            rules: of a similar template, tried first.
         """
+        nothing = math.inf, Rules()
         ends = None if not _can_have(template, chunks) else self.scorer.ends(template)
         if ends is None:
-            return math.inf
+            return nothing
         rows = list[tuple[PipelineTimes | ChunkedTimes, int, float]]()
         for p, part in enumerate(template.parts):
             times = self._times(p, part.shape, chunks, ends)
             if times is None:
-                return math.inf
+                return nothing
             rows.append((times, part.num_micro_batches, ends.after - self._saved(part.shape)))
         if max(least_of_times(times, count) + rest for times, count, rest in rows) >= limit:
-            return math.inf
-        worst = 0.0
-        for times, count, rest in rows:
-            made = adaptive_seconds if isinstance(times, PipelineTimes) else adaptive_chunks_seconds
-            seconds, actions = made(times, count, effort)  # type: ignore[operator]
-            self.actions += actions
+            return nothing
+        worst, best = 0.0, list[ListRule | ChunkRule]()
+        for (times, count, rest), rule in itertools.zip_longest(rows, rules[: len(rows)]):
+            seconds, found = self._made(times, count, effort, rule)
             worst = max(worst, seconds + rest)
             if worst >= limit:
-                return math.inf
-        return worst
+                return nothing
+            best.append(found)
+        return worst, tuple(best)
+
+    def _made(
+        self, times: PipelineTimes | ChunkedTimes, count: int, effort: int, rule: ListRule | ChunkRule | None
+    ) -> tuple[float, ListRule | ChunkRule]:
+        """(seconds, rule) of a schedule made for one pipeline."""
+        if isinstance(times, PipelineTimes):
+            own = rule if isinstance(rule, ListRule) else None
+            seconds, found, actions = adaptive_seconds(times, count, effort, own)
+            self.actions += actions
+            return seconds, found
+        known = rule if isinstance(rule, ChunkRule) else None
+        seconds, best, actions = adaptive_chunks_seconds(times, count, effort, known)
+        self.actions += actions
+        return seconds, best
 
     def _saved(self, shape: PipelineTemplate) -> float:
         """By how much the first backward of a step is shorter on the busiest stage."""

@@ -23,7 +23,7 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_score import ScheduleScorer
+from hetero_megatron.planner.search.schedule_score import Rules, ScheduleScorer
 from hetero_megatron.planner.search.schedule_times import least_of_times, pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.simulate.stage_cost import StageCosts
@@ -42,6 +42,7 @@ CHUNKS = (1, 2)  # of layers per stage, that schedules are made for
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CHUNKED_EFFORT = 100_000, 30_000  # actions that may be timed for one pipeline of a plan; with several chunks
 TRIED, CHUNKED_TRIED = 12_000, 6_000  # the same for an estimate
+CLIMBING, CHUNKED_CLIMBING = 4_000, 3_000  # and where the rules of a similar template are known
 MOVES, OTHER_MOVES, LEAST_GAIN = 90, 45, 1e-6  # templates that climbing estimates: from the best, from others
 STRUCTURES, SETS, OTHERS = 12, 6, 3  # that are tried: structures, sets of node groups; those climbed from
 NEAR, SIMULATED = 1.05, 3  # climbing starts from what is so near to the best; plans that are simulated in the end
@@ -49,11 +50,12 @@ NEAR, SIMULATED = 1.05, 3  # climbing starts from what is so near to the best; p
 
 @dataclass(frozen=True, order=True)
 class _Candidate:
-    """A template under a schedule made for so many chunks of layers per stage, by its estimate."""
+    """A template under a schedule made by ``rules`` for so many chunks of layers per stage, by its estimate."""
 
     seconds: float
     chunks: int
     template: PlanTemplate = field(compare=False)
+    rules: Rules = field(compare=False)
 
 
 class ScheduleSearch:
@@ -91,7 +93,7 @@ class ScheduleSearch:
         for templates in others:
             if incumbent.should_stop():
                 break
-            rows = [_Candidate(_estimate(scorer, x, n, effort, limit), n, x) for x in templates for n in CHUNKS]
+            rows = [_estimate(scorer, x, n, effort, limit) for x in templates for n in CHUNKS]
             found += [x for x in rows if x.seconds < math.inf]
             limit = NEAR * min((x.seconds for x in found), default=math.inf)
         found.sort()
@@ -114,10 +116,10 @@ class ScheduleSearch:
             limit = best.seconds * (1 - LEAST_GAIN)
             if incumbent.should_stop() or _least_seconds(template, scorer.scorer) >= limit:
                 return False
-            seconds = _estimate(scorer, template, best.chunks, space.schedule_effort, limit)
-            if seconds < limit:
-                best = _Candidate(seconds, best.chunks, template)
-            return seconds < limit
+            found = _estimate(scorer, template, best.chunks, space.schedule_effort, limit, best.rules)
+            if found.seconds < limit:
+                best = found
+            return best is found
 
         climb(best.template, partial(_near, space=space), improves, moves)
         return best
@@ -179,10 +181,15 @@ def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
     return list(best.values())
 
 
-def _estimate(scorer: ScheduleScorer, template: PlanTemplate, chunks: int, effort: float, limit: float) -> float:
+def _estimate(
+    scorer: ScheduleScorer, template: PlanTemplate, chunks: int, effort: float, limit: float, rules: Rules = ()
+) -> _Candidate:
+    """``rules``: of a similar template."""
     if all(len(part.shape.stages) == 1 for part in template.parts) or len(template.parts) > MOST_PIPELINES:
-        return math.inf
-    return scorer.seconds(template, chunks, int(effort * (TRIED if chunks == 1 else CHUNKED_TRIED)), limit)
+        return _Candidate(math.inf, chunks, template, ())
+    most = (CHUNKED_CLIMBING if rules else CHUNKED_TRIED) if chunks > 1 else CLIMBING if rules else TRIED
+    seconds, made = scorer.estimate(template, chunks, int(effort * most), limit, rules)
+    return _Candidate(seconds, chunks, template, made)
 
 
 def _judged(start: JudgedPlan, plan: Plan, problem: PlanningProblem, costs: CostModel) -> JudgedPlan | None:
