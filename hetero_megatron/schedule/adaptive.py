@@ -63,6 +63,27 @@ def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = 
     Raises:
         UserError: a negative number of micro-batches or effort.
     """
+    search, plain = _searched(times, num_micro_batches, effort)
+    full = generate("1f1b", len(times.stages), num_micro_batches)
+    schedule = schedule_of("adaptive", search.orders)
+    return AdaptiveResult(
+        full if schedule.stages == full.stages else schedule, search.seconds, plain, search.bound, search.timed
+    )
+
+
+def adaptive_seconds(
+    times: PipelineTimes, num_micro_batches: int, effort: int, rule: ListRule | None = None
+) -> tuple[float, ListRule, int]:
+    """(seconds of the schedule that :func:`search_adaptive` would find, its best rule, actions timed). ``rule``: tried
+    before the others; that of a similar pipeline."""
+    search, _ = _searched(times, num_micro_batches, effort, rule)
+    return search.seconds, search.rule, search.timed
+
+
+def _searched(
+    times: PipelineTimes, num_micro_batches: int, effort: int, rule: ListRule | None = None
+) -> tuple[_Search, float]:
+    """(what the search found, seconds of 1F1B in the same memory)."""
     if num_micro_batches < 0:
         raise UserError("is negative", field="num_micro_batches", value=num_micro_batches, accepted="0 or more")
     if effort < 0:
@@ -70,15 +91,13 @@ def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = 
     search = _Search(times, num_micro_batches, effort)
     plain = search.seconds
     search.try_zero_bubble()
+    if rule is not None and len(rule.forward_first) == len(times.stages):
+        search.try_rule(rule)
     search.try_uniform_rules()
     search.try_other_rules()
     search.improve()
     search.join_backwards()
-    full = generate("1f1b", len(times.stages), num_micro_batches)
-    schedule = schedule_of("adaptive", search.orders)
-    return AdaptiveResult(
-        full if schedule.stages == full.stages else schedule, search.seconds, plain, search.bound, search.timed
-    )
+    return search, plain
 
 
 def one_f_one_b_orders(times: PipelineTimes, num_micro_batches: int) -> Orders:
@@ -128,7 +147,7 @@ class _Search:
     def try_uniform_rules(self) -> None:
         """The same rule on all stages."""
         for deferred, patience, forward_first in itertools.product((math.inf, 0, 1, 2), (0, 0.5, 1), (False, True)):
-            self._try_rule(ListRule.uniform(len(self.times.stages), deferred, forward_first, patience))
+            self.try_rule(ListRule.uniform(len(self.times.stages), deferred, forward_first, patience))
 
     def try_other_rules(self) -> None:
         """Change the best rule on one or two stages; half of what is left of the effort."""
@@ -140,7 +159,7 @@ class _Search:
             rule = self.rule
             for _ in range(draw.choice((1, 1, 2))):
                 rule = self._changed(rule, draw)
-            self._try_rule(rule)
+            self.try_rule(rule)
         self.effort = effort
 
     def _changed(self, rule: ListRule, draw: random.Random) -> ListRule:
@@ -155,7 +174,7 @@ class _Search:
             return rule.on_stage(stage, forward_first=not rule.forward_first[stage])
         return replace(rule, patience=draw.choice((0, 0.25, 0.5, 0.75, 1)))
 
-    def _try_rule(self, rule: ListRule) -> None:
+    def try_rule(self, rule: ListRule) -> None:
         if self.ended():
             return
         seconds, orders = list_schedule(self.times, self.count, rule)

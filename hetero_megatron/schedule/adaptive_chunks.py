@@ -58,19 +58,38 @@ def search_adaptive_chunks(times: ChunkedTimes, num_micro_batches: int, effort: 
     Raises:
         UserError: a negative number of micro-batches or effort.
     """
+    search, plain = _searched(times, num_micro_batches, effort)
+    schedule = schedule_of("adaptive", search.orders, times.chunks)
+    name = "interleaved" if search.orders == search.interleaved else "adaptive"
+    return ChunkedResult(replace(schedule, name=name), search.seconds, plain, search.bound, search.timed)
+
+
+def adaptive_chunks_seconds(
+    times: ChunkedTimes, num_micro_batches: int, effort: int, rule: ChunkRule | None = None
+) -> tuple[float, ChunkRule, int]:
+    """(seconds of the schedule that :func:`search_adaptive_chunks` would find, its best rule, actions timed).
+    ``rule``: tried before the others; that of a similar pipeline."""
+    search, _ = _searched(times, num_micro_batches, effort, rule)
+    return search.seconds, search.rule, search.timed
+
+
+def _searched(
+    times: ChunkedTimes, num_micro_batches: int, effort: int, rule: ChunkRule | None = None
+) -> tuple[_Search, float]:
+    """(what the search found, seconds of interleaved 1F1B)."""
     for name, value in (("num_micro_batches", num_micro_batches), ("effort", effort)):
         if value < 0:
             raise UserError("is negative", field=name, value=value, accepted="0 or more")
     search = _Search(times, num_micro_batches, effort)
     plain = search.seconds
     search.try_zero_bubble()
+    if rule is not None:
+        search.try_rule(rule)
     search.try_rules()
     search.change_rules()
     search.join_backwards()
     search.exchange()
-    schedule = schedule_of("adaptive", search.orders, times.chunks)
-    name = "interleaved" if search.orders == search.interleaved else "adaptive"
-    return ChunkedResult(replace(schedule, name=name), search.seconds, plain, search.bound, search.timed)
+    return search, plain
 
 
 class _Search:
@@ -99,7 +118,7 @@ class _Search:
         self.seconds, self.orders = seconds, orders
         return True
 
-    def _try_rule(self, rule: ChunkRule) -> None:
+    def try_rule(self, rule: ChunkRule) -> None:
         if self.ended():
             return
         seconds, orders = list_schedule_chunks(self.times, self.count, rule)
@@ -122,8 +141,8 @@ class _Search:
         """Groups as interleaved 1F1B has them, twice as large, and single micro-batches; W at once or put off."""
         stages = len(self.times.stages)
         for group, deferred in itertools.product((stages, 1, 2 * stages), (math.inf, 0)):
-            self._try_rule(ChunkRule(group, 2 * stages, deferred))
-            self._try_rule(ChunkRule(group, most_deferred=deferred))
+            self.try_rule(ChunkRule(group, 2 * stages, deferred))
+            self.try_rule(ChunkRule(group, most_deferred=deferred))
 
     def change_rules(self) -> None:
         """Change the best rule; half of what is left of the effort."""
@@ -134,7 +153,7 @@ class _Search:
             since += 1
             if rule not in seen:
                 seen.add(rule)
-                self._try_rule(rule)
+                self.try_rule(rule)
                 since = 0 if self.rule_seconds < before else since
         self.effort = effort
 

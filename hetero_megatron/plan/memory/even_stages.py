@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
-from hetero_megatron.plan.memory.activations import RankWork, chunk_limit, kept_bytes, working_bytes
+from hetero_megatron.plan.memory.activations import RankWork, chunk_limit, kept_bytes, operand_bytes, working_bytes
 from hetero_megatron.plan.memory.states import ADAM_MOMENTS, buffer_bytes, saved_in_int8, state_bytes
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -112,12 +112,21 @@ class EvenStages:
         Args:
             recompute, first, fp8: as in :class:`RankWork`; rows: sequences of ``length`` tokens on a TP group.
         """
+        work = self._work(tp, layers, embed, head, recompute, first, rows, length, fp8)
+        return kept_bytes(self.spec, work), working_bytes(self.spec, work)
+
+    @cached_method
+    def operands(self, tp: int, layers: int, head: bool, rows: int, length: int) -> int:
+        """Bytes of a micro-batch from B_INPUT to W, where backward is split."""
+        return operand_bytes(self.spec, self._work(tp, layers, False, head, "none", 0, rows, length))
+
+    def _work(
+        self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
+        fp8: str | None = None,
+    ) -> RankWork:  # fmt: skip
         tokens = rows * length
         limit = chunk_limit(self.spec, [(tokens, (1,) * tp)], self.item, self.logits_bytes) if head else None
-        work = RankWork(
-            layers, embed, head, recompute, first, tokens, self.item, tp, tp, limit, fp8=fp8, rows=rows
-        )
-        return kept_bytes(self.spec, work), working_bytes(self.spec, work)
+        return RankWork(layers, embed, head, recompute, first, tokens, self.item, tp, tp, limit, fp8=fp8, rows=rows)
 
 
 @lru_cache(maxsize=4096)

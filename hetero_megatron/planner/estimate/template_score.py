@@ -8,7 +8,7 @@ backward + optimizer + spread of parameters. The step simulator times the best f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.planner.estimate.link_table import LinkTable
@@ -38,6 +38,25 @@ class TemplateScore:
     step_seconds: float
     pipelines: tuple[float, ...]
     over: int = 0
+
+
+@dataclass(frozen=True)
+class StepEnds:
+    """What of a step does not depend on the order of a pipeline's actions, as estimated under 1F1B.
+
+    Attributes:
+        tails: by stage, seconds from the end of its last backward until its gradients are reduced.
+        after: seconds from the last reduced gradient to the last updated parameter.
+        replicas: by stage, pipelines that hold its layers, on average.
+        reducing: by stage, ranks of each group in which its gradients are reduced.
+        sharing: by part and stage boundary, 0: inside one node, else how many pipelines share the node's cards.
+    """
+
+    tails: Mapping[StageId, float]
+    after: float
+    replicas: Mapping[StageId, float]
+    reducing: Mapping[StageId, list[int]]
+    sharing: tuple[tuple[int, ...], ...]
 
 
 class TemplateScorer(PipelineScorer):
@@ -101,23 +120,53 @@ class TemplateScorer(PipelineScorer):
         end, over = self._step_end(template, classes, by_part)
         return TemplateScore(end, tuple(by_part), over)
 
+    def ends(self, template: PlanTemplate) -> StepEnds | None:
+        """None when the TP groups do not pack into the nodes."""
+        classes = self._classes(template)
+        if classes is None:
+            return None
+        by_part = [
+            max(self.pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, near) for near in rows)
+            for part, rows in zip(template.parts, classes.sharing, strict=True)
+        ]
+        loads, done, summed, end, _ = self._reduction(template, classes, by_part)
+        stages, ranks = self._stages(template), self._ranks(template, classes)
+        return StepEnds(
+            {at: summed[at] - done[at] for at in done}, end - max(summed.values()),
+            {at: (stage.layers or 1) / loads.shared[at] for at, stage in stages.items()},
+            self.tables.communicators.reducing((segment.held for segment in loads.segments), stages, ranks),
+            tuple(tuple(map(max, zip(*rows))) for rows in classes.sharing),
+        )  # fmt: skip
+
     def _step_end(self, template: PlanTemplate, classes: NodeClasses, by_part: Sequence[float]) -> tuple[float, int]:
         """(seconds until all parameters are updated everywhere, bytes over)."""
+        *_, end, over = self._reduction(template, classes, by_part)
+        return end, over
+
+    def _reduction(
+        self, template: PlanTemplate, classes: NodeClasses, by_part: Sequence[float]
+    ) -> tuple[SyncLoads, dict[StageId, float], dict[StageId, float], float, int]:
+        """(loads; by stage, seconds until its last backward ends, until its gradients are reduced; seconds until all
+        parameters are updated everywhere; bytes over)."""
         wide = self.costs.options.gradient_bytes or self.costs.wide
         loads = sync_loads(template, classes, self.link_table, self.costs)
         times = self._backward_ends(template, by_part)
-        chips = {
-            (p, s): self.pool.groups[stage.group].chip
-            for p, part in enumerate(template.parts)
-            for s, stage in enumerate(part.shape.stages)
-        }
+        chips = {at: self.pool.groups[stage.group].chip for at, stage in self._stages(template).items()}
         done = {at: when.done for at, when in times.items()}
         summed = sync_ends(loads, self.costs, chips, done, wide, times)
         barrier = max(summed.values()) + self._barrier_seconds(template)
         update, over = self._update_and_memory(template, loads, classes)
         updated = {at: barrier + seconds_ for at, seconds_ in update.items()}
         written = sync_ends(loads, self.costs, chips, updated, self.costs.item)
-        return max(written.values()), over
+        return loads, done, summed, max(written.values()), over
+
+    @staticmethod
+    def _stages(template: PlanTemplate) -> dict[StageId, StageTemplate]:
+        return {(p, s): x for p, part in enumerate(template.parts) for s, x in enumerate(part.shape.stages)}
+
+    def _ranks(self, template: PlanTemplate, classes: NodeClasses) -> dict[StageId, int]:
+        stages = self._stages(template)
+        return {at: n * stages[at].tp for at, n in classes.units.items()}
 
     def _barrier_seconds(self, template: PlanTemplate) -> float:
         """Seconds of the barrier before the update, as in :mod:`hetero_megatron.predictor.simulate.step`: once around a
@@ -135,8 +184,7 @@ class TemplateScorer(PipelineScorer):
         self, template: PlanTemplate, loads: SyncLoads, classes: NodeClasses
     ) -> tuple[dict[StageId, float], int]:
         update: dict[StageId, float] = {}
-        stages = {(p, s): x for p, part in enumerate(template.parts) for s, x in enumerate(part.shape.stages)}
-        ranks = {at: n * stages[at].tp for at, n in classes.units.items()}
+        stages, ranks = self._stages(template), self._ranks(template, classes)
         known, over = self.tables.communicators, 0
         reducing = known.reducing((segment.held for segment in loads.segments), stages, ranks)
         for p, part in enumerate(template.parts):

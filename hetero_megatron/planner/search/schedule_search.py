@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hetero_megatron.errors import UserError
@@ -20,11 +20,11 @@ from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template, placed_plan
+from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_times import least_of_times, least_seconds, pipeline_times, without_context
+from hetero_megatron.planner.search.schedule_score import Rules, ScheduleScorer
+from hetero_megatron.planner.search.schedule_times import least_of_times, pipeline_times, without_context
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
-from hetero_megatron.planner.template.placement import place
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -38,18 +38,29 @@ from hetero_megatron.schedule.stored import stored_orders
 
 STARTS = 2  # plans that are tried under other schedules
 FEW = 64  # chips, up to which this is done without being asked for
-CHUNKS = (2, 3, 4)  # per stage, of the interleaved schedule
+CHUNKS = (1, 2)  # of layers per stage, that schedules are made for
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
-EFFORT, CLIMBING = 300_000, 20_000  # actions that may be timed for one pipeline, at the end and while climbing
-CHUNKED_EFFORT, MOST_ADAPTED = 30_000, 2  # the same with several chunks, at the end; chunks of an adaptive schedule
-MOVES, NEAR, LEAST_GAIN = 60, 1.05, 1e-6  # plans that climbing tries; it starts from what is so near to the best
-STRUCTURES, SETS = 12, 6  # that are tried: structures, sets of node groups
-OTHERS, OTHER_MOVES = 2, 30  # of those, how many are climbed from, and how far
+EFFORT, CHUNKED_EFFORT = 100_000, 30_000  # actions that may be timed for one pipeline of a plan; with several chunks
+TRIED, CHUNKED_TRIED = 12_000, 6_000  # the same for an estimate
+CLIMBING, CHUNKED_CLIMBING = 4_000, 3_000  # and where the rules of a similar template are known
+MOVES, OTHER_MOVES, LEAST_GAIN = 90, 45, 1e-6  # templates that climbing estimates: from the best, from others
+STRUCTURES, SETS, OTHERS = 12, 6, 3  # that are tried: structures, sets of node groups; those climbed from
+NEAR, SIMULATED = 1.05, 3  # climbing starts from what is so near to the best; plans that are simulated in the end
+
+
+@dataclass(frozen=True, order=True)
+class _Candidate:
+    """A template under a schedule made by ``rules`` for so many chunks of layers per stage, by its estimate."""
+
+    seconds: float
+    chunks: int
+    template: PlanTemplate = field(compare=False)
+    rules: Rules = field(compare=False)
 
 
 class ScheduleSearch:
-    """Proposes the best judged plans under other schedules, where the space allows it. ``by_groups``: the best template
-    on each set of node groups; the fastest under 1F1B need not be the fastest then."""
+    """Proposes plans under schedules made for them, where the space allows it. ``by_groups``: the best template on each
+    set of node groups; the fastest under 1F1B need not be the fastest then."""
 
     def __init__(self, by_groups: Sequence[PlanTemplate] = ()) -> None:
         self.by_groups = by_groups
@@ -59,59 +70,88 @@ class ScheduleSearch:
         restricted = space.schedules != SearchSpace.schedules or incumbent.scorer.pool.chips > FEW
         if space.more_schedules == "never" or (space.more_schedules == "auto" and restricted):
             return True
-        costs, best = incumbent.scorer.costs, list[JudgedPlan]()
+        if not supports("schedule.adaptive"):
+            return True
         starts = [p for p in incumbent.plans if any(len(pipeline.stages) > 1 for pipeline in p.plan.pipelines)]
         for start in starts[:STARTS]:
-            for plan in self._variants(start, costs):
-                if incumbent.should_stop():
-                    return False
-                found = self._judged(start, plan, problem, costs)
-                if found is not None:
-                    best.append(found)
-                if found is not None and found.step_seconds < start.step_seconds:
-                    incumbent.take_plan(found)
-        first, chunked = (
-            min((x for x in best if _is_chunked(x.plan) == own), key=lambda x: x.step_seconds, default=None)
-            for own in (False, True)
-        )
-        start_here = first is not None and first.template.parts and _is_near(first, incumbent)
-        if first is not None and start_here and not self._climb(first, None, problem, incumbent, MOVES):
-            return False
-        others = self._other_structures(problem, incumbent, {structure(x.template) for x in starts[:STARTS]})
-        if chunked is not None and chunked.template.parts:
-            others.append((chunked, None))
-        for other, plain in sorted(others, key=lambda row: row[0].step_seconds)[:OTHERS]:
-            if _is_near(other, incumbent) and not self._climb(other, plain, problem, incumbent, OTHER_MOVES):
+            if not start.template.parts and not self._try(start, CHUNKS, problem, incumbent):
                 return False
-        return not incumbent.should_stop()
+        templates = [start.template for start in starts[:STARTS] if start.template.parts]
+        return self._try_best(self._best(templates, problem, incumbent), problem, incumbent)
 
-    def _other_structures(
-        self, problem: PlanningProblem, incumbent: Incumbent, tried: set[Structure]
-    ) -> list[tuple[JudgedPlan, JudgedPlan | None]]:
-        """The best on each other set of node groups and of each other structure, (under a schedule made for it in
-        little time, which may be 1F1B, under 1F1B)."""
-        found, scorer = list[tuple[JudgedPlan, JudgedPlan | None]](), incumbent.scorer
-        limit = incumbent.plans[0].step_seconds
-        for templates in itertools.chain(
-            self._on_other_groups(incumbent), self._untried(problem, incumbent, NEAR * limit, tried)
-        ):
+    def _best(
+        self, starts: Sequence[PlanTemplate], problem: PlanningProblem, incumbent: Incumbent
+    ) -> list[_Candidate]:
+        """The best by estimate: of ``starts``, of those on other sets of node groups and of other structures, and of
+        what climbing from the best of them finds."""
+        scorer, effort = ScheduleScorer(incumbent.scorer), problem.space.schedule_effort
+        tried, found, limit = {structure(x) for x in starts}, list[_Candidate](), math.inf
+        others = itertools.chain(
+            ([x] for x in starts), self._on_other_groups(incumbent),
+            self._untried(problem, incumbent, NEAR * incumbent.plans[0].step_seconds, tried),
+        )  # fmt: skip
+        for templates in others:
             if incumbent.should_stop():
                 break
-            near = [template for template in templates if _bound(template, problem, scorer) < NEAR * limit]
-            judged = [judge_template(template, problem, scorer) for template in near]
-            start = min((x for x in judged if x is not None), key=lambda x: x.step_seconds, default=None)
-            if start is None or _busiest(start) >= NEAR * limit:
+            rows = [_estimate(scorer, x, n, effort, limit) for x in templates for n in CHUNKS]
+            found += [x for x in rows if x.seconds < math.inf]
+            limit = NEAR * min((x.seconds for x in found), default=math.inf)
+        found.sort()
+        best = list[_Candidate]()
+        for i, start in enumerate(_unlike(found)[:OTHERS]):
+            moves = int(effort * (OTHER_MOVES if i else MOVES))
+            if start.seconds < NEAR * found[0].seconds:
+                best.append(self._climbed(start, scorer, problem, incumbent, moves))
+        return sorted(best)
+
+    @staticmethod
+    def _climbed(
+        start: _Candidate, scorer: ScheduleScorer, problem: PlanningProblem, incumbent: Incumbent, moves: int
+    ) -> _Candidate:
+        """The best of so many other templates at most."""
+        best, space = start, problem.space
+
+        def improves(template: PlanTemplate) -> bool:
+            nonlocal best
+            limit = best.seconds * (1 - LEAST_GAIN)
+            if incumbent.should_stop() or _least_seconds(template, scorer.scorer) >= limit:
+                return False
+            found = _estimate(scorer, template, best.chunks, space.schedule_effort, limit, best.rules)
+            if found.seconds < limit:
+                best = found
+            return best is found
+
+        climb(best.template, partial(_near, space=space), improves, moves)
+        return best
+
+    def _try_best(self, best: Sequence[_Candidate], problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        """Simulate the best candidates; False where the incumbent said to stop."""
+        for candidate in best[:SIMULATED]:
+            if incumbent.should_stop():
+                return False
+            start = judge_template(candidate.template, problem, incumbent.scorer)
+            if start is None:
                 continue
-            made = adapted(start.plan, start.prediction, scorer.costs, CLIMBING, NEAR * limit)
-            if made is not None:
-                other = self._judged(start, made, problem, scorer.costs)
-            else:  # it stays 1F1B, or no schedule made for it seems near to the best
-                other = None if start.prediction.over else start
-            if other is not None:
-                found.append((other, start))
-                if other.step_seconds < incumbent.plans[0].step_seconds:
-                    incumbent.take_plan(other)
-        return found
+            if not start.prediction.over and start.step_seconds < incumbent.plans[0].step_seconds:
+                incumbent.take_plan(start)
+            if not self._try(start, (candidate.chunks,), problem, incumbent):
+                return False
+        return True
+
+    @staticmethod
+    def _try(start: JudgedPlan, chunks: Sequence[int], problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        """A plan under schedules made for it; False where the incumbent said to stop."""
+        costs, effort = incumbent.scorer.costs, problem.space.schedule_effort
+        for count in chunks:
+            if incumbent.should_stop():
+                return False
+            cut = start.plan if count == 1 else interleaved(start.plan, count)
+            most = int(effort * (EFFORT if count == 1 else CHUNKED_EFFORT))
+            made = None if cut is None else adapted(cut, start.prediction, costs, most)
+            found = None if made is None else _judged(start, made, problem, costs)
+            if found is not None and found.step_seconds < incumbent.plans[0].step_seconds:
+                incumbent.take_plan(found)
+        return True
 
     def _on_other_groups(self, incumbent: Incumbent) -> Iterator[list[PlanTemplate]]:
         """The template on each set of node groups whose busiest stage leaves it a chance, the best chance first."""
@@ -132,112 +172,41 @@ class ScheduleSearch:
                 tried.add(structure(templates[0]))
                 yield templates
 
-    def _climb(
-        self, best: JudgedPlan, plain: JudgedPlan | None, problem: PlanningProblem, incumbent: Incumbent, moves: int
-    ) -> bool:
-        """Other templates under the schedule of ``best``, so many at most; zero-bubble gives way to adaptive, which
-        begins with it. ``plain``: ``best`` under 1F1B, where not all schedules have been tried for it yet."""
-        scorer, chunks = incumbent.scorer, best.plan.pipelines[0].chunks
 
-        def improves(template: PlanTemplate) -> bool:
-            nonlocal best, plain
-            if incumbent.should_stop() or _least_seconds(template, scorer) >= best.step_seconds:
-                return False
-            if _bound(template, problem, scorer, chunks) >= best.step_seconds:
-                return False
-            start = judge_template(template, problem, scorer)
-            if start is None or _busiest(start) >= best.step_seconds:
-                return False
-            made = start.plan if chunks == 1 else interleaved(start.plan, chunks)
-            if made is not None and best.plan.schedule != "interleaved":
-                made = adapted(made, start.prediction, scorer.costs, CLIMBING, best.step_seconds)
-            found = None if made is None else self._judged(start, made, problem, scorer.costs)
-            if found is None or found.step_seconds >= best.step_seconds * (1 - LEAST_GAIN):
-                return False
-            best, plain = found, start
-            return True
+def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
+    """The best of each structure and number of chunks, the best first."""
+    best: dict[tuple[Structure, int], _Candidate] = {}
+    for candidate in found:
+        best.setdefault((structure(candidate.template), candidate.chunks), candidate)
+    return list(best.values())
 
-        climb(best.template, partial(_near, space=problem.space), improves, moves)
-        if plain is None or best.step_seconds > incumbent.plans[0].step_seconds:
-            return not incumbent.should_stop()
-        if not plain.prediction.over:
-            incumbent.take_plan(plain)
-        if all(best is not known for known in incumbent.plans):
-            incumbent.take_plan(best)
-        for plan in self._variants(plain, scorer.costs):
-            found = None if incumbent.should_stop() else self._judged(plain, plan, problem, scorer.costs)
-            if found is not None and found.step_seconds < best.step_seconds:
-                incumbent.take_plan(found)
-        return not incumbent.should_stop()
 
-    @staticmethod
-    def _judged(start: JudgedPlan, plan: Plan, problem: PlanningProblem, costs: CostModel) -> JudgedPlan | None:
-        """None where it does not fit, or cannot run."""
-        try:
-            validate(plan, problem.model, problem.cluster, dtype=problem.dtype)
-        except UserError:
-            return None
-        sync = start.prediction.sync if plan.stages == start.plan.stages else None
-        found = predict(plan, problem.model, problem.cluster, problem.dtype, costs, sync=sync)
-        return None if found.over else replace(start, plan=plan, prediction=found)
+def _estimate(
+    scorer: ScheduleScorer, template: PlanTemplate, chunks: int, effort: float, limit: float, rules: Rules = ()
+) -> _Candidate:
+    """``rules``: of a similar template."""
+    if all(len(part.shape.stages) == 1 for part in template.parts) or len(template.parts) > MOST_PIPELINES:
+        return _Candidate(math.inf, chunks, template, ())
+    most = (CHUNKED_CLIMBING if rules else CHUNKED_TRIED) if chunks > 1 else CLIMBING if rules else TRIED
+    seconds, made = scorer.estimate(template, chunks, int(effort * most), limit, rules)
+    return _Candidate(seconds, chunks, template, made)
 
-    @staticmethod
-    def _variants(start: JudgedPlan, costs: CostModel) -> Iterator[Plan]:
-        plan = start.plan
-        if supports("schedule.zero-bubble"):
-            yield replace(plan, schedule="zero-bubble")
-        for chunks in CHUNKS if supports("schedule.interleaved") else ():
-            cut = interleaved(plan, chunks)
-            if cut is not None:
-                yield cut
-                if supports("schedule.zero-bubble"):
-                    yield replace(cut, schedule="zero-bubble")
-                also = chunks <= MOST_ADAPTED and supports("schedule.adaptive")
-                made = adapted(cut, start.prediction, costs, CHUNKED_EFFORT) if also else None
-                if made is not None:
-                    yield made
-        if supports("schedule.adaptive"):
-            made = adapted(plan, start.prediction, costs)
-            if made is not None:
-                yield made
+
+def _judged(start: JudgedPlan, plan: Plan, problem: PlanningProblem, costs: CostModel) -> JudgedPlan | None:
+    """None where it does not fit, or cannot run."""
+    try:
+        validate(plan, problem.model, problem.cluster, dtype=problem.dtype)
+    except UserError:
+        return None
+    sync = start.prediction.sync if plan.stages == start.plan.stages else None
+    found = predict(plan, problem.model, problem.cluster, problem.dtype, costs, sync=sync)
+    return None if found.over else replace(start, plan=plan, prediction=found)
 
 
 def _least_seconds(template: PlanTemplate, scorer: TemplateScorer) -> float:
     """Seconds of compute of the busiest stage."""
     rows = ((part.num_micro_batches, *scorer.stage_seconds(part.shape)) for part in template.parts)
     return max(count * max(map(sum, zip(forward, backward))) for count, forward, backward in rows)
-
-
-def _bound(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer, chunks: int = 1) -> float:
-    """Seconds of a step that no schedule with so many chunks per stage beats, whatever its memory; inf: there is no
-    such plan."""
-    placed = place(template, scorer.pool)
-    plan = None if placed is None else placed_plan(placed, problem, scorer)
-    plan = plan if plan is None or chunks == 1 else interleaved(plan, chunks)
-    if plan is None:
-        return math.inf
-    ends = [
-        (stage, s == 0, s == len(part.shape.stages) - 1)
-        for part in template.parts for s, stage in enumerate(part.shape.stages)
-    ]  # fmt: skip
-    after = max(scorer.bounds.stage_sync_tail(stage, template.pipelines, *end)[2] for stage, *end in ends)
-    saved = max(scorer.saved_seconds(stage, *end) for stage, *end in ends)
-    return after + least_seconds(plan, scorer.costs) - saved
-
-
-def _busiest(start: JudgedPlan) -> float:
-    """Seconds of the step, if its busiest stage never waited."""
-    found = start.prediction
-    return start.step_seconds - max(found.pipeline_seconds) + max(found.busy.values())
-
-
-def _is_chunked(plan: Plan) -> bool:
-    """An adaptive schedule over several chunks of layers per stage."""
-    return plan.schedule == ADAPTIVE and plan.pipelines[0].chunks > 1
-
-
-def _is_near(found: JudgedPlan, incumbent: Incumbent) -> bool:
-    return found.step_seconds <= NEAR * incumbent.plans[0].step_seconds
 
 
 def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:

@@ -237,9 +237,12 @@ class CostModel:
 
     @cached_method
     def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
+        return self.parts(stage, micro_batch_size).total(stage.layers, stage.full, stage.embed, stage.head)
+
+    def parts(self, stage: StageChoice, micro_batch_size: int) -> UnitSeconds:
+        """Seconds of one layer, of embedding and head on a rank of the stage."""
         rows, fp8 = -(-micro_batch_size // stage.dp), self.in_fp8(stage, micro_batch_size)
-        parts = self._unit(stage.chip, self.home(stage).name, stage.tp, rows, stage.recompute, fp8)
-        return parts.total(stage.layers, stage.full, stage.embed, stage.head)
+        return self._unit(stage.chip, self.home(stage).name, stage.tp, rows, stage.recompute, fp8)
 
     @cached_method
     def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:
@@ -387,6 +390,11 @@ class CostModel:
         recipe = fp8.recipe if fp8 is not None and self.in_fp8(stage, micro_batch_size) else None
         again = stage.recompute, stage.first
         return self.memory.activations(*stage.cut, *again, rows, self.seq_length, recipe)
+
+    def waiting_bytes(self, stage: StageChoice, micro_batch_size: int) -> int:
+        """Bytes of a micro-batch on a rank of the stage from B_INPUT to W, where backward is split."""
+        rows = -(-micro_batch_size // stage.dp)
+        return self.memory.operands(stage.tp, stage.layers, stage.head, rows, self.seq_length)
 
     def overhead(self, chip: str) -> int:
         """Bytes of the framework and of communicators on a chip, before it is known how many there are."""

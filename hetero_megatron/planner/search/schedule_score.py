@@ -1,0 +1,160 @@
+"""Estimate of a template's step under a schedule made for it, by which plans under such schedules are looked for.
+
+Seconds and bytes of stages, transfers and the reduction of gradients are those of the fast estimate under 1F1B; the
+schedule is made from them as it is for a concrete plan, with less effort. The step simulator times the best ones again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+from hetero_megatron.planner.estimate.template_score import StepEnds, TemplateScorer
+from hetero_megatron.planner.search.schedule_times import least_of_times
+from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
+from hetero_megatron.schedule.adaptive import adaptive_seconds
+from hetero_megatron.schedule.adaptive_chunks import adaptive_chunks_seconds
+from hetero_megatron.schedule.chunk_scheduling import ChunkRule
+from hetero_megatron.schedule.chunk_times import ChunkedTimes
+from hetero_megatron.schedule.list_scheduling import ListRule
+from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.utils.cached_method import cached_method
+
+Rules = tuple[ListRule | ChunkRule, ...]  # of the parts of a template
+
+
+@dataclass(frozen=True)
+class _ChunkWork:
+    """Of one micro-batch in one chunk: seconds of F, B_INPUT and W, what the last two take more than B; bytes held from
+    F to its backward and from B_INPUT to W; and those that backward works with."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    split: float
+    kept: int
+    waiting: int
+    working: int
+
+
+class ScheduleScorer:
+    """Estimates templates under schedules made for them. ``actions``: timed so far."""
+
+    def __init__(self, scorer: TemplateScorer) -> None:
+        self.scorer, self.tables, self.costs = scorer, scorer.tables, scorer.costs
+        self.actions = 0
+
+    def estimate(
+        self, template: PlanTemplate, chunks: int, effort: int, limit: float = math.inf, rules: Rules = ()
+    ) -> tuple[float, Rules]:
+        """(seconds of a step, rules by which its schedules were made); inf where it fits in no schedule, cannot have so
+        many chunks, or seems to take ``limit`` or more.
+
+        Args:
+            chunks: of layers, of every stage.
+            effort: actions that may be timed to make the schedule of one pipeline.
+            rules: of a similar template, tried first.
+        """
+        nothing = math.inf, Rules()
+        ends = None if not _can_have(template, chunks) else self.scorer.ends(template)
+        if ends is None:
+            return nothing
+        rows = list[tuple[PipelineTimes | ChunkedTimes, int, float]]()
+        for p, part in enumerate(template.parts):
+            times = self._times(p, part.shape, chunks, ends)
+            if times is None:
+                return nothing
+            rows.append((times, part.num_micro_batches, ends.after - self._saved(part.shape)))
+        if max(least_of_times(times, count) + rest for times, count, rest in rows) >= limit:
+            return nothing
+        worst, best = 0.0, list[ListRule | ChunkRule]()
+        for (times, count, rest), rule in itertools.zip_longest(rows, rules[: len(rows)]):
+            seconds, found = self._made(times, count, effort, rule)
+            worst = max(worst, seconds + rest)
+            if worst >= limit:
+                return nothing
+            best.append(found)
+        return worst, tuple(best)
+
+    def _made(
+        self, times: PipelineTimes | ChunkedTimes, count: int, effort: int, rule: ListRule | ChunkRule | None
+    ) -> tuple[float, ListRule | ChunkRule]:
+        """(seconds, rule) of a schedule made for one pipeline."""
+        if isinstance(times, PipelineTimes):
+            own = rule if isinstance(rule, ListRule) else None
+            seconds, found, actions = adaptive_seconds(times, count, effort, own)
+            self.actions += actions
+            return seconds, found
+        known = rule if isinstance(rule, ChunkRule) else None
+        seconds, best, actions = adaptive_chunks_seconds(times, count, effort, known)
+        self.actions += actions
+        return seconds, best
+
+    def _saved(self, shape: PipelineTemplate) -> float:
+        """By how much the first backward of a step is shorter on the busiest stage."""
+        forward, backward = self.scorer.stage_seconds(shape)
+        last = len(shape.stages) - 1
+        s = max(range(last + 1), key=lambda s: forward[s] + backward[s])
+        return self.scorer.stage(shape.stages[s], shape.micro_batch_size, s == 0, s == last).saved
+
+    def _times(
+        self, p: int, shape: PipelineTemplate, chunks: int, ends: StepEnds
+    ) -> PipelineTimes | ChunkedTimes | None:
+        """None where a stage has no room for one micro-batch."""
+        stages, last, size = list[tuple[StageTimes, ...]](), len(shape.stages) - 1, shape.micro_batch_size
+        for s, stage in enumerate(shape.stages):
+            work = self._work(stage, size, s == 0, s == last, chunks)
+            beside = self.tables.communicators.counted(shape.stages, s, ends.reducing[p, s])
+            room = self._room(stage, size, s == 0, s == last, ends.replicas[p, s]) - beside
+            room -= max(x.working for x in work)
+            if room < sum(x.kept for x in work):
+                return None
+            stages.append(tuple(
+                StageTimes(
+                    x.forward, x.input_gradient, x.weight_gradient, 0.0 if c else max(0.0, ends.tails[p, s]), x.split,
+                    activation_bytes=x.kept, deferred_bytes=x.waiting, memory_bytes=room,
+                )
+                for c, x in enumerate(work)
+            ))  # fmt: skip
+        links = [LinkTimes(*seconds) for seconds in self.scorer.links(shape, ends.sharing[p])]
+        if chunks == 1:
+            return PipelineTimes(tuple(x for (x,) in stages), tuple(links))
+        if last:
+            near, cards = last == 1 and not ends.sharing[p][0], max(1, *ends.sharing[p])
+            around = self.tables.boundary(shape.stages[-1], shape.stages[0], size, near, cards)
+            links.append(LinkTimes(*around))
+        return ChunkedTimes(tuple(stages), tuple(links))
+
+    @cached_method
+    def _room(self, stage: StageTemplate, size: int, embed: bool, head: bool, replicas: float) -> float:
+        """Bytes for activations and what backward works with."""
+        choice = self.tables.choice(stage, embed, head)
+        taken = self.costs.memory_bytes(choice, size, 0, replicas).total - self.costs.activation_bytes(choice, size)[1]
+        return self.costs.memory_limit(choice.chip) - taken
+
+    @cached_method
+    def _work(self, stage: StageTemplate, size: int, embed: bool, head: bool, chunks: int) -> tuple[_ChunkWork, ...]:
+        whole, found = self.tables.choice(stage, embed, head), list[_ChunkWork]()
+        parts, again = self.costs.parts(whole, size), whole.full
+        message = self.costs.chip_rates(whole.chip).message_seconds
+        for c in range(chunks):
+            layers = stage.layers * (c + 1) // chunks - stage.layers * c // chunks
+            full = min(again, layers)
+            again -= full
+            first, last = embed and c == 0, head and c == chunks - 1
+            choice = replace(whole, layers=layers, embed=first, head=last)
+            forward, backward = parts.total(layers, full, first, last)
+            weight, more = parts.split(layers, last)
+            messages = message * ((not first) + (not last)) * (not (embed and head))
+            kept, working = self.costs.activation_bytes(choice, size)
+            waiting = self.costs.waiting_bytes(choice, size)
+            inputs = backward + messages - weight + more
+            found.append(_ChunkWork(forward + messages, inputs, weight, more, kept, waiting, working))
+        return tuple(found)
+
+
+def _can_have(template: PlanTemplate, chunks: int) -> bool:
+    """Whether all layers of every stage can be cut into so many runs, most of which are not empty."""
+    stages = [stage for part in template.parts for stage in part.shape.stages]
+    return chunks == 1 or all(2 * x.layers >= chunks and x.recompute != "first" for x in stages)
