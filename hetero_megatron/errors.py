@@ -23,9 +23,9 @@ class UserError(ValueError):
     ) -> None:
         self.problem, self.field, self.accepted, self.where = problem, field, accepted, where
         self.value = None if value is _ABSENT else value
-        parts = [where] if where else []
+        parts = [_line(where)] if where else []
         if field:
-            name = _cut(field, 200)
+            name = _cut(_line(field), 200)
             parts.append(name if value is _ABSENT else f"{name} = {_short(value)}")
         message = _cut(": ".join([*parts, problem]))
         if accepted:
@@ -39,6 +39,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _line(text: str) -> str:
+    """Names of keys and files that others wrote may have line breaks."""
+    return text.replace("\n", "\\n")
 
 
 def _short(value: Any, limit: int = 120) -> str:

@@ -16,7 +16,8 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import cluster_from_dict
-from hetero_megatron.cluster.hosts import LaunchSettings
+from hetero_megatron.cluster.hosts import LAUNCH_WORDS, LaunchSettings
+from hetero_megatron.cluster.word_kinds import HOST
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.launch.connection import SSH, remote_line, ssh_words
 from hetero_megatron.launch.discover import cluster_document
@@ -50,6 +51,9 @@ def main(argv: Sequence[str]) -> int:
         check_writable(options.out, "--out")
         if Path(options.out).exists():
             raise UserError("is there already", field="--out", value=options.out, accepted="a new file")
+    for flag in ("user", "python"):
+        if value := getattr(options, flag):
+            LAUNCH_WORDS[flag].check(value, f"--{flag}")
     launch = LaunchSettings(user=options.user, python=options.python)
     answers = _ask(addresses, Cluster((), {}, launch=launch), options.ssh_command, options.timeout)
     document, notices = cluster_document(answers)
@@ -79,8 +83,7 @@ def _addresses(options: argparse.Namespace) -> list[str]:
     for index, address in enumerate(found):
         if address in found[:index]:
             raise UserError("is there twice", field="HOST", value=address, accepted="each host once")
-        if address.startswith("-"):
-            raise UserError("is not the name of a host", field="HOST", value=address, accepted="e.g. 10.0.0.1")
+        HOST.check(address, "HOST")
     if not 0 < options.timeout < 1e6:
         raise UserError("out of range", field="--timeout", value=options.timeout, accepted="seconds above 0")
     return found

@@ -135,6 +135,16 @@ VENDORS = {  # as the platform plugins have them, by the beginning of a chip's n
 INTERFACE_VARIABLES = {
     "NVIDIA": ("NCCL_SOCKET_IFNAME",), "AMD": ("NCCL_SOCKET_IFNAME",), "Huawei": ("HCCL_SOCKET_IFNAME",),
 }  # fmt: skip
+# What a chip is called as a resource in Kubernetes by its vendor's device plugin, by vendor and, where that differs, by
+# the beginning of the chip's name; for others: ``resource:`` of the cluster file.
+RESOURCES = {
+    "NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu", "Intel Habana": "habana.ai/gaudi",
+    "Cambricon": "cambricon.com/mlu", "Moore Threads": "mthreads.com/gpu", "Hygon": "hygon.com/dcu",
+    "Kunlunxin": "kunlunxin.com/xpu", "MetaX": "metax-tech.com/gpu",
+}  # fmt: skip
+CHIP_RESOURCES = {
+    ("Ascend-910", "Ascend910"): "huawei.com/Ascend910", ("Ascend-310", "Ascend310"): "huawei.com/Ascend310",
+}  # fmt: skip
 # What drivers call chips whose names in the catalogue are made of other words.
 DEVICE_NAMES = {
     "H100 80GB HBM3": "H100-SXM", "H200": "H200-SXM", "B200": "B200-SXM", "RTX 4090": "RTX4090", "RTX 3090": "RTX3090",

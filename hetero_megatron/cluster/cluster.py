@@ -21,6 +21,7 @@ from hetero_megatron.cluster.hosts import (
 )
 from hetero_megatron.cluster.rates_section import check_numbers, read_rates
 from hetero_megatron.cluster.units import quantity
+from hetero_megatron.cluster.word_kinds import CHIP, NODE, VENDOR, check_printable
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.yaml_document import Entry, from_data
 
@@ -235,7 +236,10 @@ def _cluster(document: Entry) -> Cluster:
     keys = document.mapping(CLUSTER_KEYS, required=("nodes",))
     if "version" in keys and keys["version"].integer() != 1:
         keys["version"].fail("unknown version of the cluster format", accepted="1")
+    check_printable(document)
     described = dict((keys["chips"].any_mapping() if "chips" in keys else {}).items())
+    for name, entry in described.items():
+        CHIP.check(name, entry.path, entry.where)
     chips = {name: _chip(name, entry) for name, entry in described.items()}
     nodes = _nodes(keys["nodes"], chips)
     used = {group.chip for group in nodes}
@@ -291,7 +295,7 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
     hosts: dict[str, Entry] = {}
     for item in items:
         keys = item.mapping(NODE_KEYS, required=("name", "chip"))
-        name, chip = keys["name"].text(), keys["chip"].text()
+        name, chip = NODE.read(keys["name"]), keys["chip"].text()
         if any(group.name == name for group in groups):
             keys["name"].fail("two node groups have this name", accepted="a name of its own for each group")
         if chip not in chips and chip not in CHIPS:
@@ -331,7 +335,7 @@ def _chip(name: str, entry: Entry) -> Chip:
     """A chip of the file; missing values come from the catalogue's chip of the same name."""
     keys = entry.mapping(CHIP_KEYS, required=() if name in CHIPS else ("memory",))
     chip = CHIPS.get(name) or Chip(name, 0, source="cluster file")
-    changes: dict[str, Any] = {"vendor": keys["vendor"].text()} if "vendor" in keys else {}
+    changes: dict[str, Any] = {"vendor": VENDOR.read(keys["vendor"])} if "vendor" in keys else {}
     if "memory" in keys:
         changes["memory"] = int(quantity(keys["memory"], "bytes"))
     for key in ("memory_bandwidth", "link_bandwidth", "host_bandwidth"):

@@ -1,24 +1,32 @@
 """How the hosts of a cluster are reached and what their processes are given: keys of the cluster file for launchers.
 
 Per node group: ``hosts``, ``interface``, ``env``, ``partition``, ``gres``, ``node_selector``, ``resource``. For all:
-the section ``launch``. None of them changes what a plan is or predicts.
+the section ``launch``. None of them changes what a plan is or predicts. What each may hold is in ``word_kinds``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hetero_megatron.cluster import word_kinds as kinds
+from hetero_megatron.cluster.units import quantity
+from hetero_megatron.cluster.word_kinds import WordKind
 from hetero_megatron.utils.yaml_document import Entry
 
-HOST_KEYS = ("hosts", "interface", "env", "partition", "gres", "node_selector", "resource")
-LAUNCH_KEYS = ("user", "port", "python", "directory", "master_port", "env", "image", "namespace", "account", "time")
+# Keys that are one word each.
+HOST_WORDS: dict[str, WordKind] = {
+    "interface": kinds.INTERFACES, "partition": kinds.SLURM, "gres": kinds.SLURM, "resource": kinds.RESOURCE,
+}  # fmt: skip
+LAUNCH_WORDS: dict[str, WordKind] = {
+    "user": kinds.USER, "python": kinds.PATH, "directory": kinds.PATH, "image": kinds.IMAGE,
+    "namespace": kinds.NAMESPACE, "account": kinds.SLURM, "time": kinds.SLURM_TIME,
+}  # fmt: skip
+HOST_KEYS = ("hosts", "env", "node_selector", *HOST_WORDS)
+LAUNCH_KEYS = ("port", "master_port", "env", "shm", "volumes", *LAUNCH_WORDS)
+VOLUME_SOURCES: dict[str, WordKind] = {"claim": kinds.CLAIM, "host": kinds.ABSOLUTE, "nfs": kinds.NFS}
 MASTER_PORT = 29500
-_ADDRESS = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:%-]{0,251}[A-Za-z0-9_])?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_INTERFACE = re.compile(r"[^\s/,]{1,15}(,[^\s/,]{1,15})*")
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,8 @@ class HostSettings:
         interface: network interfaces for the traffic between hosts, comma-separated; empty: the libraries choose.
         env: environment variables of its ranks.
         partition, gres: SLURM's.
-        node_selector, resource: Kubernetes: labels of its nodes; the name of the resource that a chip is.
+        node_selector, resource: Kubernetes: labels of its nodes; the name of the resource that a chip is (empty: the
+            one of its vendor's device plugin).
     """
 
     hosts: tuple[str, ...] = ()
@@ -40,6 +49,22 @@ class HostSettings:
     gres: str = ""
     node_selector: Mapping[str, str] = field(default_factory=dict)
     resource: str = ""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A folder that all pods share.
+
+    Attributes:
+        path: where pods find it.
+        claim, host, nfs: one of them: a PersistentVolumeClaim's name, a folder of the node, or ``SERVER:/PATH``.
+    """
+
+    path: str
+    claim: str = ""
+    host: str = ""
+    nfs: str = ""
+    read_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +78,7 @@ class LaunchSettings:
         master_port: of the rendezvous store on the first host.
         env: environment variables of all ranks.
         image, namespace: Kubernetes'.
+        shm, volumes: Kubernetes: bytes of /dev/shm in a pod at most (0: half of the node's memory), shared folders.
         account, time: SLURM's.
     """
 
@@ -64,6 +90,8 @@ class LaunchSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     image: str = ""
     namespace: str = ""
+    shm: int = 0
+    volumes: tuple[Volume, ...] = ()
     account: str = ""
     time: str = ""
 
@@ -73,25 +101,42 @@ def read_host_settings(keys: Mapping[str, Entry], count: int) -> HostSettings:
     hosts: tuple[str, ...] = ()
     if "hosts" in keys:
         entries = keys["hosts"].items()
-        hosts = tuple(_address(entry) for entry in entries)
+        hosts = tuple(kinds.HOST.read(entry) for entry in entries)
         if len(hosts) != count:
             keys["hosts"].fail(f"{len(hosts)} for a group of {count}", accepted="one address for each of its nodes")
-    interface = keys["interface"].text() if "interface" in keys else ""
-    if interface and not _INTERFACE.fullmatch(interface):
-        keys["interface"].fail("is not the name of a network interface", accepted="e.g. eth0, or eth0,eth1")
-    words = {name: keys[name].text() for name in ("partition", "gres", "resource") if name in keys}
+    words = {name: kind.read(keys[name]) for name, kind in HOST_WORDS.items() if name in keys}
     selector = _texts(keys["node_selector"]) if "node_selector" in keys else {}
-    return HostSettings(hosts, interface, _variables(keys), node_selector=selector, **words)
+    for name, value in selector.items():
+        kinds.LABEL_NAME.check(name, keys["node_selector"].path, keys["node_selector"].where)
+        kinds.LABEL_VALUE.check(value, f"{keys['node_selector'].path}.{name}", keys["node_selector"].where)
+    return HostSettings(hosts, env=_variables(keys), node_selector=selector, **words)
 
 
 def read_launch_settings(entry: Entry) -> LaunchSettings:
     keys = entry.mapping(LAUNCH_KEYS)
-    words = ("user", "python", "directory", "image", "namespace", "account", "time")
-    values: dict[str, Any] = {name: keys[name].text() for name in words if name in keys}
+    values: dict[str, Any] = {name: kind.read(keys[name]) for name, kind in LAUNCH_WORDS.items() if name in keys}
     for name in ("port", "master_port"):
         if name in keys:
             values[name] = keys[name].integer(1, 65535)
+    if "shm" in keys:
+        values["shm"] = int(quantity(keys["shm"], "bytes"))
+    if "volumes" in keys:
+        values["volumes"] = _volumes(keys["volumes"])
     return LaunchSettings(**values, env=_variables(keys))
+
+
+def _volumes(entry: Entry) -> tuple[Volume, ...]:
+    found: list[Volume] = []
+    for item in entry.items():
+        keys = item.mapping(("path", *VOLUME_SOURCES, "read_only"), required=("path",))
+        path = kinds.ABSOLUTE.read(keys["path"])
+        sources = {name: kind.read(keys[name]) for name, kind in VOLUME_SOURCES.items() if name in keys}
+        if len(sources) != 1:
+            item.fail("a volume is from one place", accepted=f"one of {', '.join(VOLUME_SOURCES)} beside path")
+        if any(volume.path == path for volume in found):
+            keys["path"].fail("two volumes are there", accepted="a path of its own for each")
+        found.append(Volume(path, **sources, read_only="read_only" in keys and keys["read_only"].flag()))
+    return tuple(found)
 
 
 def check_hosts_once(entries: Mapping[str, Entry], settings: Mapping[str, HostSettings]) -> None:
@@ -115,10 +160,15 @@ def host_keys(settings: HostSettings) -> dict[str, Any]:
 
 def launch_keys(settings: LaunchSettings) -> dict[str, Any]:
     """The section ``launch`` of a cluster file."""
-    return _filled(settings)
+    found = _filled(settings)
+    if settings.shm:
+        found["shm"] = f"{settings.shm} B"
+    if settings.volumes:
+        found["volumes"] = [_filled(volume) for volume in settings.volumes]
+    return found
 
 
-def _filled(settings: HostSettings | LaunchSettings) -> dict[str, Any]:
+def _filled(settings: HostSettings | LaunchSettings | Volume) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key in fields(settings):
         value = getattr(settings, key.name)
@@ -127,18 +177,11 @@ def _filled(settings: HostSettings | LaunchSettings) -> dict[str, Any]:
     return found
 
 
-def _address(entry: Entry) -> str:
-    text = entry.text()
-    if not _ADDRESS.fullmatch(text):
-        entry.fail("is not a name or address of a host", accepted="e.g. node-0, or 10.0.0.1")
-    return text
-
-
 def _variables(keys: Mapping[str, Entry]) -> dict[str, str]:
     found = _texts(keys["env"]) if "env" in keys else {}
     for name in found:
-        if not _VARIABLE.fullmatch(name):
-            keys["env"].fail(f"{name!r} is not the name of a variable", accepted="letters, digits and _")
+        if not kinds.VARIABLE.fits(name):
+            keys["env"].fail(f"{name!r} is not {kinds.VARIABLE.what}", accepted=kinds.VARIABLE.accepted)
     return found
 
 

@@ -27,11 +27,13 @@ Show = Callable[[str, bool], None]  # (line, whether it is of standard error)
 
 
 def ssh_words(ssh: str, host: Host, cluster: Cluster, remote: str) -> list[str]:
-    """The command that runs ``remote``, a shell line, on a host."""
-    launch = cluster.launch
+    """The command that runs ``remote``, a shell line, on a host. ``--`` ends the options of ssh, also where it is
+    started by another program (``sshpass -e ssh``); commands like it are given the host and the line alone."""
+    launch, words = cluster.launch, shlex.split(ssh)
     port = ["-p", str(launch.port)] if launch.port else []
     target = f"{launch.user}@{host.address}" if launch.user else host.address
-    return [*shlex.split(ssh), *port, target, remote]
+    is_ssh = any(os.path.basename(word) in ("ssh", "slogin", "autossh") for word in words)
+    return [*words, *port, *(["--"] if is_ssh else []), target, remote]
 
 
 def remote_line(cluster: Cluster, module: str = REMOTE) -> str:

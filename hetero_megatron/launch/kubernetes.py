@@ -15,8 +15,10 @@ from typing import Any
 import yaml
 
 from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster.catalogue import CHIP_RESOURCES, RESOURCES
 from hetero_megatron.cluster.cluster import NodeGroup
 from hetero_megatron.cluster.dump import document
+from hetero_megatron.cluster.hosts import Volume
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.hosts import Host, hosts_of, torchrun
 
@@ -143,28 +145,78 @@ def _pods(
         counted = f"HOST_INDEX=${{HOSTNAME##*-}}; {counted}"
     whole = next(g for g in cluster.nodes if g.name == group.name)
     before = next(h.index for h in hosts if h.group == group.name)
-    own = whole.node(0) if whole.count == 1 else f"{whole.name}-$((NODE_RANK - {before}))"
+    own = shlex.quote(whole.name) + ("" if whole.count == 1 else f"-$((NODE_RANK - {before}))")
     script = f"{counted}; export HETERO_NODE={own}; exec {line}"
     container: dict[str, Any] = {
-        "name": "ranks", "image": cluster.launch.image, "command": ["/bin/sh", "-c", script],
+        "name": "ranks", "image": cluster.launch.image, "command": ["/bin/sh", "-c", literal(script)],
         "env": [*_variables(host.environment), _secret(name)],
-        "volumeMounts": [{"name": "cluster", "mountPath": CLUSTER_FILE.rpartition("/")[0], "readOnly": True}],
     }  # fmt: skip
+    volumes, container["volumeMounts"] = _volumes(cluster, name)
     if cluster.launch.directory:
         container["workingDir"] = cluster.launch.directory
-    if group.settings.resource:
-        container["resources"] = {"limits": {group.settings.resource: group.chips_per_node}}
+    if resource := _resource(cluster, group):
+        container["resources"] = {"limits": {resource: group.chips_per_node}}
     selector = {"nodeSelector": dict(group.settings.node_selector)} if group.settings.node_selector else {}
     return {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": SAVE_SECONDS, **selector,
-        "containers": [container],
-        "volumes": [{"name": "cluster", "configMap": {"name": f"{name}-cluster"}}],
+        "containers": [container], "volumes": volumes,
     }  # fmt: skip
+
+
+def _resource(cluster: Cluster, group: NodeGroup) -> str:
+    """What a chip is called by its vendor's device plugin; "" where that is not known, or the chip is emulated.
+
+    Raises:
+        UserError: the file says nothing of it, either.
+    """
+    chip = cluster.chips[group.chip]
+    if group.settings.resource or chip.speed is not None:
+        return group.settings.resource
+    own = next((name for names, name in CHIP_RESOURCES.items() if group.chip.startswith(names)), "")
+    if not own and not (own := RESOURCES.get(chip.vendor, "")) and chip.vendor:
+        accepted = "resource: of the node group, as the device plugin of its vendor names it (kubectl describe node)"
+        problem = f"no resource is known for chips of {chip.vendor}"
+        raise UserError(problem, field=f"nodes: {group.name}", accepted=accepted, where=cluster.file)
+    return own
+
+
+def _volumes(cluster: Cluster, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(volumes of a pod, where its container has them): the cluster file, /dev/shm, which is 64 MiB without a volume,
+    and the shared folders."""
+    settings = cluster.launch
+    memory = {"medium": "Memory", **({"sizeLimit": str(settings.shm)} if settings.shm else {})}
+    volumes: list[dict[str, Any]] = [
+        {"name": "cluster", "configMap": {"name": f"{name}-cluster"}}, {"name": "shm", "emptyDir": memory},
+    ]  # fmt: skip
+    mounts: list[dict[str, Any]] = [
+        {"name": "cluster", "mountPath": CLUSTER_FILE.rpartition("/")[0], "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    for index, volume in enumerate(settings.volumes):
+        volumes.append({"name": f"shared-{index}", **_source(volume)})
+        read_only = {"readOnly": True} if volume.read_only else {}
+        mounts.append({"name": f"shared-{index}", "mountPath": volume.path, **read_only})
+    return volumes, mounts
+
+
+def _source(volume: Volume) -> dict[str, Any]:
+    if volume.claim:
+        return {"persistentVolumeClaim": {"claimName": volume.claim}}
+    if volume.host:
+        return {"hostPath": {"path": volume.host, "type": "Directory"}}
+    server, _, path = volume.nfs.partition(":")
+    return {"nfs": {"server": server, "path": path}}
+
+
+def literal(text: str) -> str:
+    """``text`` as Kubernetes gives it to a container: in ``command``, ``args`` and values of ``env``, it replaces
+    ``$(NAME)`` by a variable's value, and ``$$`` by ``$``."""
+    return text.replace("$", "$$")
 
 
 def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     own = {**environment, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS - 10)}
-    return [{"name": key, "value": value} for key, value in own.items() if key != "HETERO_NODE"]
+    return [{"name": key, "value": literal(value)} for key, value in own.items() if key != "HETERO_NODE"]
 
 
 def _secret(name: str) -> dict[str, Any]:

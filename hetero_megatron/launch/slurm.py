@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import NodeGroup
+from hetero_megatron.cluster.word_kinds import SLURM
 from hetero_megatron.environment.slurm_names import expand
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.hosts import Host, directory_of, hosts_of, python_of, torchrun
@@ -29,6 +30,7 @@ def batch_script(
     Args:
         launch: what starts ``hetero-megatron launch``, after the interpreter.
     """
+    SLURM.check(name, "--job-name")
     lines = ["#!/bin/bash"]
     for index, group in enumerate(cluster.nodes):
         lines += ["#SBATCH hetjob"] if index else []
@@ -44,7 +46,7 @@ def batch_script(
     ]  # fmt: skip
     lines += [
         "set -e",
-        f"cd {shlex.quote(directory_of(cluster))}",
+        f"cd -- {shlex.quote(directory_of(cluster))}",
         "# Of this job: nobody else on the network can claim a rank.",
         "export HETERO_JOB_SECRET=${HETERO_JOB_SECRET:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')}",
         f"exec srun {components}--kill-on-bad-exit=1 {shlex.join(task)}",

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fuzz import documents, flags, runs, weights
+from tests.support import cluster_words
 
 # kind -> share of the cases
-KINDS = {"plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6}
+KINDS = {"plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6, "words": 5}
 SLOW = ("weights", "checkpoints")  # kinds that read tensors
 ACCEPTED, REFUSED, TRACEBACK, HANG, CRASH = "accepted", "refused", "traceback", "hang", "crash"
 # What a library says of itself, or advice against a safety check, is no message of ours.
@@ -41,6 +42,8 @@ def make(seed: int, kind: str, number: int, folder: Path, bases: Path) -> list[s
         return documents.plan(rng, folder)
     if kind == "clusters":
         return documents.cluster(rng, folder)
+    if kind == "words":
+        return documents.words(rng, folder)
     if kind == "configs":
         return documents.config(rng, folder)
     if kind == "weights":
@@ -65,6 +68,11 @@ def run(words: list[str]) -> Outcome:
         text = ascii(str(error))[:120] if not isinstance(error, RecursionError) else ""
         return Outcome(TRACEBACK, f"{where}: {type(error).__name__}: {text}")
     text = said.getvalue()
+    if code == 0 and words[0] == "launch":
+        try:
+            cluster_words.check(Path(words[words.index("--cluster") + 1]))
+        except AssertionError as error:
+            return Outcome(TRACEBACK, f"a word acts: {ascii(str(error))[:200]}")
     if code == 2 and not text.strip():
         return Outcome(TRACEBACK, "a refusal without a word")
     if found := FOREIGN.search(text):

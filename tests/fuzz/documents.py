@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tests.fuzz import mutate
+from tests.support import cluster_words
 from tests.support.paths import ROOT
 
 CLUSTER = ROOT / "examples" / "clusters" / "testbed.yaml"
@@ -129,3 +130,16 @@ def config(rng: random.Random, folder: Path) -> list[str]:
         model,
         "--json",
     ]
+
+
+def words(rng: random.Random, folder: Path) -> list[str]:
+    """A cluster file with hostile words, for a launcher."""
+    data = cluster_words.BASE
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        word = rng.choice(cluster_words.HOSTILE)
+        if rng.random() < 0.5:
+            word = "".join(rng.choice("ab1-._/ $(){}'\"`;|&<>\n\\@%:,=#~") for _ in range(rng.randint(1, 12)))
+        data = cluster_words.changed(data, rng.choice(list(cluster_words.places(data))), word)
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
+    via = rng.choice(("print", "slurm", "kubernetes"))
+    return ["launch", "--cluster", str(folder / "cluster.yaml"), "--via", via, "--", *cluster_words.COMMAND]

@@ -29,7 +29,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
         (tmp_path / "bin").mkdir()
         ssh = tmp_path / "bin" / "ssh"  # takes no notice of options
         ssh.write_text(
-            '#!/bin/sh\nwhile [ "$1" = -o ] || [ "$1" = -p ]; do shift 2; done\n'
+            '#!/bin/sh\nwhile [ "$1" = -o ] || [ "$1" = -p ]; do shift 2; done\n[ "$1" = -- ] && shift\n'
             f'exec {shlex.join(hosts.ssh.split())} "$@"\n'
         )
         ssh.chmod(0o755)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from hetero_megatron.cluster import load_cluster
+from hetero_megatron.cluster import cluster_from_dict, load_cluster
+from hetero_megatron.cluster.catalogue import CHIPS
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.cluster.subset import without
+from hetero_megatron.errors import UserError
 from hetero_megatron.launch.hosts import hosts_of, printed
 from hetero_megatron.launch.kubernetes import manifest
 from hetero_megatron.launch.slurm import batch_script, place_of_task
@@ -30,7 +32,8 @@ nodes:
   - {name: small, count: 3, chip: MI300X, chips_per_node: 4, partition: b, env: {MODE: "x y"}}
 links: {inter_node: {bandwidth: 1 GB/s}}
 launch: {python: /opt/venv/bin/python, directory: /shared, master_port: 29511, env: {ALL: 1}, image: "e.com/hm:1",
-         user: me, account: lab, time: "2:00:00"}
+         user: me, account: lab, time: "2:00:00", shm: 8 GiB,
+         volumes: [{path: /data, claim: corpus, read_only: true}, {path: /shared, nfs: "10.0.0.9:/export"}]}
 """
 COMMAND = ["hetero-megatron", "pretrain", "--plan", "a plan.yaml"]
 
@@ -164,7 +167,7 @@ def run_script(container: dict[str, Any], tmp_path: Path, **environment: str) ->
     stand_in = tmp_path / "python"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$HETERO_NODE" "$@"\n')
     stand_in.chmod(0o755)
-    command = [word.replace("/opt/venv/bin/python", str(stand_in)) for word in container["command"]]
+    command = [word.replace("$$", "$").replace("/opt/venv/bin/python", str(stand_in)) for word in container["command"]]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
     node, *words = done.stdout.splitlines()
     return {"node": node, "rank": words[words.index("--node-rank") + 1], "words": words}
@@ -186,6 +189,36 @@ def test_a_job_set_starts_every_node_once(file: Path, tmp_path: Path) -> None:
     inside = tmp_path / "inside.yaml"
     inside.write_text(config["data"]["cluster.yaml"])
     assert load_cluster(inside).world_size == 28  # ranks can read it
+
+
+def test_pods_have_chips_memory_and_folders(file: Path) -> None:
+    cluster = load_cluster(file)
+    _, job = yaml.safe_load_all(manifest(cluster, COMMAND, "jobset", "train"))
+    pods = [each["template"]["spec"]["template"]["spec"] for each in job["spec"]["replicatedJobs"]]
+    limits = [pod["containers"][0]["resources"]["limits"] for pod in pods]
+    assert limits == [{"example.com/gpu": 8}, {"amd.com/gpu": 4}]  # as the file says; by the chip's vendor
+    for pod in pods:
+        found = {}
+        for mount in pod["containers"][0]["volumeMounts"]:
+            volume = next(v for v in pod["volumes"] if v["name"] == mount["name"])
+            found[mount["mountPath"]] = ({k: v for k, v in volume.items() if k != "name"}, mount.get("readOnly", False))
+        assert found["/dev/shm"] == ({"emptyDir": {"medium": "Memory", "sizeLimit": str(8 << 30)}}, False)
+        assert found["/data"] == ({"persistentVolumeClaim": {"claimName": "corpus"}}, True)
+        assert found["/shared"] == ({"nfs": {"server": "10.0.0.9", "path": "/export"}}, False)
+
+
+def test_the_resource_of_every_chip_of_the_catalogue_is_known_or_asked_for() -> None:
+    for name, chip in CHIPS.items():
+        cluster = cluster_from_dict({"nodes": [{"name": "n", "chip": name}], "launch": {"image": "x"}})
+        try:
+            made = manifest(cluster, COMMAND, "jobset", "train")
+        except UserError as error:
+            assert chip.vendor == "Iluvatar CoreX" and chip.vendor in str(error) and "resource:" in str(error)
+            continue
+        pods = list(yaml.safe_load_all(made))[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        (resource,) = pods["containers"][0]["resources"]["limits"]
+        own = {"Intel Habana": "habana", "Moore Threads": "mthreads"}.get(chip.vendor, chip.vendor.lower())
+        assert resource.startswith(own), (name, resource)
 
 
 def test_a_pytorch_job_starts_every_node_once(file: Path, tmp_path: Path) -> None:
