@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,8 @@ class Comm:
         mine = islands.of(self.rank)
         for i, members in enumerate(islands.members):
             if len(members) > 1 and not islands.uses_gloo(i):
-                ways = (self._new_group(members)[0], self._new_group(members)[0])
+                options = self.accelerator.message_options() if self.accelerator is not None and i == mine else None
+                ways = (self._new_group(members, options)[0], self._new_group(members, options)[0])
                 if i == mine:
                     self._channels[i] = ways
         for i, j in itertools.combinations(range(len(islands)), 2):
@@ -126,8 +127,11 @@ class Comm:
         peer = dst if src == self.rank else src
         return self._channels.get(self.islands.of(peer), (None, None))[src < dst]
 
-    def _new_group(self, ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup | None, Bridge | None]:
-        """A group for these ranks, as (library group, bridge); (None, None) on ranks outside it."""
+    def _new_group(
+        self, ranks: tuple[int, ...], options: Any = None
+    ) -> tuple[dist.ProcessGroup | None, Bridge | None]:
+        """A group for these ranks, as (library group, bridge); (None, None) on ranks outside it. ``options``: of the
+        library."""
         route = self.islands.route(ranks) if self.islands is not None else None
         backend = "gloo"
         if route is not None and not route.bridged and self.rank in ranks:
@@ -141,7 +145,7 @@ class Comm:
             limit = self.watch.during(self._others(ranks), MAKING) if self.watch is not None else nullcontext()
             try:
                 with self.hooks.on_other_cores(), limit:
-                    made = dist.new_group(list(ranks), timeout=patience, backend=backend)
+                    made = dist.new_group(list(ranks), timeout=patience, backend=backend, pg_options=options)
             except (RuntimeError, ValueError) as error:
                 raise UserError(
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
@@ -191,11 +195,17 @@ class Comm:
         torch names groups by a per-process counter, so all ranks must create all groups in the same (sorted) order.
         Ranks listed twice get two groups: concurrent collectives need one each, because the members of a group must
         start its collectives in the same order.
+
+        A device's library connects a group at its first collective, for which the host waits until all members have
+        called it, and some libraries wait for a limited time only. So the first one is here, where nothing is pending
+        and no rank has begun to load weights or to compile.
         """
         for key, count in sorted(Counter(tuple(sorted(ranks)) for ranks in groups).items()):
             known = self._groups.setdefault(key, [])
             while len(known) < count:
                 known.append(self._create(key))
+                if self.rank in key and known[-1].in_stream_order:
+                    known[-1].connect()
 
     def _create(self, key: tuple[int, ...]) -> Group:
         if len(key) == 1:

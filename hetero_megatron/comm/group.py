@@ -52,6 +52,16 @@ class Group:
         """Whether waiting for its transfers holds up the device's stream only, not the host."""
         return self._library
 
+    def connect(self) -> None:
+        """A collective of nothing worth moving, for which host and device wait; all members call it."""
+        assert self._library and self._handle is not None
+        part = torch.zeros(1, device=self.comm.device)
+        parts = [torch.empty_like(part) for _ in self.ranks]
+        work = self.comm.start(self._others(), lambda: dist.all_gather(parts, part, group=self._handle, async_op=True))
+        Handle(self.comm, work, None, self._others(), parts).wait()
+        if self.comm.accelerator is not None:
+            self.comm.accelerator.synchronize()
+
     def destroy(self) -> None:
         """End the library's group, with its threads; neither this group nor one that shares it is used afterwards."""
         if self._handle is not None:

@@ -26,7 +26,8 @@ class Endpoint:
         library: of its backend; reach: a token shared by ranks that reach each other by it.
         backend: string for ``torch.distributed.new_group``.
         direct: backends that reach other vendors' chips, best first.
-        torch: version.
+        torch: version; library_version: of ``library``, empty where it does not say.
+        device: torch's name of its kind.
         transport: value of ``--transport`` on that rank.
     """
 
@@ -39,12 +40,14 @@ class Endpoint:
     direct: tuple[str, ...]
     torch: str
     transport: str = AUTO
+    library_version: str = ""
+    device: str = "cpu"
 
     @classmethod
     def of(cls, platform: Platform, torch: str, transport: str = AUTO) -> Endpoint:
         return cls(
             platform.name, platform.vendor, platform.chip(), platform.library, platform.reach(), platform.backend,
-            platform.direct, torch, transport,
+            platform.direct, torch, transport, platform.library_version(), platform.device.type,
         )  # fmt: skip
 
 
@@ -76,7 +79,7 @@ class Islands:
         members: ranks of each island, ascending.
 
     Raises:
-        UserError: ranks have different values of ``--transport``.
+        UserError: ranks have different values of ``--transport``, or those of an island unlike versions of its library.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -92,6 +95,27 @@ class Islands:
             first = {t: next(r for r, e in enumerate(endpoints) if e.transport == t) for t in sorted(said)}
             text = ", ".join(f"rank {rank} says {transport}" for transport, rank in first.items())
             raise UserError(f"ranks have different ones: {text}", field="--transport", accepted="one for all ranks")
+
+        for i, ranks in enumerate(self.members):
+            if not self.uses_gloo(i):
+                self._one_version(ranks)
+
+    def _one_version(self, ranks: Sequence[int]) -> None:
+        """Ranks whose libraries are unlike connect, and then fail or hang in words that name neither."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.endpoints[rank].library_version, []).append(rank)
+        if len(found) > 1:
+            said = ", ".join(f"{version or 'unknown'} on ranks {rank_ranges(r)}" for version, r in found.items())
+            raise UserError(
+                f"unlike versions of {self.endpoints[ranks[0]].library}: {said}",
+                field="communication library", accepted="one version on all ranks of a vendor",
+            )  # fmt: skip
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether some rank computes on another device than its processor."""
+        return any(one.device != "cpu" for one in self.endpoints)
 
     def of(self, rank: int) -> int:
         """Index of a rank's island."""

@@ -36,7 +36,7 @@ class BatchLoader:
     def advance(self, samples: int) -> None:
         """A step of ``samples`` global samples was fetched: prepare the next one."""
         requests, self._requests = self._requests, []
-        self.prefetch([[i + samples for i in key] for key in requests])
+        self.prefetch([[i + samples for i in key] for key in dict.fromkeys(requests)])
 
     def prefetch(self, requests: Sequence[Sequence[int]]) -> None:
         """Prepare these batches and drop prepared ones that were not fetched."""

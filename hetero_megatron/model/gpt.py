@@ -19,7 +19,7 @@ from hetero_megatron.model.attention import Attention
 from hetero_megatron.model.latent_attention import LatentAttention
 from hetero_megatron.model.layers import Context, Linear, Norm, joint_products, lay_together
 from hetero_megatron.model.moe import MoEMLP
-from hetero_megatron.ops import KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
+from hetero_megatron.ops import Angles, KernelPlan, default_kernels, rope_frequencies, rope_tables, softcap
 from hetero_megatron.ops.dropout import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, Draws
 from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, Share
 from hetero_megatron.spec.dropout import NO_DROPOUT
@@ -224,8 +224,11 @@ class GPTStage(nn.Module):
         # A stage without layers has them too: calibration takes what an action costs besides its layers to be alike.
         used = dict.fromkeys(spec.layer(i).rope for i in (layers or range(spec.num_layers)))
         self._freqs = {
-            rope: rope_frequencies(rope, spec.head_dim, rope.is_long(seq_length)).to(device)
-            for rope in used if rope is not None
+            rope: rope_frequencies(rope, spec.head_dim, rope.is_long(seq_length)) for rope in used if rope is not None
+        }
+        self._angles = {
+            rope: Angles(freqs, seq_length, device) for rope, freqs in self._freqs.items()
+            if torch.device(device).type not in _HOST
         }  # fmt: skip
         rows, h = share.vocab[1] - share.vocab[0], spec.hidden_size
         with _default_dtype(dtype), torch.device(device):
@@ -283,7 +286,12 @@ class GPTStage(nn.Module):
     def _rope_tables(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> dict[Rope, tuple[torch.Tensor, torch.Tensor]]:
+        if self._angles:
+            return {rope: a.tables(positions, dtype, rope.attention_factor) for rope, a in self._angles.items()}
         return {rope: rope_tables(positions, f, dtype, rope.attention_factor) for rope, f in self._freqs.items()}
+
+
+_HOST = ("cpu", "meta")  # where fp64 costs no more than it should
 
 
 class _default_dtype:

@@ -8,11 +8,12 @@ from hetero_megatron.ops.kernel_plan import KernelPlan, KernelWarning, resolve
 from hetero_megatron.ops.norm import layer_norm, rms_norm
 from hetero_megatron.ops.operators import SPECS, torch_registry
 from hetero_megatron.ops.registry import Registry
-from hetero_megatron.ops.rope import apply_rope, rope_frequencies, rope_tables
+from hetero_megatron.ops.rope import Angles, apply_rope, rope_frequencies, rope_tables
 from hetero_megatron.ops.spec import OpSpec
 from hetero_megatron.ops.stage import default_kernels, stage_operators
 
 __all__ = [
+    "Angles",
     "SPECS",
     "Capability",
     "Kernel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -66,7 +67,7 @@ def adamw_aten(
 
 
 def l2norm_definition(tensors: Many) -> tuple[torch.Tensor]:
-    """Square root of the sum of squares of all elements, [] in fp64."""
+    """Square root of the sum of squares of all elements, [] in fp64 (other providers: in at least fp32)."""
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if len(tensors) else "cpu")
     for x in tensors:
         total = total + x.double().square().sum()
@@ -74,11 +75,14 @@ def l2norm_definition(tensors: Many) -> tuple[torch.Tensor]:
 
 
 def l2norm_aten(tensors: Many) -> tuple[torch.Tensor]:
-    """Norms per tensor by torch, combined in fp64."""
+    """Norms per tensor by torch, combined in fp64 on the host, and in their own dtype on devices: not all have fp64."""
     full = [x for x in tensors if x.numel()]
     if not full:
-        return l2norm_definition(tensors)
-    return (torch.stack([n.double() for n in torch._foreach_norm(full)]).square().sum().sqrt(),)
+        return (torch.zeros(()),)
+    norms = torch._foreach_norm(full)
+    dtypes = [torch.float64] if norms[0].device.type == "cpu" else [n.dtype for n in norms]
+    wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    return (torch.linalg.vector_norm(torch.stack([n.to(wide) for n in norms])),)
 
 
 _SHAPES = ((5, 7), (1,), (33,), (3, 0), (2, 3, 4), (1025,))

@@ -71,6 +71,38 @@ def rope_tables(
     return cos.to(wide), sin.to(wide)
 
 
+class Angles:
+    """(cos, sin) of positions times frequencies, for a device: some have no fp64, and others are slow at it.
+
+    What ``rope_tables`` computes is looked up: of position ``a * SPAN + b`` as the sum of two angles whose tables, made
+    on the host in fp64, are small at any length. In fp32 it is 2e-7 from exact, at every position.
+
+    Args:
+        freqs: [pairs] fp64, on the CPU; length: of the run's sequences, 0: unknown.
+    """
+
+    SPAN = 1024
+
+    def __init__(self, freqs: torch.Tensor, length: int, device: torch.device | str) -> None:
+        spans = -(-length // self.SPAN) or self.SPAN
+        self._freqs, self._device = freqs, device
+        self._starts = torch.arange(spans) * self.SPAN
+        self._made: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+
+    def tables(self, positions: torch.Tensor, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of :func:`rope_tables`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        if wide not in self._made:
+            rows = [rope_tables(at[None], self._freqs, wide) for at in (self._starts, torch.arange(self.SPAN))]
+            self._made[wide] = tuple(x[0, :, 0].to(self._device) for pair in rows for x in pair)
+        at, within = positions // self.SPAN, positions % self.SPAN
+        cos_a, sin_a, cos_b, sin_b = (
+            table[index][..., None, :] for table, index in zip(self._made[wide], (at, at, within, within), strict=True)
+        )
+        cos, sin = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
+        return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+
+
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """[b, s, heads, d] turned by [b, s, 1, d / 2]."""
     a, b = x.to(cos.dtype).chunk(2, dim=-1)

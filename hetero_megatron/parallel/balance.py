@@ -47,13 +47,15 @@ class LoadBalance:
     """One rank's part. Built alike on every rank of the plan.
 
     Args:
-        model: whose routers are observed from now on.
+        model: whose routers are observed from now on; dtype: of its activations.
 
     Attributes:
         seed: what the gradient of a token's loss begins with (see ``Runtime.train_step``).
     """
 
-    def __init__(self, model: GPTStage, plan: Plan, spec: ModelSpec, balancing: Balancing, comm: Comm) -> None:
+    def __init__(
+        self, model: GPTStage, plan: Plan, spec: ModelSpec, balancing: Balancing, comm: Comm, dtype: torch.dtype
+    ) -> None:
         assert spec.moe is not None
         self.plan, self.spec, self.balancing = plan, spec, balancing
         self.moe, self.seq_length, self.seed = spec.moe, plan.seq_length, 1.0
@@ -62,7 +64,7 @@ class LoadBalance:
         mine = self._layers[comm.rank]
         self.group = comm.group(sequence_group(stage, comm.rank) if mine else (comm.rank,))
         self._load = torch.zeros(len(mine), self.moe.num_experts, dtype=torch.int64, device=comm.device)
-        self._losses = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        self._losses = torch.zeros(2, dtype=wide(dtype), device=comm.device)
         for number, mlp in enumerate(x.mlp for x in model.layers() if isinstance(x.mlp, MoEMLP)):
             mlp.gate.observe = partial(self._observe, number)
 
@@ -99,13 +101,13 @@ class LoadBalance:
         return sum(grads[1:], grads[0]).mul_(self.seed).to(logits.dtype) if grads else None
 
     @cached_property
-    def _width(self) -> int:
-        return max(map(len, self._layers.values())) * self.moe.num_experts
+    def width(self) -> int:
+        """Numbers that :meth:`routing` wants to know of each rank: those of :meth:`counted`, and zeros."""
+        return 2 + max(map(len, self._layers.values())) * self.moe.num_experts
 
-    def row(self) -> torch.Tensor:
-        """[n] fp64, equally long on all ranks: what :meth:`routing` wants to know of this one."""
-        load = self._load.flatten().double()
-        return torch.cat([self._losses, load, load.new_zeros(self._width - len(load))])
+    def counted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the two losses, the load of this rank's layers, one after the other), of the step so far."""
+        return self._losses, self._load.flatten()
 
     def routing(self, rows: torch.Tensor, tokens: float) -> StepRouting:
         """``rows``: [ranks, n] of the plan's ranks; ``tokens``: of the step that count in the loss."""

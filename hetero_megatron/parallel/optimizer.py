@@ -139,8 +139,8 @@ def in_place(view: torch.Tensor) -> bool:
     return view.dtype not in (torch.float16, torch.bfloat16) and view.is_contiguous()
 
 
-def squared_norm(grads: Sequence[Sequence[torch.Tensor]], l2norm: Callable[..., torch.Tensor]) -> float | torch.Tensor:
-    """Sum of squares of all owned gradients (each element counted by its one owner), by an operator ``l2norm``: a
-    tensor [] in fp64 on their device, 0.0 where this rank owns none."""
+def owned_norm(grads: Sequence[Sequence[torch.Tensor]], l2norm: Callable[..., torch.Tensor]) -> float | torch.Tensor:
+    """Norm of all owned gradients (each element counted by its one owner), by an operator ``l2norm``: a tensor [] on
+    their device, 0.0 where this rank owns none."""
     flat = [g for per in grads for g in per if g.numel()]
-    return l2norm(flat).double().square() if flat else 0.0
+    return l2norm(flat) if flat else 0.0

@@ -22,12 +22,17 @@ class Boundary:
 
     Args:
         moves: the activation layouts of the two stages, and what goes from one to the other.
+
+    Attributes:
+        peers: ranks that this one exchanges messages with.
     """
 
     def __init__(self, comm: Comm, moves: StageBoundary) -> None:
         forward, backward = moves.forward, moves.forward.adjoint()
         me = comm.rank
         self._comm = comm
+        ends = [p.dst for p in forward.sends(me)] + [p.src for p in forward.receives(me)]
+        self.peers = set(ends) - {me}  # gradients take the same ways back
         self._layouts = (moves.upstream, moves.downstream)
         self._sends = (forward.sends(me), backward.sends(me))
         self._receives = (forward.receives(me), backward.receives(me))
@@ -39,6 +44,23 @@ class Boundary:
             self._comm.isend(x[local].contiguous(), peer, tag * MAX_PIECES + k)
             for peer, local, k in self._numbered([(p.dst, p.box) for p in self._sends[backward]], layout)
         ]
+
+    def rehearse_send(self, x: torch.Tensor, backward: bool) -> None:
+        """All that :meth:`send` does on the device but sending."""
+        layout = self._layouts[1 if backward else 0]
+        for _, local, _ in self._numbered([(p.dst, p.box) for p in self._sends[backward]], layout):
+            x[local].contiguous()
+
+    def rehearse_receive(self, backward: bool, dtype: torch.dtype) -> torch.Tensor:
+        """What :meth:`receive` would give, of random numbers that nobody sent (tokens of zeros would all choose the
+        same experts)."""
+        layout = self._layouts[0 if backward else 1]
+        parts: list[tuple[tuple[slice, ...], Handle]] = []
+        for _, local, _ in self._numbered([(p.src, p.box) for p in self._receives[backward]], layout):
+            shape = [s.stop - s.start for s in local]
+            buffer = torch.empty(shape, dtype=dtype, device=self._comm.device).normal_()
+            parts.append((local, Handle(self._comm, None, buffer, ())))
+        return Receive(parts, local_shape(layout, self._comm.rank), dtype, self._comm.device).wait()
 
     def receive(self, backward: bool, tag: int, dtype: torch.dtype) -> Receive:
         """Post the receives of this rank's activation shard (or its gradient)."""

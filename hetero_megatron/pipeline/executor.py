@@ -92,14 +92,14 @@ class TimedAction:
 
 @dataclass
 class StepResult:
-    """Sum of token losses and number of tokens (of this rank's head stage, else 0); the actions in the order in which
+    """Sums of token losses, of each micro-batch, and number of tokens (of this rank's head stage, else none); the actions in the order in which
     they ran, each from a moment of the rank's clock to another, and the moments at which all began and ended.
 
     After :meth:`read`, in seconds: computing, waiting for pipeline neighbours, communicating otherwise (adding up
     gradients after the last backward included), and ``actions``.
     """
 
-    loss_sum: float | torch.Tensor = 0.0  # a tensor [], so that the executor never waits for the device
+    losses: list[torch.Tensor] = field(default_factory=list)  # [] each, so that the executor never waits for the device
     tokens: int = 0
     ran: list[tuple[Action, Any, Any]] = field(default_factory=list)
     whole: tuple[Any, Any] | None = None
@@ -131,7 +131,6 @@ class Live:
     receives: dict[Action, Receive] = field(default_factory=dict)
     sends: dict[Key, list[Handle]] = field(default_factory=dict)
     old_sends: deque[list[Handle]] = field(default_factory=deque)
-    losses: list[torch.Tensor] = field(default_factory=list)
 
 
 class PipelineExecutor:
@@ -189,11 +188,46 @@ class PipelineExecutor:
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:
             _wait(handles)
-        if live.losses:
-            result.loss_sum = torch.stack([x.double() for x in live.losses]).sum()
         result.whole = started, clock.moment()
         self.comm.activity = f"{self.place}, after its last action"
         return result
+
+    def rehearse(self, work: StageWork) -> None:
+        """Run every chunk forward, and backward unless gradients are off, once for each size of micro-batch, with no
+        message under way. Gradients are added up as in a step.
+
+        A device may load a kernel when it is first used, and wait for that until nothing runs on it: if a receive was
+        waiting then, for what only a neighbour's kernel can send, neither would ever end.
+        """
+        self.comm.activity = f"{self.place}, warming up"
+        self.comm.clock.restart()
+        split = any(a.kind == "W" for a in work.actions)
+        for micro_batch in (i for i, size in enumerate(work.sizes) if size not in work.sizes[:i]):
+            self._rehearse(work, micro_batch, split)
+
+    def _rehearse(self, work: StageWork, micro_batch: int, split: bool) -> None:
+        live, result, size = Live(), StepResult(), work.sizes[micro_batch]
+        if work.batches[micro_batch] is None:
+            return
+        for number, chunk in enumerate(self.chunks):
+            key = (micro_batch, number)
+            if chunk.before is not None:
+                x = chunk.before(size).rehearse_receive(False, self.dtype)
+                live.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
+            self._forward(Action("F", *key), work, live, result)
+            if chunk.after is not None:
+                chunk.after(size).rehearse_send(live.outputs[key].detach(), False)
+        for number, chunk in reversed(list(enumerate(self.chunks))) if torch.is_grad_enabled() else ():
+            key = (micro_batch, number)
+            if chunk.after is not None:
+                live.grads[key] = chunk.after(size).rehearse_receive(True, self.dtype)
+            if split:
+                self._backward_input(Action("B_INPUT", *key), work, live, result)
+                self._weights(Action("W", *key), work, live, result)
+            else:
+                self._backward(Action("B", *key), work, live, result)
+            if chunk.before is not None:
+                chunk.before(size).rehearse_send(_gradient(live.inputs.pop(key)), True)
 
     def _last_gradients(self, action: Action, live: Live, reducer: Reducer) -> None:
         products = None
@@ -244,7 +278,7 @@ class PipelineExecutor:
             if chunk.loss is not None:
                 out = chunk.loss(out, batch, work.seed)
         if chunk.loss is not None:
-            live.losses.append(out.detach())
+            result.losses.append(out.detach())
             result.tokens += batch.num_loss_tokens()
         if not torch.is_grad_enabled():
             live.inputs.pop(key, None)

@@ -13,6 +13,7 @@ from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
 from hetero_megatron.pipeline.executor import LossFunction, StageChunk
 from hetero_megatron.pipeline.rank_stage import RankStage
+from hetero_megatron.plan import micro_batch_sizes, pipeline_samples
 from hetero_megatron.plan.compile import CompiledPlan
 
 
@@ -34,8 +35,6 @@ def build_executor(
     p, s = here.place.pipeline, here.place.stage
     pipeline = compiled.plan.pipelines[p]
     count, parts = len(pipeline.stages), here.stage.chunks
-    around = {s - 1, s + 1} if pipeline.chunks == 1 else {(s - 1) % count, (s + 1) % count}
-    comm.connect(r for i in sorted(around - {-1, s, count}) for r in pipeline.stages[i].ranks)
 
     @cache
     def boundary(upstream: int, size: int) -> Boundary:
@@ -57,4 +56,9 @@ def build_executor(
         )
 
     chunks = [chunk(number) for number in range(pipeline.chunks)]
+    # Only those that exchange: a connection costs a library's memory. Sizes that only other batches have connect then.
+    start, stop = pipeline_samples(compiled.plan, compiled.plan.global_batch_size)[p]
+    sizes = {pipeline.micro_batch_size, *micro_batch_sizes(pipeline, stop - start)}
+    ways = [way for each in chunks for way in (each.before, each.after) if way is not None]
+    comm.connect({peer for way in ways for size in sizes for peer in way(size).peers})
     return PipelineExecutor(comm, chunks, dtype, f"pipeline {p} stage {s}", gradients)

@@ -217,6 +217,22 @@ class Accelerator:
         """[size] uint8 in host memory that the device copies from and to while the host goes on."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
+    def message_options(self) -> Any:
+        """``pg_options`` of groups for messages between two ranks: a waiting one should take as little of the device
+        from compute as the backend allows. None: the backend has none."""
+        return None
+
+    def library_version(self) -> str:
+        """Of the communication library; empty where it does not say."""
+        return ""
+
+    def forget_peak_memory(self) -> None:
+        """The most bytes allocated at once are those of from now on, and what is cached is given back."""
+        module = self.module()
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            if (call := getattr(module, name, None)) is not None:
+                call()
+
     def seed(self, value: int) -> None:
         self.module().manual_seed_all(value)
 
@@ -276,6 +292,9 @@ class CPU(Accelerator):
 
     def no_graphs(self) -> str:
         return "the processor runs what it is told at once"
+
+    def forget_peak_memory(self) -> None:
+        """The system counts it, and does not forget."""
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)

@@ -47,6 +47,10 @@ class Platform:
         """Backends that reach other vendors' chips, best first."""
         return self.accelerator.direct if self.accelerator is not None else ()
 
+    def library_version(self) -> str:
+        """See :meth:`Accelerator.library_version`."""
+        return self.accelerator.library_version() if self.accelerator is not None else ""
+
     def reach(self) -> str:
         """See :meth:`Accelerator.reach`."""
         return self.accelerator.reach() if self.accelerator is not None else ""

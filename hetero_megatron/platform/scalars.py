@@ -1,13 +1,14 @@
-"""Reading a few numbers from a device at once."""
+"""Reading a few numbers from a device at once. They are widened on the host: not every device has fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 
 import torch
 
 from hetero_megatron.platform.accelerator import Accelerator
+
+_WIDEST = 8  # bytes of an element
 
 
 class ScalarReader:
@@ -24,25 +25,31 @@ class ScalarReader:
     def read(self, *values: float | torch.Tensor) -> list[float]:
         """The elements of tensors of any dtype and shape, and numbers, as numbers. Waits for all that the current
         stream has queued, even if there is no tensor: so that what was timed on it can be read, too."""
-        tensors = [x.detach().double().flatten() for x in values if isinstance(x, torch.Tensor)]
-        if self._accelerator is None:
-            return _numbers(values, torch.cat(tensors) if tensors else torch.empty(0))
-        count = sum(map(len, tensors))
-        if self._memory is None or self._memory.numel() < 8 * count:
-            self._memory = self._accelerator.host_memory(8 * max(count, 4))
-        host = self._memory.view(torch.float64)[:count]
-        if tensors:
-            host.copy_(torch.cat(tensors), non_blocking=True)
-        event = self._accelerator.event()
-        event.record(self._accelerator.current_stream())
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for x in values:
+            if isinstance(x, torch.Tensor):
+                by_dtype.setdefault(x.dtype, []).append(x.detach().flatten())
+        joined = {dtype: torch.cat(tensors) for dtype, tensors in by_dtype.items()}
+        host = joined if self._accelerator is None else self._copied(joined, self._accelerator)
+        left = {dtype: iter(x.tolist()) for dtype, x in host.items()}
+        found: list[float] = []
+        for x in values:
+            found += islice(left[x.dtype], x.numel()) if isinstance(x, torch.Tensor) else [float(x)]
+        return found
+
+    def _copied(
+        self, tensors: dict[torch.dtype, torch.Tensor], accelerator: Accelerator
+    ) -> dict[torch.dtype, torch.Tensor]:
+        """In pinned memory, after one wait."""
+        size = sum(_WIDEST * x.numel() for x in tensors.values())
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = accelerator.host_memory(max(size, 4 * _WIDEST))
+        host, at = dict[torch.dtype, torch.Tensor](), 0
+        for dtype, x in tensors.items():
+            host[dtype] = self._memory[at : at + x.nbytes].view(dtype)
+            host[dtype].copy_(x, non_blocking=True)
+            at += _WIDEST * x.numel()
+        event = accelerator.event()
+        event.record(accelerator.current_stream())
         event.synchronize()
-        return _numbers(values, host)
-
-
-def _numbers(values: Sequence[float | torch.Tensor], elements: torch.Tensor) -> list[float]:
-    """``elements``: of the tensors among the values, one after the other."""
-    left = iter(elements.tolist())
-    found: list[float] = []
-    for x in values:
-        found += islice(left, x.numel()) if isinstance(x, torch.Tensor) else [float(x)]
-    return found
+        return host

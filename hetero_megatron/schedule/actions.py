@@ -8,7 +8,9 @@ from typing import NamedTuple
 COMPUTE = ("F", "B", "B_INPUT", "W")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SYNCHRONISATION = ("REDUCE", "UPDATE", "SPREAD")
-LOOKAHEAD = 2  # receives posted before they are needed: one in flight while one is being consumed
+# Receives posted before they are needed. Each waits on the device, where it takes execution slots from compute: one
+# is under way while a micro-batch is computed.
+LOOKAHEAD = 1
 SEND_LAG = 4  # gradient sends that may be under way; their buffers live that long
 _OTHER_END = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
 KINDS = (*COMPUTE, *COMMUNICATION, *SYNCHRONISATION)

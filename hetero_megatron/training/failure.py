@@ -18,7 +18,7 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import ResidualStream
-from hetero_megatron.parallel.optimizer import squared_norm
+from hetero_megatron.parallel.optimizer import owned_norm
 from hetero_megatron.pipeline.step_work import Fetch
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.utils.text import notice_line
@@ -168,7 +168,7 @@ def watched_run(
             if not torch.isfinite(grad).all():
                 position = exchange.bucket.index + names.index(piece.name) / len(names)
                 found.append(NonFinite(2, position, f"gradient of {piece.name}"))
-    rows = runtime.gather(result, squared_norm(grads, runtime.kernels.l2norm))[:, :3]
+    rows = runtime.gather(result, owned_norm(grads, runtime.kernels.l2norm))[:, :3]
     return rows, first_place(runtime, found)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +22,7 @@ from hetero_megatron.parallel.balance import LoadBalance, StepRouting
 from hetero_megatron.parallel.compile import apply_compile
 from hetero_megatron.parallel.device_graphs import LayerGraphs
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
-from hetero_megatron.parallel.optimizer import ShardedOptimizer, squared_norm
+from hetero_megatron.parallel.optimizer import ShardedOptimizer, owned_norm
 from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.pipeline.rank_stage import RankStage
@@ -84,6 +85,7 @@ class Runtime:
         balance: of a mixture of experts, else None.
         graphs: device graphs of the layers, where they are asked for.
         eager_steps: that are still to come before layers run as graphs.
+        unwatched: context in which nothing is recorded of what the model does.
         before_update: called before weights change: waits for whoever still reads weights or moments.
     """
 
@@ -106,7 +108,7 @@ class Runtime:
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         built = StageModel(self.here, comm, dtype, self.kernels, initialize, options.dropout)
         self.model, self.boxes, self.scales, self.row_norms = built.module, built.boxes, built.scales, built.row_norms
-        self.balance = LoadBalance(self.model, plan, spec, options.balancing, comm) if spec.moe is not None else None
+        self.balance = LoadBalance(self.model, plan, spec, options.balancing, comm, dtype) if spec.moe is not None else None
         if options.compile_backend is not None:
             apply_compile(self.model, options.compile_backend)
         self.loss = StageLoss(self.here, self.model, self.kernels, self.tp_group, self.loss_chunk)
@@ -124,6 +126,8 @@ class Runtime:
         offload = self.stage.optimizer.offload
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load) if optimizer is not None else None
         self.before_update: Callable[[], None] = lambda: None
+        self.unwatched: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._warm: set[bool] = set()
 
     def _default_kernels(self) -> KernelPlan:
         here, options = self.here, self.options
@@ -182,6 +186,33 @@ class Runtime:
             draws = partial(Draws if self.graphs is None else self.graphs.draws, self.options.seed, step)
         return self._step_work.make(fetch, first_sample, batch_size, forward_only, draws)
 
+    def warm_up(
+        self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False, step: int = 0
+    ) -> None:
+        """Before the first step, and the first evaluation: use all that it will use on devices once, with no message
+        pending (see :meth:`PipelineExecutor.rehearse`). Called on all ranks; where no rank of the job has a device, it
+        does nothing. Weights, random numbers and memory are as if it had not been.
+
+        Args: of :meth:`work`.
+        """
+        if forward_only in self._warm:
+            return
+        self._warm.add(forward_only)
+        if self.comm.islands is None or not self.comm.islands.has_devices:
+            return
+        accelerator = self.comm.accelerator
+        random = accelerator.rng_state() if accelerator is not None else torch.get_rng_state()
+        with self.unwatched():
+            self.executor.rehearse(self.work(fetch, first_sample, batch_size, forward_only, step))
+            if not forward_only:
+                self.sync.rehearsed()
+        if accelerator is None:
+            torch.set_rng_state(random)
+            return
+        accelerator.synchronize()
+        accelerator.set_rng_state(random)
+        accelerator.forget_peak_memory()
+
     def forward_backward(
         self, fetch: Fetch, first_sample: int, batch_size: int, loss_scale: float = 1.0, step: int = 0
     ) -> tuple[StepResult, OwnedGradients]:
@@ -230,11 +261,12 @@ class Runtime:
         """
         assert self.optimizer is not None
         with self.comm.clock.counting():
+            self.warm_up(fetch, first_sample, batch_size, step=step)
             if self.graphs is not None:
                 self.graphs.warmed_up = self.eager_steps == 0
                 self.eager_steps = max(self.eager_steps - 1, 0)
             result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
-            every = self.gather(result, squared_norm(grads, self.kernels.l2norm), stop)
+            every = self.gather(result, owned_norm(grads, self.kernels.l2norm), stop)
             loss_sum, tokens, square, stops = every[:, :4].sum(0).tolist()
             if tokens == 0:
                 samples = f"{first_sample}..{first_sample + batch_size - 1}"
@@ -272,24 +304,28 @@ class Runtime:
             batch_size)``, equal on all ranks.
         """
         with self.comm.clock.counting():
+            self.warm_up(fetch, first_sample, batch_size, forward_only=True)
             result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
             loss_sum, tokens = self.gather(result, 0.0)[:, :2].sum(0).tolist()
         return loss_sum, int(tokens)
 
-    def gather(self, result: StepResult, square: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
+    def gather(self, result: StepResult, norm: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
         """What every rank of the plan saw, equal on all of them; called on all of them.
 
         Args:
-            square: sum of squares of the gradients that this rank owns.
+            norm: of the gradients that this rank owns.
 
         Returns:
             fp64 [ranks, 7 + n]: loss sum, tokens, squared norm, stop (0 or 1), seconds busy, in bubbles and
             communicating, and the n numbers of ``LoadBalance.row``. A TP group counts its loss once.
         """
         counts = self.place.tp_rank == 0
-        balance = [self.balance.row()] if self.balance is not None else []
-        loss_sum, square, *routed = self.reader.read(result.loss_sum, square, *balance)  # the only wait for a device
+        balance = self.balance.counted() if self.balance is not None else ()
+        norm, *others = self.reader.read(norm, *result.losses, *balance)  # the only wait for a device
+        losses, routed = others[: len(result.losses)], others[len(result.losses) :]
         result.read(self.comm.clock)
-        row = [loss_sum * counts, result.tokens * counts, square, float(stop)]
+        row = [sum(losses) * counts, result.tokens * counts, norm**2, float(stop)]
+        if self.balance is not None:
+            routed += [0.0] * (self.balance.width - len(routed))
         seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
         return self.world.gather_vectors(torch.tensor(row + seconds + routed, dtype=torch.float64))

@@ -294,7 +294,7 @@ def _adamw(
 
 def _l2norm(tensors: Many) -> tuple[torch.Tensor, ...]:
     full = [x.contiguous() for x in tensors if x.numel()]
-    return (_kernels().l2norm(full).double() if full else torch.zeros((), dtype=torch.float64),)
+    return (_kernels().l2norm(full) if full else torch.zeros(()),)
 
 
 def _grouped_gemm(

@@ -223,7 +223,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad, step=i + 1)
         for i in range(STEPS)
     ]
-    weights = [(n, runtime.boxes[n], p.detach().double().cpu().numpy().copy()) for n, p in runtime.sync.params.items()]
+    weights = [(n, runtime.boxes[n], p.detach().cpu().double().numpy().copy()) for n, p in runtime.sync.params.items()]
     return {
         "losses": [s.loss for s in stats],
         "norms": [s.grad_norm for s in stats],

@@ -54,7 +54,7 @@ class Pool:
 
     def __init__(self, vendors: Sequence[str] = ("cpu",) * RANKS) -> None:
         size, self.jobs = len(vendors), 0
-        self.emulated = "emulated" in vendors
+        self.emulated = any(vendor.startswith("emulated") for vendor in vendors)
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         port = free_port()

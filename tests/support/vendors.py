@@ -60,14 +60,17 @@ def build_emulated() -> None:
 
 
 def platform(name: str, rank: int) -> Platform:
-    """``cpu``, ``walled``, or ``emulated``: a device of plugins/emulated_vendor, which has to be built."""
+    """``cpu``, ``walled``, or ``emulated``: a device of plugins/emulated_vendor, which has to be built; with bad habits
+    after a colon (``emulated:lazy-loading,slots=8``)."""
     if name == "cpu":
         return Platform(torch.device("cpu"), "gloo")
     if name == "walled":
         vendor = Walled()
         vendor.load()
         return Platform(torch.device("cpu"), BACKEND, vendor)
-    assert name == "emulated", name
+    kind, _, habits = name.partition(":")
+    assert kind == "emulated", name
+    os.environ["HETERO_EMULATED_HABITS"] = habits
     sys.path.insert(0, str(PLUGINS / "emulated_vendor"))
     from hetero_emulated_vendor.platform import EmulatedVendor
 

@@ -212,6 +212,12 @@ class GradientSync:
         return owned
 
 
+    def rehearsed(self) -> None:
+        """Send the sums off as a step does, and forget them: what was added up so far was no step's."""
+        self.finish()
+        self.sums.allocated.clear()
+
+
 def _call(method: WeakMethod[Any], name: str, param: torch.Tensor) -> None:
     if (alive := method()) is not None:
         alive(name, param)

@@ -31,6 +31,7 @@ class LayerDump:
     def __init__(self, model: torch.nn.Module, directory: str | Path, rank: int) -> None:
         self.directory, self.rank = Path(directory), rank
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.active = True
         self._order: list[str] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._hooks = []
@@ -44,7 +45,7 @@ class LayerDump:
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: torch.nn.Module, args: Any, out: Any) -> None:
             whole = out.sum() if isinstance(out, ResidualStream) else out[0] if isinstance(out, tuple) else out
-            if not isinstance(whole, torch.Tensor) or name in self._tensors:
+            if not self.active or not isinstance(whole, torch.Tensor) or name in self._tensors:
                 return
             self._order.append(name)
             self._tensors[name] = whole.detach().float().cpu().contiguous().clone()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.training.alignment.capture import Call, CallRecorder, CaptureFiles, LiveCompare
 from hetero_megatron.training.alignment.dump import LayerDump
@@ -40,6 +43,7 @@ class Alignment:
 
     def follow(self, runtime: Runtime) -> None:
         """The model is built now."""
+        runtime.unwatched = self.paused
         if self._watch is not None:
             self._watch.follow(runtime.model)
             specs, rank = runtime.kernels.registry.specs, runtime.comm.rank
@@ -48,6 +52,18 @@ class Alignment:
                     print(notice_line(f"operators of rank {rank}: {op} is not watched: {why}"), flush=True)
         if self.config.dump is not None:
             self._dump = LayerDump(runtime.model, self.config.dump, runtime.comm.rank)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing inside is recorded."""
+        watched = [x for x in (self._watch, self._dump) if x is not None]
+        for x in watched:
+            x.active = False
+        try:
+            yield
+        finally:
+            for x in watched:
+                x.active = True
 
     def after_step(self, step: int, runtime: Runtime) -> None:
         """Write what the step showed; the last watched step ends it."""

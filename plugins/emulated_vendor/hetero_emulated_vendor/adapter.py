@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hetero_emulated_vendor import device
-from hetero_emulated_vendor.extension import extension, vendor
+from hetero_emulated_vendor.extension import extension, vendor, version
+
+MESSAGE_CTAS = 16  # execution slots of a message, unless its group was made with fewer
 
 
-def make_backend(options: Any, _: Any = None) -> Any:
+@dataclass
+class Options:
+    """What ``new_group`` takes as ``pg_options``."""
+
+    max_ctas: int = MESSAGE_CTAS
+
+
+def make_backend(options: Any, asked: Options | None = None) -> Any:
     """The creator that ``register_backend`` asks for: ``options`` has store, rank, size and time-out of the group."""
     store, rank, size = options.store, options.group_rank, options.group_size
-    extension.meet(store, vendor(), rank, size, options.timeout)
+    extension.meet(store, f"{vendor()}{version()}", rank, size, options.timeout)
     inner = dist.ProcessGroupGloo(dist.PrefixStore("emuccl/inner/", store), rank, size, options.timeout)
-    return extension.DeviceBackend(inner, rank, size)
+    return extension.DeviceBackend(inner, store, rank, size, options.timeout, (asked or Options()).max_ctas)
 
 
 def _register() -> None:
+    extension.check_habits()
     torch.utils.rename_privateuse1_backend("emu")
     extension.register_device()
     torch._register_device_module("emu", device)

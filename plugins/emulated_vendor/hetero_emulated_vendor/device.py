@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from hetero_emulated_vendor.extension import extension, vendor
 
+VISIBLE = "HETERO_EMULATED_VISIBLE"  # environment variable: numbers of the devices that this process may use
 Device = torch.device | int | str | None
 _DEVICE_TYPE = torch._C._autograd.DeviceType.PrivateUse1.value
 
@@ -41,7 +43,8 @@ def init() -> None:
 
 
 def device_count() -> int:
-    return int(extension.device_count())
+    visible = os.environ.get(VISIBLE)
+    return int(extension.device_count()) if visible is None else len(visible.split(","))
 
 
 def current_device() -> int:
@@ -188,6 +191,11 @@ def host_waits() -> dict[str, int]:
     up: an operator that tells the host a value or needs one for a shape, a copy that is not asynchronous or not of
     pinned memory, a synchronisation."""
     return dict(extension.host_waits())
+
+
+def communicators() -> int:
+    """How many communicators this process has made so far: of groups, at their first collective, and of pairs."""
+    return int(extension.communicators())
 
 
 def launches() -> dict[str, int]:

@@ -8,6 +8,7 @@ import os
 
 from hetero_emulated_vendor import build
 
+VERSION = "HETERO_EMULATED_VERSION"  # environment variable: of emuccl; ranks of unlike ones cannot talk either
 VENDOR = "HETERO_EMULATED_VENDOR"  # environment variable: ranks of unlike names cannot talk by emuccl
 
 extension = build.load()
@@ -17,3 +18,7 @@ atexit.register(extension.settle_before_exit, datetime.timedelta(seconds=5))
 
 def vendor() -> str:
     return os.environ.get(VENDOR) or "emulated"
+
+
+def version() -> str:
+    return os.environ.get(VERSION, "")

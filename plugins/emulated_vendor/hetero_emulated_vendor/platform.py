@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hetero_emulated_vendor import build
@@ -24,6 +26,16 @@ class EmulatedVendor(Accelerator):
         from hetero_emulated_vendor.extension import vendor
 
         return vendor()
+
+    def message_options(self) -> Any:
+        from hetero_emulated_vendor.adapter import Options
+
+        return Options(max_ctas=4)
+
+    def library_version(self) -> str:
+        from hetero_emulated_vendor.extension import version
+
+        return version()
 
     def absence(self) -> str:
         return super().absence() if build.built() else f"its extension is not built: {build.COMMAND}"

@@ -2,6 +2,8 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include "habits.h"
+
 namespace emu {
 
 DeviceWork::DeviceWork(int rank, c10d::OpType type, Event end, Tensors outputs)
@@ -48,8 +50,44 @@ void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Mil
   }
 }
 
-DeviceBackend::DeviceBackend(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size)
-    : Backend(rank, size), inner_(std::move(inner)) {}
+DeviceBackend::DeviceBackend(
+    c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+    Milliseconds limit, int ctas)
+    : Backend(rank, size), inner_(std::move(inner)), store_(std::move(store)), limit_(limit), ctas_(ctas) {}
+
+namespace {
+
+std::atomic<int> made_communicators{0};
+
+}  // namespace
+
+int communicators() { return made_communicators; }
+
+void DeviceBackend::connect(int peer) {
+  if (communicators_.count(peer) != 0) return;
+  const c10::DeviceGuard guard(c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(device_)));
+  communicators_[peer] = device_allocator()->allocate(habits().communicator_bytes);
+  ++made_communicators;
+  if (!habits().blocking_groups) return;
+  std::vector<int> members{std::min(rank_, peer), std::max(rank_, peer)};
+  if (peer == -1) {
+    members.clear();
+    for (int member = 0; member < size_; ++member) members.push_back(member);
+  }
+  const std::string pair = peer == -1 ? "" : std::to_string(members[0]) + "-" + std::to_string(members[1]) + "/";
+  const auto key = [&](int member) { return "emuccl/connect/" + pair + std::to_string(member); };
+  store_->set(key(rank_), std::vector<uint8_t>{1});
+  const Milliseconds limit = habits().connect_seconds > 0
+      ? Milliseconds(static_cast<int64_t>(1000 * habits().connect_seconds))
+      : limit_;
+  for (const int member : members) {
+    try {
+      store_->wait({key(member)}, limit);
+    } catch (const std::exception&) {
+      TORCH_CHECK(false, "emuccl: member ", member, " did not connect within ", limit.count(), " ms");
+    }
+  }
+}
 
 void DeviceBackend::require(const Tensors& tensors, const char* name) {
   for (const at::Tensor& tensor : tensors) {
@@ -77,6 +115,7 @@ DeviceBackend::Work DeviceBackend::start(
   require(reads, name.c_str());
   require(writes, name.c_str());
   if (device_ == -1) device_ = current_device();
+  connect(peer);
   Stream& stream = stream_for(peer);
   ++started_;
   Event begin, end;
@@ -95,12 +134,15 @@ DeviceBackend::Work DeviceBackend::start(
   }
   Checker::get().run(stream.actor, "emuccl " + name, uses);
   auto failed = std::make_shared<std::exception_ptr>();
-  stream.enqueue([inner = inner_, transfer = std::move(transfer), kept = std::move(kept), failed] {
+  const int slots = type == c10d::OpType::RECV ? ctas_ : 0;
+  stream.enqueue([inner = inner_, transfer = std::move(transfer), kept = std::move(kept), failed, slots] {
+    Slots::get().take(slots);
     try {
       transfer(*inner);
     } catch (...) {
       *failed = std::current_exception();
     }
+    Slots::get().give(slots);
   });
   end.device = device_;
   end.mark = std::make_shared<Mark>();

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -39,7 +40,11 @@ void meet(c10d::Store& store, const std::string& vendor, int rank, int size, Mil
 class DeviceBackend final : public c10d::Backend {
  public:
   // `inner` moves what the kernels see, in host memory.
-  DeviceBackend(c10::intrusive_ptr<c10d::Backend> inner, int rank, int size);
+  // `store` is the group's, `limit` how long members may wait for each other there, and `ctas` how many execution slots
+  // a message takes.
+  DeviceBackend(
+      c10::intrusive_ptr<c10d::Backend> inner, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+      Milliseconds limit, int ctas);
 
   using Work = c10::intrusive_ptr<c10d::Work>;
 
@@ -70,12 +75,21 @@ class DeviceBackend final : public c10d::Backend {
       c10d::OpType type, const std::string& name, int peer, const Tensors& reads, const Tensors& writes,
       Transfer transfer);
   Stream& stream_for(int peer);
+  // Make the communicator of a pair (`peer` -1: of the group), unless there is one.
+  void connect(int peer);
 
   c10::intrusive_ptr<c10d::Backend> inner_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const Milliseconds limit_;
+  const int ctas_;
   std::mutex mutex_;
   std::map<int, Stream*> streams_;
+  std::map<int, c10::DataPtr> communicators_;  // by peer, the device memory of each
   int device_ = -1;  // of the first tensor
   uint64_t started_ = 0;
 };
+
+// Communicators that this process has made so far.
+int communicators();
 
 }  // namespace emu

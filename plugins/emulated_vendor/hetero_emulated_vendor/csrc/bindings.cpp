@@ -8,6 +8,7 @@
 #include "exit.h"
 #include "graphs.h"
 #include "guard.h"
+#include "habits.h"
 
 namespace py = pybind11;
 using Unlocked = py::call_guard<py::gil_scoped_release>;  // workers must never wait for a host that waits for them
@@ -46,9 +47,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("check_host_read", &check_host_read);
   module.def("findings", [] { return Checker::get().take_found(); });
   py::class_<DeviceBackend, c10d::Backend, c10::intrusive_ptr<DeviceBackend>>(module, "DeviceBackend")
-      .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& inner, int rank, int size) {
-        return c10::make_intrusive<DeviceBackend>(inner, rank, size);
+      .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& inner, const c10::intrusive_ptr<c10d::Store>& store,
+                       int rank, int size, std::chrono::milliseconds limit, int ctas) {
+        return c10::make_intrusive<DeviceBackend>(inner, store, rank, size, limit, ctas);
       }));
+  module.def("communicators", &communicators);
+  module.def("check_habits", [] { habits(); });
   module.def(
       "meet",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& vendor, int rank, int size,

@@ -8,6 +8,7 @@
 #include <list>
 
 #include "graphs.h"
+#include "habits.h"
 #include "kernels.h"
 
 namespace emu {
@@ -169,6 +170,7 @@ void within_device(const at::Tensor& from, const at::Tensor& to) {
     stream.recording->add("aten::copy_", uses, [to = kernel_view(to), from = kernel_view(from)] { to.copy_(from); });
     if (!stream.recording->own(to)) return;
   }
+  load_kernel(source, std::string("aten::copy_ ") + c10::toString(from.scalar_type()) + c10::toString(to.scalar_type()));
   if (!stream.idle()) {
     queue_operator(stream, "aten::copy_", uses, copy);
     return;

@@ -10,6 +10,7 @@
 
 #include "graphs.h"
 #include "guard.h"
+#include "habits.h"
 #include "kernels.h"
 
 namespace emu {
@@ -332,6 +333,26 @@ void record(const c10::OperatorHandle& op, Call& call, Recording& recording) {
   recording.add(name, call.uses, std::move(again));
 }
 
+bool makes_views(const c10::FunctionSchema& schema) {
+  const auto& returns = schema.returns();
+  return !returns.empty() && std::all_of(returns.begin(), returns.end(), only_views);
+}
+
+// Which kernel a call runs: by the operator and its dtypes; those of products are chosen by sizes as well.
+std::string kernel_of(Call& call) {
+  const std::string& name = call.schema.name();
+  std::string key = name + "." + call.schema.overload_name();
+  const bool product = name.find("mm") != std::string::npos;
+  for (size_t i = call.first; i < call.stack.size(); ++i) {
+    each_tensor(call.stack[i], [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return;
+      key += std::string(" ") + c10::toString(tensor.scalar_type());
+      if (product) key += "[" + c10::Join(",", tensor.sizes()) + "]";
+    });
+  }
+  return key;
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   Call call{schema, *stack, stack->size() - schema.arguments().size()};
@@ -340,6 +361,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Stream& stream = current_stream(call.device);
   if (stream.recording != nullptr) return record(op, call, *stream.recording);
   if (holds_up_host(call)) count_wait(schema.name());
+  if (!makes_views(schema)) load_kernel(call.device, kernel_of(call));
   if (!stream.idle()) {
     if (const auto returned = returned_arguments(call)) {
       count_launch(schema.name());

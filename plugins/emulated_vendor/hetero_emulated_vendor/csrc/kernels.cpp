@@ -6,6 +6,8 @@
 
 #include <cstring>
 
+#include "habits.h"
+
 namespace emu {
 
 namespace {
@@ -57,13 +59,17 @@ std::vector<Use> of_memory(const std::vector<Use>& uses) {
 Moment begin_operator(int device, const std::string& name, const std::vector<Use>& uses) {
   Stream& stream = current_stream(device);
   stream.drain();
+  if (name.rfind("aten::", 0) == 0 && !of_memory(uses).empty()) Slots::get().await_one();  // neither views nor copies of the host
   return Checker::get().run(stream.actor, name, of_memory(uses));
 }
 
 void queue_operator(
     Stream& stream, const std::string& name, const std::vector<Use>& uses, std::function<void()> kernel) {
   Checker::get().run(stream.actor, name, of_memory(uses));
-  stream.enqueue(std::move(kernel));
+  stream.enqueue([kernel = std::move(kernel)] {
+    Slots::get().await_one();
+    kernel();
+  });
 }
 
 at::Tensor Views::view(const at::Tensor& tensor) {

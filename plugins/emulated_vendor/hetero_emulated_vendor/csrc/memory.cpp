@@ -11,6 +11,7 @@
 #include <map>
 
 #include "graphs.h"
+#include "habits.h"
 #include "streams.h"
 
 namespace emu {
@@ -109,6 +110,10 @@ class DeviceMemory final : public c10::DeviceAllocator {
       std::lock_guard<std::mutex> lock(device.mutex);
       if (!device.arena.opened()) device.arena.open(total_memory());
       address = pool != nullptr ? pool->take(size) : device.arena.take(size);
+    }
+    if (address == nullptr && habits().freeing_waits) settle_device(index);
+    {
+      std::lock_guard<std::mutex> lock(device.mutex);
       TORCH_CHECK_WITH(
           OutOfMemoryError, address != nullptr, "emu out of memory. Tried to allocate ", bytes, " bytes on emu:", index,
           ": ", device.arena.taken(), " of ", total_memory(), " bytes are taken");

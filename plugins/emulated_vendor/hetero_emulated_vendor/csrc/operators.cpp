@@ -14,6 +14,7 @@
 
 #include "copies.h"
 #include "graphs.h"
+#include "habits.h"
 #include "kernels.h"
 
 namespace emu {
@@ -27,9 +28,16 @@ c10::Device chosen(std::optional<at::Device> device) {
   return {c10::kPrivateUse1, static_cast<c10::DeviceIndex>(index)};
 }
 
+void require_width(std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK(
+      !habits().no_fp64 || c10::dtype_or_default(dtype) != c10::ScalarType::Double,
+      "the emulated device has no fp64");
+}
+
 at::Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  require_width(dtype);
   const c10::DeviceGuard guard(chosen(device));
   return at::detail::empty_generic(size, device_allocator(), kKey, c10::dtype_or_default(dtype), format);
 }
@@ -37,6 +45,7 @@ at::Tensor empty(
 at::Tensor empty_strided(
     at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device> device, std::optional<bool>) {
+  require_width(dtype);
   const c10::DeviceGuard guard(chosen(device));
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kKey, c10::dtype_or_default(dtype));
 }

@@ -91,6 +91,8 @@ c10::Stream exchange_stream(c10::Stream stream);
 Stream& new_stream(int device);
 void synchronize_stream(Stream& stream);
 void synchronize_device(int device);
+// Until all streams of a device have done what is queued, whatever became of it; nothing is learnt of it.
+void settle_device(int device);
 // Until all streams have done what is queued, or until the deadline; whether they have.
 bool settle_all(std::chrono::steady_clock::time_point deadline);
 
