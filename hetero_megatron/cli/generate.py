@@ -18,7 +18,7 @@ from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import at_once, import_torch
-from hetero_megatron.utils.files import read_json_object, read_text
+from hetero_megatron.utils.files import read_json_object, read_lines
 from hetero_megatron.utils.text import notice_line, plural
 
 if TYPE_CHECKING:
@@ -181,16 +181,14 @@ def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]
     """Token ids of all prompts."""
     texts = list(args.prompt)
     if args.prompt_file is not None:
-        texts += [line for line in read_text(args.prompt_file, "--prompt-file").splitlines() if line.strip()]
+        texts += read_lines(args.prompt_file, "--prompt-file")
     if not texts:
         raise UserError("holds no prompt", field="--prompt-file", value=args.prompt_file, accepted="one per line")
     if args.chat or args.system is not None or args.chat_template is not None:
+        from hetero_megatron.data.chat.build import read_template
         from hetero_megatron.data.chat.encode import ChatEncoder
 
-        template = None
-        if args.chat_template is not None:
-            template = read_text(args.chat_template, "--chat-template")
-        encoder = ChatEncoder(tokenizer, template)
+        encoder = ChatEncoder(tokenizer, *read_template(args.chat_template, tokenizer))
         before = [{"role": "system", "content": args.system}] if args.system is not None else []
         return [encoder.prompt([*before, {"role": "user", "content": text}]) for text in texts]
     found = [[int(i) for i in tokenizer.encode(text)] for text in texts]

@@ -28,7 +28,14 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
-from hetero_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer, choose_type, required_eod
+from hetero_megatron.data.tokenizers import (
+    TOKENIZER_TYPES,
+    Tokenizer,
+    build_tokenizer,
+    choose_type,
+    required_eod,
+    with_end,
+)
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import format_seconds, plural, word
 
@@ -236,8 +243,8 @@ def _encode(chunk: list[_Record], tokenizer: Tokenizer, append_eod: bool) -> lis
         except UserError as error:
             out.append((done, UserError(str(error), where=where)))
             continue
-        end = [] if tokenizer.eod is None or not append_eod else [tokenizer.eod]
-        out.append((done, [np.append(i, np.array(end, np.int64)) if len(i) else i for i in ids]))
+        eod = tokenizer.eod if append_eod else None
+        out.append((done, [with_end(i, eod) if len(i) and eod is not None else i for i in ids]))
     return out
 
 

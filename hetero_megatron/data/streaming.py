@@ -15,7 +15,7 @@ import numpy as np
 from hetero_megatron.data.corpus import START, Corpus, Cursor
 from hetero_megatron.data.packing import document_starts
 from hetero_megatron.data.sample import Sample
-from hetero_megatron.data.tokenize import empty_corpus, encode_checked
+from hetero_megatron.data.tokenize import empty_corpus, encoded_documents
 from hetero_megatron.data.tokenizers import Tokenizer
 from hetero_megatron.errors import UserError
 
@@ -71,16 +71,23 @@ class _SampleReader:
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
         """(cursor before it, tokens with eod) of each document, for ever."""
+        before = cursor
+        for tokens, after in encoded_documents(self._repeat(cursor), self._tokenizer, self._corpus, self._limit):
+            if tokens is not None:
+                yield before, tokens
+            before = after
+
+    def _repeat(self, cursor: Cursor) -> Iterator[tuple[str, Cursor]]:
+        """The documents from a cursor on, and the whole corpus again and again."""
         while True:
-            before, empty = cursor, cursor == START
+            empty = cursor == START
             for text, after in self._corpus.documents(cursor):
-                if text:
-                    empty = False
-                    yield before, encode_checked(text, self._tokenizer, self._corpus, after, self._limit)
-                before = after
+                empty = empty and not text
+                yield text, after
             if empty:
                 raise empty_corpus(self._corpus)
             cursor = START
+            yield "", START
 
 
 class StreamingDataset:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from hetero_megatron.data.cache import Log, cache_folder, cache_key
 from hetero_megatron.data.corpus import Corpus, Cursor
+from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, token_dtype
+from hetero_megatron.data.limits import UNLIMITED, Limits
 from hetero_megatron.data.packing import check_tokens
-from hetero_megatron.data.tokenizers import ByteTokenizer, Tokenizer, required_eod
+from hetero_megatron.data.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    is_foreign,
+    required_eod,
+    too_costly,
+    with_end,
+)
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.progress import WorkLine
 
@@ -50,31 +59,49 @@ def tokenize(
     return TokenStore(corpus.name, key, store.tokens, store.offsets)
 
 
-def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Token ids with ``eod`` at the end."""
-    ids = tokenizer.encode(text)
+def encode_document(text: str, tokenizer: Tokenizer, limits: Limits = UNLIMITED) -> np.ndarray:
+    """Token ids with one ``eod`` at the end."""
+    ids = tokenizer.encode(text, limits)
     eod = required_eod(tokenizer, "a document of text has to end with one")
-    return np.append(ids.astype(np.int32 if ids.dtype.itemsize < 4 else ids.dtype), eod)
+    return with_end(ids.astype(np.int32 if ids.dtype.itemsize < 4 else ids.dtype), eod)
 
 
 def encode_checked(
-    text: str, tokenizer: Tokenizer, corpus: Corpus, after: Cursor, limit: int | None
+    text: str, tokenizer: Tokenizer, corpus: Corpus, after: Cursor, limit: int | None, limits: Limits = UNLIMITED
 ) -> np.ndarray:
     """:func:`encode_document` for the document that ends at a cursor; a UserError names it."""
     try:
-        document = encode_document(text, tokenizer)
+        document = encode_document(text, tokenizer, limits)
     except UserError as error:
         raise UserError(str(error), where=corpus.place(after)) from None
     check_tokens(document, limit, corpus.name, "--data-path", lambda _: f" in {corpus.place(after)}")
     return document
 
 
+def encoded_documents(
+    documents: Iterable[tuple[str, Cursor]], tokenizer: Tokenizer, corpus: Corpus, limit: int | None
+) -> Iterator[tuple[np.ndarray | None, Cursor]]:
+    """(tokens with ``eod`` at the end, cursor after it) of each document; None: it has no text.
+
+    A tokenizer that others wrote works in a process with limits: see :mod:`hetero_megatron.data.guard`.
+    """
+
+    def work(document: tuple[str, Cursor], limits: Limits = UNLIMITED) -> tuple[np.ndarray | None, Cursor]:
+        text, after = document
+        return encode_checked(text, tokenizer, corpus, after, limit, limits) if text else None, after
+
+    def refuse(document: tuple[str, Cursor], _: str, why: str) -> UserError:
+        return too_costly(tokenizer.name, why, corpus.place(document[1]))
+
+    return Guard(work, refuse).map(documents) if is_foreign(tokenizer) else map(work, documents)
+
+
 def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None) -> Iterator[np.ndarray]:
     last, done = time.monotonic(), 0
     with WorkLine(f"tokenizing {corpus.name}", corpus.num_bytes()) as line:
-        for text, after in corpus.documents():
-            if text:
-                yield encode_checked(text, tokenizer, corpus, after, limit)
+        for document, after in encoded_documents(corpus.documents(), tokenizer, corpus, limit):
+            if document is not None:
+                yield document
             read = corpus.bytes_before(after)
             line.add(read - done)
             done = read

@@ -10,14 +10,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
+from hetero_megatron.data.limits import TOKENIZE, UNLIMITED, Limits
 from hetero_megatron.data.tokenizer_files import cannot_load, check_directory, read_vocabulary, refuse_panics
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_bytes
 
+# Tokens of a text, at most: byte by byte, with letters that a normaliser takes apart (18 for the longest).
+_OWN_TOKENS, _TOKENS_PER_BYTE = 1 << 16, 32
 MAX_ID = 2**31 - 2  # token files hold 32 bits
 TOKENIZER_TYPES = ("ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
 
@@ -61,7 +64,7 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
         """Ids of a text, without the end of document; integer [n]."""
         ...
 
@@ -73,7 +76,7 @@ class ByteTokenizer:
 
     name, fingerprint, vocab_size, eod = "ByteTokenizer", "bytes", 257, 256
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -90,7 +93,7 @@ class NullTokenizer:
         self.name, self.fingerprint = "NullTokenizer", f"null-{vocab_size}"
         self.vocab_size, self.eod = vocab_size + 1, vocab_size
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
         words = text.split()
         bad = next((word for word in words if not _ID.fullmatch(word)), None)
         if bad is not None:
@@ -132,20 +135,26 @@ class HuggingFaceTokenizer:
         self.eod: int | None = eos if eos is None else int(eos)
         self.fingerprint = _fingerprint(self._inner)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
         # As Megatron does, special tokens that the tokenizer itself adds (Llama's BOS) are kept.
-        return _encoded(self.name, lambda: self._inner(text, verbose=False).input_ids)
+        ids = _encoded(self.name, lambda: self._inner(text, verbose=False).input_ids, limits)
+        return require_size(ids, text, self.name)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
 
     @property
-    def chat_template(self) -> str | None:
-        """Jinja text of its files (tokenizer_config.json or chat_template.jinja), the default one of several."""
+    def chat_templates(self) -> str | Mapping[str, str] | None:
+        """Jinja text of its files (tokenizer_config.json, chat_template.jinja, additional_chat_templates): the only
+        one, or several by name. UserError: it is no text."""
         found = self._inner.chat_template
-        if isinstance(found, dict):
-            found = found.get("default")
-        return None if found is None else str(found)
+        texts = list(found.values()) if isinstance(found, dict) else [found]
+        if found is not None and not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                "is no text, and no list of names and texts", field="chat_template", value=repr(found)[:80],
+                accepted="Jinja text", where=self.name,
+            )  # fmt: skip
+        return cast("str | Mapping[str, str] | None", found)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -162,11 +171,22 @@ class HuggingFaceTokenizer:
     def has_offsets(self) -> bool:
         return bool(self._inner.is_fast)
 
-    def encode_offsets(self, text: str, add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+    def encode_offsets(
+        self, text: str, add_special_tokens: bool, where: str = "", limits: Limits = UNLIMITED
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], characters that each comes from int64 [n, 2], empty for tokens that the tokenizer adds)."""
         options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True, "verbose": False}
-        found = self._inner(text, **options)
-        return np.asarray(found.input_ids, np.int64), np.asarray(found.offset_mapping, np.int64).reshape(-1, 2)
+        found = []
+
+        def encode() -> Sequence[int]:
+            found.append(self._inner(text, **options))
+            return cast("Sequence[int]", found[0].input_ids)
+
+        try:
+            ids = require_size(_encoded(self.name, encode, limits), text, self.name)
+        except UserError as error:
+            raise UserError(str(error), where=where) from None
+        return ids, np.asarray(found[0].offset_mapping, np.int64).reshape(-1, 2)
 
     def special_ids(self) -> dict[str, int | None]:
         """Ids of the tokens that config.json names."""
@@ -198,8 +218,8 @@ class GPT2BPETokenizer:
         self.eod: int | None = vocabulary.get("<|endoftext|>")
         self.fingerprint = hashlib.sha256(text).hexdigest()
 
-    def encode(self, text: str) -> np.ndarray:
-        return _encoded(self.name, lambda: self._inner.encode(text).ids)
+    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+        return require_size(_encoded(self.name, lambda: self._inner.encode(text).ids, limits), text, self.name)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
@@ -279,6 +299,27 @@ def _needed(flag: str, value: str | None, type: str) -> str:
     return value
 
 
+def is_foreign(tokenizer: Tokenizer) -> bool:
+    """Whether files that others wrote say what it does."""
+    return isinstance(tokenizer, (HuggingFaceTokenizer, GPT2BPETokenizer))
+
+
+def too_costly(name: str, why: str, where: str) -> UserError:
+    """The refusal of a tokenizer that cannot be let go on with a text; ``why``: it ``takes more than 5 s``."""
+    return UserError(
+        f"the tokenizer {why} for this text", field="tokenizer", value=name, where=where,
+        accepted="a tokenizer whose normaliser and patterns come to an end",
+    )  # fmt: skip
+
+
+def with_end(ids: np.ndarray, eod: int) -> np.ndarray:
+    """Ids of a document with one ``eod`` after them, whether or not the tokenizer adds ends of its own."""
+    end = len(ids)
+    while end and ids[end - 1] == eod:
+        end -= 1
+    return np.append(ids[:end], np.asarray(eod, ids.dtype))
+
+
 def required_eod(tokenizer: Tokenizer, why: str) -> int:
     """The end-of-document id; UserError if the tokenizer has none."""
     if tokenizer.eod is None:
@@ -300,8 +341,9 @@ def _size(ids: Any, field: str, value: str) -> int:
     return int(largest) + 1
 
 
-def _encoded(name: str, encode: Callable[[], Sequence[int]]) -> np.ndarray:
+def _encoded(name: str, encode: Callable[[], Sequence[int]], limits: Limits) -> np.ndarray:
     """Ids as int64. A damaged tokenizer may only fail here."""
+    limits.begin(TOKENIZE)
     try:
         with refuse_panics():
             return np.asarray(encode(), dtype=np.int64)
@@ -310,6 +352,18 @@ def _encoded(name: str, encode: Callable[[], Sequence[int]]) -> np.ndarray:
             f"the tokenizer fails on a text ({type(error).__name__}): its files are damaged or contradict each other",
             field="tokenizer", value=name, accepted="the undamaged files of one tokenizer",
         ) from None  # fmt: skip
+    finally:
+        limits.end()
+
+
+def require_size(ids: np.ndarray, text: str, name: str) -> np.ndarray:
+    """``ids`` themselves; UserError for more of them than any text has: a normaliser that makes text longer."""
+    if len(ids) > _OWN_TOKENS and len(ids) > _OWN_TOKENS + _TOKENS_PER_BYTE * len(text.encode(errors="replace")):
+        raise UserError(
+            f"the tokenizer makes {len(ids):,} tokens of {len(text):,} characters", field="tokenizer", value=name,
+            accepted="a tokenizer whose files do not make texts longer",
+        )  # fmt: skip
+    return ids
 
 
 def _fingerprint(inner: Any) -> str:

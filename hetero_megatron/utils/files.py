@@ -88,6 +88,15 @@ def read_text(path: Name, field: str = "", limit: int = MAX_TEXT_BYTES) -> str:
         _unreadable(path, field, "it is not UTF-8 text")
 
 
+def read_lines(path: Name, field: str = "") -> list[str]:
+    """The lines of a text file that are not blank, without their ends, ``\\n`` or ``\\r\\n``; spaces are kept.
+
+    What Unicode calls a line break besides (a form feed, U+2028) is part of a line; a byte order mark is not.
+    """
+    lines = read_text(path, field).removeprefix("\ufeff").split("\n")
+    return [line.removesuffix("\r") for line in lines if line.strip(" \t\r")]
+
+
 def read_json(path: Name, field: str = "", limit: int = MAX_TEXT_BYTES) -> Any:
     """The value in a JSON file, parsed by :func:`parse_json`. UserError if it cannot be read or parsed."""
     return parse_json(read_text(path, field, limit), os.fspath(path), field)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,9 +53,8 @@ class ChatData:
                 value=self.tokenizer.name, accepted="--tokenizer-model DIR (or --load-hf with a tokenizer in it)",
             )  # fmt: skip
         self._tokens = self.tokenizer
-        path = self.config.chat_template
-        template = read_text(Path(path), "--chat-template") if path is not None else None
-        self.encoder = ChatEncoder(self.tokenizer, template, self.config.sft_loss == "all")
+        template, name = read_template(self.config.chat_template, self.tokenizer)
+        self.encoder = ChatEncoder(self.tokenizer, template, name, self.config.sft_loss == "all")
 
     @property
     def eod(self) -> int | None:
@@ -110,11 +110,22 @@ class ChatData:
             StreamedConversations(
                 self._records(path, flag, streaming=True), self.encoder, self.seq_length, self.seed + (i << 32),
                 self._tokens.pad, Overlong(self.config.overlong_samples, self.seq_length),
-                not self.config.no_packing, self.config.shuffle_buffer, self.limit, max(WINDOW, self.keep),
+                not self.config.no_packing, self.config.shuffle_buffer, self.limit, max(WINDOW, self.keep), self.log,
             )  # fmt: skip
             for i, path in enumerate(paths)
         ]
         return StreamBlend(made, weights or [1.0], flag)
+
+
+def read_template(path: str | None, tokenizer: HuggingFaceTokenizer) -> tuple[str | None, str]:
+    """(what :class:`ChatEncoder` takes for --chat-template, its name): the text of a file, or the name of one of the
+    tokenizer's templates."""
+    if path is None:
+        return None, ""
+    own = tokenizer.chat_templates
+    if isinstance(own, Mapping) and path in own and not os.path.exists(path):
+        return path, path
+    return read_text(Path(path), "--chat-template"), path
 
 
 class StreamBlend(BlendedDataset):

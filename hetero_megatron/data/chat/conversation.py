@@ -10,10 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_megatron.data.chat.forms import ALPACA, PROMPT, form_of, is_pair, pair_refused
+from hetero_megatron.data.chat.keys import (
+    refuse_record_keys,
+    refuse_turn_keys,
+    unread_record_keys,
+    unread_turn_keys,
+)
+from hetero_megatron.data.chat.marks import MARKS, marks_beside, refuse_marks, shown, turn_mark
+from hetero_megatron.data.chat.values import read_documents, read_options, read_tool_calls, read_tools
 from hetero_megatron.errors import UserError
 
 _ROLES = {  # ShareGPT's ``from`` -> role
@@ -27,14 +35,44 @@ _ROLES = {  # ShareGPT's ``from`` -> role
 class Conversation:
     """Attributes:
         messages: with a role and content each; empty where the record holds text.
-        tools: what the template is told that the assistant may call; None: nothing.
+        tools: what the template is told that the assistant may call; None: nothing. Also an empty list is told.
+        documents, options: what the template is told besides.
         text: (prompt, completion) of a record without messages, which no chat template renders.
-        first: messages before this one are the prompt: assistants in them do not count in the loss."""
+        first: messages before this one are the prompt: assistants in them do not count in the loss.
+        marks: of each message, whether it counts in the loss; None: as the role says. Empty: no message has one.
+        unread: keys that nothing but a template could read: (of a turn, not of the record; key)."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
-    tools: Sequence[Any] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     text: tuple[str, str] | None = None
     first: int = 0
+    marks: tuple[bool | None, ...] = ()
+    unread: tuple[tuple[bool, str], ...] = ()
+
+
+@dataclass
+class _Turns:
+    """Parses turns one after another, and keeps what is not part of their messages."""
+
+    where: str
+    share: bool = False
+    marks: list[bool | None] = field(default_factory=list)
+    unread: dict[str, None] = field(default_factory=dict)
+
+    def read(self, turns: Sequence[Any], name: str) -> tuple[Mapping[str, Any], ...]:
+        """Messages of a list under ``name``."""
+        return tuple(self._one(turn, f"{name}[{i}]") for i, turn in enumerate(turns))
+
+    def _one(self, turn: Any, name: str) -> Mapping[str, Any]:
+        if not isinstance(turn, dict):
+            raise UserError("is not an object", field=name, value=shown(turn), accepted="a message", where=self.where)
+        refuse_turn_keys(turn, name, self.where)
+        self.marks.append(turn_mark(turn, name, self.where))
+        message = _message(turn, name, self.where, self.share)
+        self.unread |= dict.fromkeys(unread_turn_keys(message, name, self.where))
+        return message
 
 
 def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
@@ -54,11 +92,30 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
     raw = _list(record[form], form, where)
     # ShareGPT's turns have from and value, under whatever name; conversations may also hold OpenAI's messages.
     share = any(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in raw)
-    messages = tuple(_turn(turn, f"{form}[{i}]", where, share) for i, turn in enumerate(raw))
+    turns = _Turns(where, share)
+    messages = turns.read(raw, form)
     if is_pair(record) and messages[-1]["role"] != "assistant":  # else they hold the chosen one
         raise pair_refused(record, where)
     _require_assistant(messages, form, where)
-    return Conversation(_with_system(record, messages, where), _tools(record, where))
+    users = [str(turn.get("from", turn.get("role"))) for turn, m in zip(raw, messages) if m["role"] == "user"]
+    marks = marks_beside(record, turns.marks, form, users, where)
+    refuse_record_keys(record, messages[0], where)
+    return _conversation(record, form, messages, marks, turns, where)
+
+
+def _conversation(
+    record: Mapping[str, Any], form: str, messages: tuple[Mapping[str, Any], ...], marks: list[bool | None],
+    turns: _Turns, where: str, first: int = 0,
+) -> Conversation:  # fmt: skip
+    """With what the record says besides its messages; ``first``: how many of them are the prompt."""
+    told = _with_system(record, messages, where)
+    more = len(told) - len(messages)
+    unread = [(False, key) for key in unread_record_keys(record, form, where)] + [(True, key) for key in turns.unread]
+    return Conversation(
+        told, read_tools(record, where), read_documents(record, where), read_options(record, where),
+        first=first + more if first else 0, unread=tuple(unread),
+        marks=(*([None] * more), *marks) if any(mark is not None for mark in marks) else (),
+    )  # fmt: skip
 
 
 def _with_system(
@@ -69,10 +126,10 @@ def _with_system(
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
-        raise UserError("is no text", field="system", value=_shown(system), accepted="a string", where=where)
+        raise UserError("is no text", field="system", value=shown(system), accepted="a string", where=where)
     if messages[0]["role"] == "system":
         raise UserError(
-            "the messages begin with a system message, too", field="system", value=_shown(system), where=where,
+            "the messages begin with a system message, too", field="system", value=shown(system), where=where,
             accepted="one of them",
         )  # fmt: skip
     return ({"role": "system", "content": _text(system, "system", where)}, *messages)
@@ -82,19 +139,19 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
     """The instruction, and below it the input, if there is one, are what the user says."""
     if record.get("history"):
         raise UserError(
-            "earlier turns are not read beside an instruction", field="history", value=_shown(record["history"]),
+            "earlier turns are not read beside an instruction", field="history", value=shown(record["history"]),
             accepted="messages", where=where,
         )  # fmt: skip
     if record.get("context"):
         source = '.context + "\\n" + .input' if record.get("input") else ".context"
         raise UserError(
-            "is not read beside an instruction", field="context", value=_shown(record["context"]), where=where,
+            "is not read beside an instruction", field="context", value=shown(record["context"]), where=where,
             accepted=f"input (jq -c '.input = {source} | del(.context)' makes such records)",
         )  # fmt: skip
     texts = {key: record.get(key) for key in (ALPACA, "input", "output")}
     for key, value in texts.items():
         if not isinstance(value, str) and not (key == "input" and value is None):
-            raise UserError("is no text", field=key, value=_shown(value), accepted="a string", where=where)
+            raise UserError("is no text", field=key, value=shown(value), accepted="a string", where=where)
         _text(value or "", key, where)
     if not texts["output"]:
         raise UserError("is empty", field="output", value="", accepted="text to be learned", where=where)
@@ -102,7 +159,9 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
     if not asked:
         raise UserError("is empty, and so is input", field=ALPACA, value="", accepted="what is asked", where=where)
     messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]})
-    return Conversation(_with_system(record, messages, where), _tools(record, where))
+    refuse_marks(record, where)
+    refuse_record_keys(record, None, where)
+    return _conversation(record, ALPACA, messages, [], _Turns(where), where)
 
 
 def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
@@ -111,27 +170,33 @@ def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
         if not completion:
             raise UserError("is empty", field="completion", value="", accepted="text to be learned", where=where)
         _require_text_alone(record, where)
-        return Conversation(text=(_text(prompt, "prompt", where), _text(completion, "completion", where)))
+        refuse_marks(record, where)
+        refuse_record_keys(record, None, where)
+        unread = tuple((False, key) for key in unread_record_keys(record, PROMPT, where))
+        texts = (_text(prompt, "prompt", where), _text(completion, "completion", where))
+        return Conversation(text=texts, unread=unread)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError(
             "one of them is a string, the other one is not", field="prompt and completion",
             accepted="two strings, or two lists of messages", where=where,
         )  # fmt: skip
-    turns = tuple(_turn(t, f"prompt[{i}]", where) for i, t in enumerate(_list(prompt, "prompt", where)))
-    before = _with_system(record, turns, where)
-    after = [_turn(t, f"completion[{i}]", where) for i, t in enumerate(_list(completion, "completion", where))]
+    turns = _Turns(where)
+    before = turns.read(_list(prompt, "prompt", where), "prompt")
+    after = turns.read(_list(completion, "completion", where), "completion")
     _require_assistant(after, "completion", where)
-    return Conversation((*before, *after), _tools(record, where), first=len(before))
+    refuse_marks(record, where)
+    refuse_record_keys(record, before[0], where)
+    return _conversation(record, PROMPT, (*before, *after), turns.marks, turns, where, first=len(before))
 
 
 def _require_text_alone(record: Mapping[str, Any], where: str) -> None:
     """A prompt that is text is no message, so no template says where the system text and the tools go."""
-    for key, value in (("system", record.get("system")), ("tools", _tools(record, where))):
+    for key, value in (("system", record.get("system")), ("tools", read_tools(record, where))):
         if value:
             turns = 'prompt: [{role: "user", content: .prompt}], '
             turns += 'completion: [{role: "assistant", content: .completion}]'
             raise UserError(
-                "is not read beside a prompt and a completion that are strings", field=key, value=_shown(value),
+                "is not read beside a prompt and a completion that are strings", field=key, value=shown(value),
                 accepted=f"lists of messages (jq -c '. + {{{turns}}}' makes such records)", where=where,
             )  # fmt: skip
 
@@ -146,13 +211,12 @@ def _list(value: Any, field: str, where: str) -> list[Any]:
     empty = found == []
     accepted = "a list of messages" + (f" (jq -c 'select(.{field} != [])' leaves such records out)" if empty else "")
     problem = "is empty" if empty else "is not a list"
-    raise UserError(problem, field=field, value=_shown(value), accepted=accepted, where=where)
+    raise UserError(problem, field=field, value=shown(value), accepted=accepted, where=where)
 
 
-def _turn(turn: Any, field: str, where: str, share: bool = False) -> Mapping[str, Any]:
+def _message(turn: Mapping[str, Any], field: str, where: str, share: bool) -> Mapping[str, Any]:
     """A message with a role and content; of ShareGPT, translated."""
-    if not isinstance(turn, dict):
-        raise UserError("is not an object", field=field, value=_shown(turn), accepted="a message", where=where)
+    turn = {key: value for key, value in turn.items() if key not in MARKS}
     if share:
         turn = {"role": turn.get("from"), "content": turn.get("value")} | {
             key: value for key, value in turn.items() if key not in ("from", "value")
@@ -162,20 +226,17 @@ def _turn(turn: Any, field: str, where: str, share: bool = False) -> Mapping[str
         turn["role"] = role = _ROLES[role]
     if not isinstance(role, str) or not role or (share and role not in _ROLES.values()):
         name, known = ("from", ", ".join(_ROLES)) if share else ("role", "user, assistant, system, tool, …")
-        raise UserError("has no such role", field=f"{field}.{name}", value=_shown(role), accepted=known, where=where)
-    if turn.get("weight", 1) not in (1, None):
-        raise UserError(
-            "turns cannot be weighted", field=f"{field}.weight", value=_shown(turn["weight"]), where=where,
-            accepted="no weight; prompt and completion, where earlier turns shall not count",
-        )  # fmt: skip
+        raise UserError("has no such role", field=f"{field}.{name}", value=shown(role), accepted=known, where=where)
     content = turn.get("content")
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = read_tool_calls(turn["tool_calls"], f"{field}.tool_calls", where)
     if isinstance(content, str):
         _text(content, f"{field}.content", where)
     elif isinstance(content, list):
         _require_text_parts(content, f"{field}.content", where)
     elif not (content is None and turn.get("tool_calls")):
         accepted = "a string (or a list of parts; or null beside tool_calls)"
-        value = "missing" if "content" not in turn else _shown(content)
+        value = "missing" if "content" not in turn else shown(content)
         name = "value" if share else "content"
         raise UserError("is no text", field=f"{field}.{name}", value=value, accepted=accepted, where=where)
     # Keys without a value (columns of a table that other rows use) are not there for a template, as in transformers.
@@ -188,7 +249,7 @@ def _require_text_parts(parts: Sequence[Any], field: str, where: str) -> None:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind != "text":
             raise UserError(
-                "this version trains on text only", field=f"{field}[{i}].type", value=_shown(kind), accepted="text",
+                "this version trains on text only", field=f"{field}[{i}].type", value=shown(kind), accepted="text",
                 where=where,
             )  # fmt: skip
 
@@ -202,28 +263,9 @@ def _require_assistant(messages: Sequence[Mapping[str, Any]], field: str, where:
         )  # fmt: skip
 
 
-def _tools(record: Mapping[str, Any], where: str) -> Sequence[Any] | None:
-    """``tools``: a list, or its JSON text as data sets store it in one column."""
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise UserError("is not JSON", field="tools", value=_shown(tools), accepted="a list", where=where) from None
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise UserError("is not a list", field="tools", value=_shown(tools), accepted="a list of tools", where=where)
-    return tools
-
-
 def _text(text: str, field: str, where: str) -> str:
     try:
         text.encode()  # JSON can spell half of a surrogate pair, which no tokenizer takes
     except UnicodeEncodeError:
         raise UserError("holds half of a surrogate pair", field=field, accepted="Unicode text", where=where) from None
     return text
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)[:80]

@@ -1,26 +1,30 @@
-"""A conversation -> token ids, and which of them count in the loss: those that the assistant wrote.
+"""A conversation as token ids, and which of them count in the loss: those that the assistant wrote.
 
 Where the chat template marks them (``{% generation %}``), the marks say which. Else the conversation is rendered up to
 every turn of the assistant, without and with it: the first must be how the whole begins, up to where the turn starts;
-the second, up to where it ends. A template for which that does not hold is refused, never guessed about.
+the second, up to where it ends. A template for which that does not hold is refused, never guessed about. Of turns that
+the data mark not to be learned nothing counts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hetero_megatron.data.chat.arguments import other_forms, wrongly_rendered
 from hetero_megatron.data.chat.conversation import Conversation
-from hetero_megatron.data.tokenizer_files import refuse_panics
-from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
+from hetero_megatron.data.chat.keys import RECORD_READ, TURN_READ, near
+from hetero_megatron.data.chat.records import Record
+from hetero_megatron.data.chat.templates import FLAG, Rendered, Template, Templates
+from hetero_megatron.data.limits import RENDER, TOKENIZE, UNLIMITED, Limits
+from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, too_costly
 from hetero_megatron.errors import UserError
 
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TEMPLATE = "--chat-template"
+ASSISTANT = "assistant"
+_Spans = list[tuple[int, int]]
 
 
 class Encoded(NamedTuple):
@@ -34,15 +38,18 @@ class ChatEncoder:
     """Encodes conversations with a tokenizer and its chat template.
 
     Args:
-        template: Jinja text; None: the tokenizer's own, which only records with messages need.
+        template: Jinja text, or the name of one of the tokenizer's; None: the tokenizer's own, which only records with
+            messages need.
+        name: of the template's file, for messages.
         everything: all tokens count, not only the assistant's.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None, everything: bool = False) -> None:
+    def __init__(
+        self, tokenizer: HuggingFaceTokenizer, template: str | None = None, name: str = "given",
+        everything: bool = False,
+    ) -> None:  # fmt: skip
         self.tokenizer, self.everything = tokenizer, everything
-        own = tokenizer.chat_template
-        self.template = template if template is not None else own
-        self.marked = self.template is not None and bool(_MARK.search(self.template))
+        self.templates = Templates(tokenizer.chat_templates, template, tokenizer.name, name)
         if not tokenizer.has_offsets:
             raise UserError(
                 "a tokenizer without a fast version does not say which characters a token comes from",
@@ -52,100 +59,190 @@ class ChatEncoder:
     @property
     def fingerprint(self) -> str:
         """Changes whenever ids or masks could; part of cache keys."""
-        digest = hashlib.sha256((self.template or "").encode()).hexdigest()
+        digest = hashlib.sha256(self.templates.text.encode()).hexdigest()
         return f"{self.tokenizer.fingerprint}-{digest}-{self.everything}"
 
-    def encode(self, conversation: Conversation, where: str) -> Encoded:
+    def encode(self, conversation: Conversation, where: str, limits: Limits = UNLIMITED) -> Encoded:
         """Ids and mask of one conversation. UserError: the template refuses it, or its turns cannot be told apart."""
         if conversation.text is not None:
-            return self._encode_text(*conversation.text)
-        if self.template is None:
+            return self._encode_text(*conversation.text, where, limits)
+        template = self.templates.choose(conversation.tools is not None, where)
+        found = _Turns(template, conversation, self.tokenizer.special_tokens, where, limits, self.everything)
+        spans, spared = found.spans()
+        ids, counts = self._mask(found.text, spans, False, where, limits)
+        if not counts.any() and not conversation.marks:
             raise UserError(
-                "the tokenizer has no chat template, but the data has messages", field=_TEMPLATE, where=where,
-                accepted="a Jinja file, a tokenizer with chat_template.jinja, or data with prompt and completion",
-            )  # fmt: skip
-        text, spans = self._marked(conversation, where) if self.marked else self._compared(conversation, where)
-        ids, counts = self._mask(text, spans, add_special_tokens=False)
-        if not counts.any():
-            raise UserError(
-                "the chat template renders nothing of the assistant's", field=_TEMPLATE, where=where,
+                "the chat template renders nothing of the assistant's", field=FLAG, value=template.name, where=where,
                 accepted="a template that renders the content of assistant messages",
             )  # fmt: skip
-        return Encoded(ids, np.ones_like(counts) if self.everything else counts)
+        if self.everything:
+            counts = ~self._mask(found.text, spared, False, where, limits).counts if spared else np.ones_like(counts)
+        return Encoded(ids, counts)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], limits: Limits = UNLIMITED) -> list[int]:
         """Ids of messages, up to where the assistant's turn begins."""
-        if self.template is None:
-            raise UserError("the tokenizer has no chat template", field=_TEMPLATE, accepted="a Jinja file")
-        text, _ = self._render(messages, None, "prompt", prompt=True)
-        return [int(i) for i in self.tokenizer.encode_offsets(text, False)[0]]
+        template = self.templates.choose(False, "")
+        told = {"tools": None, "add_generation_prompt": True}
+        text = template.render(messages, told, self.tokenizer.special_tokens, "prompt", limits).text
+        return [int(i) for i in self.tokenizer.encode_offsets(text, False, "prompt", limits)[0]]
 
-    def _encode_text(self, prompt: str, completion: str) -> Encoded:
-        ids, counts = self._mask(prompt + completion, [(len(prompt), len(prompt + completion))], True)
+    def refuse(self, record: Record, call: str, why: str) -> UserError:
+        """The error for a record that a template or tokenizer cannot be let go on with."""
+        if call == RENDER:
+            name = self.templates.names
+            accepted = "a template that renders a conversation in less than a second"
+            return UserError(f"the chat template {why}", field=FLAG, value=name, where=record.where, accepted=accepted)
+        if call == TOKENIZE:
+            return too_costly(self.tokenizer.name, why, record.where)
+        return UserError(f"the record {why}", field="record", where=record.where, accepted="another record")
+
+    def unread(self, conversation: Conversation) -> list[str]:
+        """Keys of a record that neither training nor the template reads, each with the known key that is nearest."""
+        if not conversation.unread and conversation.documents is None and not conversation.options:
+            return []
+        words: frozenset[str] = frozenset()
+        if conversation.text is None:
+            words = self.templates.choose(conversation.tools is not None, "").words
+        turn = [f"{key} of turns{near(key, TURN_READ)}" for in_turn, key in conversation.unread
+                if in_turn and key not in words]  # fmt: skip
+        record = [f"{key}{near(key, RECORD_READ)}" for in_turn, key in conversation.unread if not in_turn]
+        told = ["documents"] if conversation.documents is not None and "documents" not in words else []
+        return [*record, *turn, *told, *(f"chat_template_kwargs.{key}" for key in conversation.options.keys() - words)]
+
+    def _encode_text(self, prompt: str, completion: str, where: str, limits: Limits) -> Encoded:
+        ids, counts = self._mask(prompt + completion, [(len(prompt), len(prompt + completion))], True, where, limits)
         if self.tokenizer.eod is not None and (not len(ids) or ids[-1] != self.tokenizer.eod):
             ids, counts = np.append(ids, self.tokenizer.eod), np.append(counts, True)
         if len(counts):
             counts[-1] = True  # an end of sequence that the tokenizer added by itself
         return Encoded(ids, np.ones_like(counts) if self.everything else counts)
 
-    def _marked(self, conversation: Conversation, where: str) -> tuple[str, list[tuple[int, int]]]:
-        text, spans = self._render(conversation.messages, conversation.tools, where)
-        if conversation.first:
-            prompt, _ = self._render(conversation.messages[: conversation.first], conversation.tools, where, True)
-            if not text.startswith(prompt):
-                raise self._not_a_prefix(conversation.first, where)
-            spans = [(max(start, len(prompt)), end) for start, end in spans if end > len(prompt)]
-        return text, spans
-
-    def _compared(self, conversation: Conversation, where: str) -> tuple[str, list[tuple[int, int]]]:
-        messages, tools = conversation.messages, conversation.tools
-        text, _ = self._render(messages, tools, where)
-        spans: list[tuple[int, int]] = []
-        for i in range(conversation.first, len(messages)):
-            if messages[i]["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:i], tools, where, prompt=True) if i else ("", [])
-            after, _ = self._render(messages[: i + 1], tools, where)
-            if not (text.startswith(before) and text.startswith(after) and len(before) <= len(after)):
-                raise self._not_a_prefix(i, where)
-            spans.append((len(before), len(after)))
-        return text, spans
-
-    def _not_a_prefix(self, turn: int, where: str) -> UserError:
-        return UserError(
-            f"the template renders what comes before message {turn} in another way once it is there, so the turns of "
-            "the assistant cannot be told apart by comparison", field=_TEMPLATE, where=where,
-            accepted="a template with {% generation %} … {% endgeneration %} around what the assistant writes",
-        )  # fmt: skip
-
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, where: str, prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """(text, character intervals that the template marks as the assistant's)."""
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[[dict(message) for message in messages]], tools=list(tools) if tools else None,
-                chat_template=self.template, return_assistant_tokens_mask=self.marked,
-                add_generation_prompt=prompt, **self.tokenizer.special_tokens,
-            )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            said = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"the chat template does not take this conversation: {said or type(error).__name__}",
-                field=_TEMPLATE, where=where,
-                accepted="what the template knows: roles and their order, tool calls, content as text or as parts",
-            ) from None  # fmt: skip
-        return texts[0], [(int(a), int(b)) for a, b in spans[0]] if self.marked else []
-
-    def _mask(self, text: str, spans: Sequence[tuple[int, int]], add_special_tokens: bool) -> Encoded:
+    def _mask(self, text: str, spans: _Spans, add_special_tokens: bool, where: str, limits: Limits) -> Encoded:
         """Tokens of a text, and which of them have characters in one of the intervals, as transformers counts."""
-        with refuse_panics():
-            ids, offsets = self.tokenizer.encode_offsets(text, add_special_tokens)
+        ids, offsets = self.tokenizer.encode_offsets(text, add_special_tokens, where, limits)
         counts = np.zeros(len(ids), bool)
         starts, ends = offsets[:, 0], offsets[:, 1]
         for start, end in spans:
             counts |= (starts < end) & (ends > start)
         return Encoded(ids, counts)
+
+
+class _Turns:
+    """A conversation's text, and where each turn of it stands.
+
+    Attributes:
+        text: of the whole.
+    """
+
+    def __init__(
+        self, template: Template, conversation: Conversation, names: Mapping[str, Any], where: str, limits: Limits,
+        everything: bool,
+    ) -> None:  # fmt: skip
+        self._template, self._given, self._where, self._limits = template, conversation, where, limits
+        self._names = {**names, **conversation.options}
+        self._everything = everything
+        self._messages: Sequence[Mapping[str, Any]] = conversation.messages
+        self.text, self._marked = self._whole()
+
+    def spans(self) -> tuple[_Spans, _Spans]:
+        """Intervals of characters: (what counts, what must not count although all else does)."""
+        given = self._given
+        marks = given.marks or (None,) * len(given.messages)
+        self._check_marks(marks)
+        answers = [i for i, message in enumerate(given.messages) if message["role"] == ASSISTANT]
+        if self._template.marked:
+            spans = self._of_marks({i for i in answers if marks[i] is False})
+            if given.first:
+                spans = self._after_prompt(spans)
+        else:
+            spans = [self._of_turn(i) for i in answers if i >= given.first and marks[i] is not False]
+        spared = [self._of_turn(i) for i, mark in enumerate(marks) if mark is False] if self._everything else []
+        return spans, spared
+
+    def _whole(self) -> Rendered:
+        """The text of all messages; arguments and parts in the form that the template takes."""
+        problem: UserError | None = None
+        for messages in other_forms(self._messages):
+            try:
+                found = self._render(messages)
+            except UserError as error:
+                problem = problem or error
+                continue
+            wrong = wrongly_rendered(messages, found.text)
+            if wrong is None:
+                self._messages = messages
+                return found
+            problem = problem or UserError(
+                f"the chat template writes {wrong}", field=FLAG, value=self._template.name, where=self._where,
+                accepted="a template that takes them so, or messages in another form",
+            )  # fmt: skip
+        assert problem is not None
+        raise problem
+
+    def _check_marks(self, marks: Sequence[bool | None]) -> None:
+        for i, (message, mark) in enumerate(zip(self._messages, marks)):
+            if mark and message["role"] != ASSISTANT and not self._everything:
+                raise UserError(
+                    f"message {i} is marked to count in the loss, but its role is {message['role']}",
+                    field="messages", where=self._where,
+                    accepted="marks of the assistant's turns (none, or false, elsewhere), or --sft-loss all",
+                )  # fmt: skip
+
+    def _of_marks(self, left_out: set[int]) -> _Spans:
+        """The template's own intervals, without those of some turns."""
+        spans = self._marked
+        if not left_out:
+            return spans
+        answers = [i for i, message in enumerate(self._messages) if message["role"] == ASSISTANT]
+        owners = self._owners(answers)
+        return [span for span, owner in zip(spans, owners) if owner not in left_out]
+
+    def _owners(self, answers: Sequence[int]) -> list[int]:
+        """Whose each interval of the template is: as many as there are answers, each with its text in it, or else by
+        where the turns stand."""
+        spans = self._marked
+        if len(spans) == len(answers) and all(
+            isinstance(content := self._messages[i].get("content"), str) and content.strip()
+            and content.strip().split("\n")[-1] in self.text[start:end]
+            for i, (start, end) in zip(answers, spans)
+        ):  # fmt: skip
+            return list(answers)
+        turns = {i: self._of_turn(i) for i in answers}
+        owners = [[i for i, (start, end) in turns.items() if start <= a and b <= end] for a, b in spans]
+        if any(len(found) != 1 for found in owners):
+            raise UserError(
+                "the record marks turns not to be learned, and the template marks what the assistant wrote, but not so "
+                "that its turns can be told apart", field=FLAG, value=self._template.name, where=self._where,
+                accepted="a template with {% generation %} … {% endgeneration %} around each turn",
+            )  # fmt: skip
+        return [found[0] for found in owners]
+
+    def _after_prompt(self, spans: _Spans) -> _Spans:
+        first = self._given.first
+        prompt = self._render(self._messages[:first], prompt=True).text
+        if not self.text.startswith(prompt):
+            raise self._not_a_prefix(first)
+        return [(max(start, len(prompt)), end) for start, end in spans if end > len(prompt)]
+
+    def _of_turn(self, i: int) -> tuple[int, int]:
+        """Where a turn stands; of the assistant, what it writes after what asks for it."""
+        answer = self._messages[i]["role"] == ASSISTANT
+        before = self._render(self._messages[:i], prompt=answer).text if i else ""
+        after = self._render(self._messages[: i + 1]).text
+        if not (self.text.startswith(before) and self.text.startswith(after) and len(before) <= len(after)):
+            raise self._not_a_prefix(i)
+        return len(before), len(after)
+
+    def _not_a_prefix(self, turn: int) -> UserError:
+        return UserError(
+            f"the template renders what comes before message {turn} in another way once it is there, so the turns of "
+            "the assistant cannot be told apart by comparison", field=FLAG, value=self._template.name,
+            where=self._where,
+            accepted="a template with {% generation %} … {% endgeneration %} around what the assistant writes",
+        )  # fmt: skip
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> Rendered:
+        told = {
+            "tools": self._given.tools, "documents": self._given.documents, "add_generation_prompt": prompt,
+        }  # fmt: skip
+        return self._template.render(messages, told, self._names, self._where, self._limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,10 @@ from hetero_megatron.data.chat.conversation import read_conversation
 from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
-from hetero_megatron.data.chat.records import RecordSource
+from hetero_megatron.data.chat.records import Record, RecordSource
+from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
+from hetero_megatron.data.limits import Limits
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
@@ -39,7 +42,7 @@ def encode_store(
     """
     key = cache_key("conversations", records.identity, encoder.fingerprint)
     if records.num_bytes <= IN_MEMORY_BYTES:
-        documents = [_joined(encoded) for encoded, _ in encoded_records(records, encoder, limit)]
+        documents = [_joined(encoded) for encoded, _ in encoded_records(records, encoder, limit, log=log)]
         if not documents:
             raise empty(records)
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
@@ -51,7 +54,7 @@ def encode_store(
             log(f"data: tokenizing the conversations of {records.name} into {prefix}.bin ...")
             last, what = time.monotonic(), f"tokenizing conversations of {records.name}"
             with IndexedWriter(prefix, np.int32) as writer, WorkLine(what, 0, bytes=False) as line:
-                for encoded, _ in encoded_records(records, encoder, limit):
+                for encoded, _ in encoded_records(records, encoder, limit, log=log):
                     writer.add(_joined(encoded))
                     line.add()
                     if time.monotonic() - last > _REPORT_SECONDS:
@@ -64,12 +67,35 @@ def encode_store(
 
 
 def encoded_records(
-    records: RecordSource, encoder: ChatEncoder, limit: int | None, skip: int = 0
+    records: RecordSource, encoder: ChatEncoder, limit: int | None, skip: int = 0, log: Log | None = None
 ) -> Iterator[tuple[Encoded, str]]:
-    """(tokens and mask, where it was read) of every record."""
-    for value, where in records.read(skip):
-        encoded = encoder.encode(read_conversation(value, where), where)
-        check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {where}")  # noqa: B023
+    """(tokens and mask, where it was read) of every record, made in a process with limits: see :mod:`..guard`.
+
+    Args:
+        limit: rows of the model's embedding.
+        log: is told once of each key that nothing reads.
+    """
+    told: set[str] = set()
+    wheres: deque[str] = deque()  # of the records that the process has
+
+    def read() -> Iterator[Record]:
+        for record in records.read(skip):
+            wheres.append(record.where)
+            yield record
+
+    def work(record: Record, limits: Limits) -> tuple[Encoded, list[str]]:
+        conversation = read_conversation(*record)
+        encoded = encoder.encode(conversation, record.where, limits)
+        check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {record.where}")
+        new = [key for key in encoder.unread(conversation) if key not in told]
+        told.update(new)  # in the process, which knows what it said
+        return encoded, new
+
+    for encoded, unread in Guard(work, encoder.refuse).map(read()):
+        where = wheres.popleft()
+        if log is not None and (new := [key for key in unread if key not in told]):
+            told.update(new)
+            log(f"data: {where}: not read: {', '.join(new)}")
         yield encoded, where
 
 

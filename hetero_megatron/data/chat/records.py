@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from hetero_megatron.data.chat.keys import RECORD_READ
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.sources import arrow, jsonl, parquet
 from hetero_megatron.data.sources.compressed import open_content
+from hetero_megatron.data.sources.structure import feature_converter, json_values
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import MAX_TEXT_BYTES
 
@@ -102,18 +104,19 @@ class FileRecords:
         for path in self.corpus.files:
             if self.corpus.kind in _ROWS:
                 for row, value in enumerate(_ROWS[self.corpus.kind](path)):
-                    yield Record(value, f"{path}: row {row}")
+                    where = f"{path}: row {row}"
+                    yield Record(json_values(value, RECORD_READ, where), where)
             elif _is_array(path, self.field):
                 yield from _array(path, self.field)
             else:
-                for number, value, _ in jsonl.read_objects(path):
+                for number, value, _ in jsonl.read_objects(path, exact=True):
                     yield Record(value, f"{path}:{number}")
 
 
 def _is_array(path: Path, field: str) -> bool:
     """Whether a JSON file is one list of objects, as ShareGPT data come."""
     with open_content(path, field) as file:
-        return file.read(4096).lstrip()[:1] == b"["
+        return file.read(4096).removeprefix(jsonl.MARK).lstrip()[:1] == b"["
 
 
 def _array(path: Path, field: str) -> Iterator[Record]:
@@ -122,7 +125,10 @@ def _array(path: Path, field: str) -> Iterator[Record]:
         raise UserError(problem, field=field, value=str(path), accepted="one object per line (jsonl)")
     try:
         with open_content(path, field) as file:
-            values = json.loads(file.read(_ARRAY_BYTES + 1))
+            text = file.read(_ARRAY_BYTES + 1).removeprefix(jsonl.MARK).decode()
+        values = json.loads(text, parse_int=jsonl.exact_integer)
+    except UserError as error:
+        raise UserError(error.problem, field=field, value=str(path), accepted=error.accepted) from None
     except (ValueError, RecursionError):
         problem = "is not JSON, or cut off"
         raise UserError(problem, field=field, value=str(path), accepted="a JSON list of objects") from None
@@ -184,6 +190,7 @@ class HubRecords:
 
     def read(self, skip: int = 0) -> Iterator[Record]:
         rows = iter(self._data.skip(skip))
+        convert = feature_converter(getattr(self._data, "features", None))
         for number in itertools.count(skip):
             try:
                 value = next(rows)
@@ -195,4 +202,5 @@ class HubRecords:
                     f"cannot be read at row {number} ({type(error).__name__}: {said})", field=self.field,
                     value=self.name, accepted="a data set that can be read to its end",
                 ) from None  # fmt: skip
-            yield Record(value, f"{self.name}: row {number}")
+            where = f"{self.name}: row {number}"
+            yield Record(json_values(convert(value, where), RECORD_READ, where), where)

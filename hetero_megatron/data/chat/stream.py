@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_megatron.data.cache import Log
 from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packed import empty, encoded_records, epoch_packs
@@ -48,11 +49,12 @@ class StreamedConversations:
     def __init__(
         self, records: RecordSource, encoder: ChatEncoder, seq_length: int, seed: int, pad: int, overlong: Overlong,
         packing: bool = True, block: int = 1000, limit: int | None = None,
-        window: int = WINDOW,
+        window: int = WINDOW, log: Log | None = None,
     ) -> None:  # fmt: skip
         self.records, self.seq_length, self.overlong = records, seq_length, overlong
         self._encoder, self._seed, self._pad, self._packing = encoder, seed, pad, packing
         self._block, self._limit, self._window, self._lock = block, limit, window, threading.Lock()
+        self._log: Log | None = log
         self._recent: dict[int, Sample] = {}
         self._places: list[_Place] = []
         self._broken: UserError | None = None
@@ -98,7 +100,8 @@ class StreamedConversations:
         self._reader = self._read(place)
 
     def _read(self, place: _Place) -> Iterator[tuple[Encoded, str]]:
-        return encoded_records(self.records, self._encoder, self._limit, place.records)
+        log, self._log = self._log, None  # of the first time that the data are read
+        return encoded_records(self.records, self._encoder, self._limit, place.records, log)
 
     def _read_block(self) -> None:
         """The samples of the next block; at the end of the data the next epoch begins."""

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.data.sources.columns import Position, import_pyarrow, read_texts, require_strings, unreadable
+from hetero_megatron.data.sources.columns import (
+    Position,
+    converted_rows,
+    import_pyarrow,
+    read_texts,
+    require_strings,
+    unreadable,
+)
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import open_file
 
@@ -19,9 +26,10 @@ def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Positi
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """All columns of each row."""
-    for _, rows in _batches(path):
-        yield from rows
+    """All columns of each row, see :mod:`.structure`."""
+    with open_file(path, "--data-path") as file:
+        schema = _open(path, file).schema
+    return converted_rows((rows for _, rows in _batches(path)), schema, path)
 
 
 def check(path: Path, key: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.data.sources.jsonl import shown_names
+from hetero_megatron.data.sources.structure import row_converter
 from hetero_megatron.errors import UserError
 
 Position = tuple[int, ...]
@@ -33,6 +34,18 @@ def read_texts(batches: Batches, path: Path, key: str, position: Position) -> It
         for text in values[max(0, done - begin) :]:
             done += 1
             yield text or "", (done,)
+
+
+def converted_rows(
+    batches: Iterator[list[dict[str, Any]]], schema: Any, path: Path
+) -> Iterator[dict[str, Any]]:
+    """Rows as the values that were written, from those of pyarrow."""
+    convert = row_converter(schema)
+    row = 0
+    for rows in batches:
+        for value in rows:
+            yield convert(value, f"{path}: row {row}")
+            row += 1
 
 
 def unreadable(path: Path, kind: str, problem: str, accepted: str) -> UserError:

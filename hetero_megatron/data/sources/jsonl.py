@@ -12,6 +12,8 @@ from hetero_megatron.data.sources.compressed import is_compressed, open_content
 from hetero_megatron.errors import UserError
 
 MAX_LINE = 256 << 20  # bytes: a file without line breaks would fill the memory
+MARK = b"\xef\xbb\xbf"  # a byte order mark
+_BLANK = b" \t\r\n"  # a line ends with \n or \r\n; what else Unicode calls a line break is part of a line
 _DIGITS = 1000  # of a number, which nobody reads
 Position = tuple[int, ...]
 
@@ -22,8 +24,14 @@ def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Positi
         yield text_of(record, key, f"{path}:{number}"), after
 
 
-def read_objects(path: Path, position: Position = ()) -> Iterator[tuple[int, dict[str, Any], Position]]:
-    """(line number from 1, object, position after it); blank lines are skipped; UserError names file and line."""
+def read_objects(
+    path: Path, position: Position = (), exact: bool = False
+) -> Iterator[tuple[int, dict[str, Any], Position]]:
+    """(line number from 1, object, position after it); blank lines are skipped; UserError names file and line.
+
+    Args:
+        exact: numbers are read, whatever key they are under; else those of more digits than anybody writes become 0.
+    """
     offset, number = position or (0, 0)
     try:
         with open_content(path) as file:
@@ -32,8 +40,9 @@ def read_objects(path: Path, position: Position = ()) -> Iterator[tuple[int, dic
                 offset, number = offset + len(line), number + 1
                 if len(line) > MAX_LINE:
                     raise _bad(line, f"longer than {MAX_LINE >> 20} MiB", f"{path}:{number}")
-                if line.strip():
-                    yield number, _parse(line, f"{path}:{number}"), (offset, number)
+                line = line.removeprefix(MARK)  # also of files that were put one after another
+                if line.strip(_BLANK):
+                    yield number, _parse(line, f"{path}:{number}", exact), (offset, number)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field="--data-path", value=str(path)) from None
 
@@ -52,9 +61,9 @@ def check_end(path: Path, key: str) -> None:
             step = min(2 * step, size)
             file.seek(size - step)
             tail = file.read(step)
-            if b"\n" in tail.rstrip():
+            if b"\n" in tail.rstrip(_BLANK):
                 break
-    last = tail.rstrip().rpartition(b"\n")[2]
+    last = tail.rstrip(_BLANK).rpartition(b"\n")[2].removeprefix(MARK)
     if last:
         where = f"{path}: last line"
         text_of(_parse(last, where), key, where)
@@ -92,9 +101,11 @@ def _keys_of_text(record: dict[str, Any]) -> str:
     return f"objects with a key that holds text{f' (it has {has})' if has else ''}"
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _parse(line: bytes, where: str, exact: bool = False) -> dict[str, Any]:
     try:
-        record = json.loads(line, parse_int=_integer)
+        record = json.loads(line.decode(), parse_int=exact_integer if exact else _integer)
+    except UserError as error:
+        raise _bad(line, error.problem, where) from None
     except UnicodeDecodeError:
         raise _bad(line, "not JSON: not UTF-8 text", where) from None
     except RecursionError:
@@ -104,6 +115,13 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise _bad(line, "not a JSON object", where)
     return record
+
+
+def exact_integer(digits: str) -> int:
+    """An integer of at most ``_DIGITS`` digits. UserError: of more."""
+    if len(digits) > _DIGITS:
+        raise UserError(f"a number of {len(digits):,} digits", accepted=f"at most {_DIGITS:,}")
+    return int(digits)
 
 
 def _integer(digits: str) -> int:

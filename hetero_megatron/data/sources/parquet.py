@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.data.sources.columns import Position, import_pyarrow, read_texts, require_strings, unreadable
+from hetero_megatron.data.sources.columns import (
+    Position,
+    converted_rows,
+    import_pyarrow,
+    read_texts,
+    require_strings,
+    unreadable,
+)
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import require_regular
 
@@ -19,13 +26,17 @@ def read(path: Path, key: str, position: Position) -> Iterator[tuple[str, Positi
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """All columns of each row."""
+    """All columns of each row, see :mod:`.structure`."""
     file = _open_file(path)
+    return converted_rows(_all_columns(path, file), file.schema_arrow, path)
+
+
+def _all_columns(path: Path, file: Any) -> Iterator[list[dict[str, Any]]]:
     at = 0
     try:
         for batch in file.iter_batches(_ROWS, use_threads=False):
             rows = batch.to_pylist()
-            yield from rows
+            yield rows
             at += len(rows)
     except Exception:  # pyarrow's own kinds, and UnicodeDecodeError
         raise _unreadable(path, f"it is damaged after row {at}") from None

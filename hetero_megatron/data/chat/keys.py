@@ -1,0 +1,122 @@
+"""Keys of records and of turns: which are read, which mean nothing to training, which are refused; others are said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from hetero_megatron.data.chat.marks import LISTS, MARKS, UNCLEAR, shown
+from hetero_megatron.errors import UserError
+
+FORMS = ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "input", "output")
+RECORD_READ = (*FORMS, "system", "tools", "documents", "chat_template_kwargs")
+TURN_READ = (
+    "role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking",
+    "reasoning",
+)  # fmt: skip
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# What describes a record and is of no use to a model.
+HARMLESS = frozenset(
+    (
+        "id", "_id", "idx", "index", "uuid", "uid", "prompt_id", "conversation_id", "source", "dataset", "split", "url",
+        "license", "language", "lang", "date", "timestamp", "created", "created_at", "updated_at", "category",
+        "categories", "tags", "topic", "task", "domain", "model", "generator", "metadata", "meta", "num_turns",
+    )
+)  # fmt: skip
+_TOOLS = ("functions", "available_tools", "tool_definitions", "tools_json")
+_SYSTEMS = ("system_prompt", "system_message")
+_MARK_WORDS = (*MARKS, *LISTS, *UNCLEAR)
+_NEAR = 0.8
+
+
+def refuse_record_keys(record: Mapping[str, Any], first: Mapping[str, Any] | None, where: str) -> None:
+    """UserError for keys whose content a user would miss.
+
+    Args:
+        first: the first message, which may say the same as a text of the system beside the messages.
+    """
+    for key in _TOOLS:
+        if record.get(key) and not record.get("tools"):
+            raise _misplaced(key, "tools", record[key], where)
+    for key in _SYSTEMS:
+        text = record.get(key)
+        same = first is not None and first.get("role") == "system" and first.get("content") == text
+        if text and not same and record.get("system") != text:
+            raise _misplaced(key, "system", text, where)
+
+
+def refuse_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> None:
+    """UserError for keys whose content a user would miss, and for what looks like a mark."""
+    if turn.get("function_call"):
+        raise UserError(
+            "is read under tool_calls only", field=f"{field}.function_call", value=shown(turn["function_call"]),
+            accepted='tool_calls: [{type: "function", function: {name, arguments}}]', where=where,
+        )  # fmt: skip
+    for key in MEDIA:
+        if turn.get(key):
+            raise UserError(
+                "this version trains on text only", field=f"{field}.{key}", value=shown(turn[key]), where=where,
+                accepted="turns of nothing but text",
+            )  # fmt: skip
+
+
+def unread_turn_keys(turn: Mapping[str, Any], field: str, where: str) -> list[str]:
+    """Keys of a turn that only a chat template can have a use for. UserError: one that is nearly a mark."""
+    found = [key for key, value in turn.items() if value is not None and key not in _TURN_KNOWN]
+    for key in found:
+        _refuse_near_mark(key, turn[key], f"{field}.{key}", where)
+    return found
+
+
+def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list[str]:
+    """Keys of a record that nothing reads. UserError: one that is nearly a mark."""
+    found = [key for key, value in record.items() if value is not None and key not in _RECORD_KNOWN]
+    for key in found:
+        if isinstance(record[key], list):
+            _refuse_near_mark(key, record[key], key, where)
+    beside = _BESIDE.get(form, ())
+    return found + [key for key in FORMS if key not in beside and record.get(key) not in (None, "")]
+
+
+def near(key: str, known: Iterable[str]) -> str:
+    """`` (NAME?)`` for the known key that is most like this one; empty if none is."""
+    found = get_close_matches(key.lower(), list(known), 1, _NEAR)
+    return f" ({found[0]}?)" if found else ""
+
+
+def _refuse_near_mark(key: str, value: Any, field: str, where: str) -> None:
+    close = get_close_matches(key.lower().replace("-", "_"), _MARK_WORDS, 1, _NEAR) if _like_a_mark(value) else []
+    if close:
+        raise UserError(
+            f"no such mark: {close[0]} is one", field=field, value=shown(value), where=where,
+            accepted=f"{', '.join(MARKS)}",
+        )  # fmt: skip
+
+
+def _like_a_mark(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_like_a_mark, value))
+    if isinstance(value, str):
+        return value.lower() in ("true", "false", "0", "1")
+    return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+def _misplaced(key: str, read: str, value: Any, where: str) -> UserError:
+    return UserError(
+        f"is not read: {read} is", field=key, value=shown(value), where=where,
+        accepted=f"{read} (jq -c '.{read} = .{key} | del(.{key})' makes such records)",
+    )  # fmt: skip
+
+
+_TURN_KNOWN = frozenset((*TURN_READ, *MARKS, *UNCLEAR, *MEDIA, "function_call")) | HARMLESS
+_RECORD_KNOWN = (
+    frozenset((*RECORD_READ, *MARKS, *LISTS, *UNCLEAR, *MEDIA, *_TOOLS, *_SYSTEMS))
+    | frozenset(("label", "kto_tag", "chosen", "rejected", "history", "context"))
+    | HARMLESS
+)
+# Form -> what is read, or is a copy of it: a prompt beside messages is their beginning.
+_BESIDE = {
+    "prompt": ("prompt", "completion"), "instruction": ("instruction", "input", "output"),
+    **{key: (key, "prompt") for key in ("messages", "conversations", "conversation")},
+}  # fmt: skip

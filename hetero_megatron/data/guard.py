@@ -1,0 +1,291 @@
+"""Runs code that came with a model, its chat template and its tokenizer, in a process with limits of time and memory.
+
+A template is a program, and the normaliser and the patterns of a tokenizer.json are one, too. What they do in C or Rust
+cannot be interrupted in this process: 10**10**8, a text that grows tenfold at each step. So a child that is forked here
+(it has all that the work needs, and starts at once) does the work on batches, and the kernel ends it when a call takes
+too long or too much memory. Batches are read here while the child works on the one before.
+
+The child never touches a device, keeps no file or socket of its parent open, and ends with it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import mmap
+import os
+import pickle
+import resource
+import signal
+import struct
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hetero_megatron.data.limits import RENDER, TOKENIZE, Limits
+from hetero_megatron.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+SECONDS, SECONDS_PER_MB = 5.0, 20.0  # of CPU time, of one call: to begin with, and by the size of what it is given
+MEMORY, MEMORY_PER_BYTE = 1 << 30, 512  # bytes beyond what this process has
+SILENCE = 600.0  # seconds that a child may say nothing without using its CPU time: it waits for something
+BATCH_BYTES, BATCH_ITEMS = 1 << 18, 256
+_STATE = struct.Struct("<qB")  # of the call under way: number of the item in its batch, place in _CALLS
+_CALLS = ("", RENDER, TOKENIZE)
+
+
+class Guard(Generic[Item, Result]):
+    """A child that does ``work`` on items.
+
+    Args:
+        work: raises nothing but UserError; gets an item and the limits to tell of its calls.
+        refuse: the error for an item whose call was ended, from its kind (empty: there was none) and what to say of it.
+    """
+
+    def __init__(
+        self, work: Callable[[Item, Limits], Result], refuse: Callable[[Item, str, str], UserError],
+        seconds: float = SECONDS, memory: int = MEMORY,
+    ) -> None:  # fmt: skip
+        self._work, self._refuse, self._seconds, self._memory = work, refuse, seconds, memory
+        self._state = mmap.mmap(-1, _STATE.size)  # shared with the child
+        self._pid = 0
+        self._pipe: Connection | None = None
+
+    def map(self, items: Iterable[Item]) -> Iterator[Result]:
+        """The results, in order. UserError of the work, of ``items``, or for what exceeds the limits."""
+        batches = _batches(items)
+        try:
+            batch, last = next(batches)
+            while batch:
+                self._send(batch)
+                following, after = next(batches) if last is None else ([], last)
+                yield from self._receive(batch)
+                batch, last = following, after
+            if last is not None and not isinstance(last, StopIteration):
+                raise last
+        finally:
+            self.close()
+
+    def run(self, items: list[Item]) -> list[Result | UserError]:
+        """The results of a few items, or the errors in their place."""
+        self._send(items)
+        return list(self._answers(items))
+
+    def close(self) -> None:
+        """End the child."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._reap()
+
+    def _send(self, batch: list[Item]) -> None:
+        if self._pipe is None:
+            self._start()
+        assert self._pipe is not None
+        with suppress(BrokenPipeError):  # it ended: what it says, or does not, tells why
+            self._pipe.send_bytes(self._packed(batch))
+
+    def _packed(self, batch: list[Item]) -> bytes:
+        for part in (batch, *([item] for item in batch)):
+            try:
+                blob = pickle.dumps(part, pickle.HIGHEST_PROTOCOL)
+            except RecursionError:
+                if len(part) == 1:
+                    raise self._refuse(part[0], "", "is nested too deeply") from None
+                continue
+            if part is batch:
+                return blob
+        raise AssertionError("a batch is nested more deeply than each of its items")
+
+    def _receive(self, batch: list[Item]) -> Iterator[Result]:
+        for answer in self._answers(batch):
+            if isinstance(answer, UserError):
+                raise answer
+            yield answer
+
+    def _answers(self, batch: list[Item]) -> Iterator[Result | UserError]:
+        assert self._pipe is not None
+        try:
+            if not self._waited():
+                raise EOFError
+            answers = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            yield self._ended(batch)
+            return
+        if isinstance(answers, str):
+            raise RuntimeError(f"in the process that encodes: {answers}")
+        for failed, answer in answers:
+            yield UserError(answer) if failed else answer
+
+    def _waited(self) -> bool:
+        """Whether the child says something; False: it stands still."""
+        assert self._pipe is not None
+        last, used = time.monotonic(), -1.0
+        while not self._pipe.poll(1.0):
+            spent = _cpu_seconds(self._pid)
+            if spent != used:
+                last, used = time.monotonic(), spent
+            elif time.monotonic() - last > SILENCE:
+                return False
+        return True
+
+    def _ended(self, batch: list[Item]) -> UserError:
+        number, call = _STATE.unpack(self._state[:])
+        pid, self._pid = self._pid, 0
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        self.close()
+        by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if by == signal.SIGPROF:
+            why = f"takes more than {self._seconds:g} s"
+        elif by in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
+            why = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(by).name})"
+        else:
+            why = f"ends its process ({signal.Signals(by).name if by else f'exit code {os.WEXITSTATUS(status)}'})"
+        return self._refuse(batch[min(number, len(batch) - 1)], _CALLS[call], why)
+
+    def _start(self) -> None:
+        self._pipe, theirs = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see the module's text
+            pid = os.fork()
+        if pid == 0:
+            try:
+                _Child(theirs, self._state, self._work, self._seconds, self._memory).serve()
+            finally:
+                os._exit(1)
+        self._pid = pid
+        theirs.close()
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        self._pid = 0
+
+
+class _Child:
+    """The other side: tells the kernel what each call may take."""
+
+    def __init__(
+        self, pipe: Connection, state: mmap.mmap, work: Callable[[Any, Limits], Any], seconds: float, memory: int
+    ) -> None:
+        self._pipe, self._state, self._work = pipe, state, work
+        self._seconds, self._memory = seconds, memory
+        self._number, self._size = 0, 0
+
+    def serve(self) -> None:
+        """Until the parent is gone."""
+        self._become_a_child()
+        base = _data_bytes()
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        with suppress(EOFError, OSError):
+            while True:
+                blob = self._pipe.recv_bytes()
+                self._size = len(blob)
+                limit = base + self._memory + MEMORY_PER_BYTE * self._size
+                if hard == resource.RLIM_INFINITY or limit < hard:
+                    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+                self._pipe.send_bytes(self._answer(blob))
+        os._exit(0)
+
+    def begin(self, what: str) -> None:
+        """See :class:`Limits`."""
+        self._state[:] = _STATE.pack(self._number, _CALLS.index(what))
+        signal.setitimer(signal.ITIMER_PROF, self._seconds + SECONDS_PER_MB * self._size / 2**20)
+
+    def end(self) -> None:
+        """See :class:`Limits`."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _answer(self, blob: bytes) -> bytes:
+        answers = []
+        try:
+            for self._number, item in enumerate(pickle.loads(blob)):
+                self._state[:] = _STATE.pack(self._number, 0)
+                try:
+                    answers.append((False, self._work(item, self)))
+                except UserError as error:
+                    answers.append((True, str(error)))
+                    break
+            return pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
+        except MemoryError:
+            os.abort()
+        except BaseException:  # a fault of ours: shown by the parent
+            return pickle.dumps(traceback.format_exc())
+
+    def _become_a_child(self) -> None:
+        for name in (signal.SIGTERM, signal.SIGPROF, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM):
+            signal.signal(name, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        signal.set_wakeup_fd(-1)
+        faulthandler.disable()
+        gc.freeze()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):  # libraries write there when they fail
+            os.dup2(nothing, number)
+        kept = {0, 1, 2, self._pipe.fileno()}
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in kept:
+                with suppress(OSError):
+                    os.close(int(name))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _batches(items: Iterable[Item]) -> Iterator[tuple[list[Item], Exception | None]]:
+    """(items, what ended them: an error or StopIteration; None: they go on), small ones first."""
+    reader, count = iter(items), 1
+    while True:
+        batch: list[Item] = []
+        size = 0
+        while len(batch) < count and size < BATCH_BYTES:
+            try:
+                batch.append(next(reader))
+            except StopIteration as end:
+                yield batch, end
+                return
+            except UserError as error:  # what was read before it is used first
+                yield batch, error
+                return
+            size += size_of(batch[-1])
+        yield batch, None
+        count = min(BATCH_ITEMS, 2 * count)
+
+
+def size_of(item: Any) -> int:
+    """About the number of characters in lists, tuples and dictionaries."""
+    size, level = 0, [item]
+    while level:
+        value = level.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, dict):
+            level.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            level.extend(value)
+    return size
+
+
+def _data_bytes() -> int:
+    """Memory of this process as RLIMIT_DATA counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cpu_seconds(pid: int) -> float:
+    with suppress(OSError, IndexError):
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return float(words[11]) + float(words[12])
+    return 0.0
