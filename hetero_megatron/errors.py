@@ -23,6 +23,7 @@ class UserError(ValueError):
     ) -> None:
         self.problem, self.field, self.accepted, self.where = problem, field, accepted, where
         self.value = None if value is _ABSENT else value
+        self.several: tuple[UserError, ...] = ()  # of which this one is made
         parts = [_line(where)] if where else []
         if field:
             name = _cut(_line(field), 200)

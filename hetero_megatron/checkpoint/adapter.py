@@ -14,7 +14,8 @@ import torch
 from hetero_megatron.checkpoint.adapter_config import ACCEPTED, CONFIG, WEIGHTS, adapter_config, gate_and_up_joined
 from hetero_megatron.checkpoint.adapter_experts import ExpertSource, expert_source, single_source
 from hetero_megatron.checkpoint.export import Export, Owned
-from hetero_megatron.checkpoint.export_folder import check_work, make_work, publish_work
+from hetero_megatron.checkpoint.export_folder import check_target as check_folder
+from hetero_megatron.checkpoint.export_folder import make_work, publish_work
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES, StoredTensor, lay_out, make_files
 from hetero_megatron.checkpoint.names import hf_source, stored_boxes
 from hetero_megatron.comm import Group
@@ -162,20 +163,14 @@ def save_adapter(
 
 def check_target(directory: str, spec: ModelSpec) -> None:
     """Refuse before training what ``save_adapter`` would refuse."""
-    path = Path(directory)
     adapter_table(spec)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError("exists and is not an empty directory", field=SAVE, value=directory, accepted="a new directory")
-    check_work(path, SAVE)
+    check_folder(Path(directory), SAVE)
 
 
 def _create(final: Path, work: Path, plan: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
     make_work(final, SAVE)
     (work / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     make_files(work, plan)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if final.exists():
-        final.rmdir()
 
 
 def _publish(final: Path, plan: Mapping[str, StoredTensor]) -> str:

@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -48,7 +48,7 @@ class Export:
     plan: Mapping[str, StoredTensor]
     nonfinite: dict[str, None] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def work(self) -> Path:
         return work_of(self.final)
 

@@ -1,4 +1,5 @@
-"""The folder in which an export is written until it is complete: ``DIRECTORY.incomplete``."""
+"""The folder in which an export is written until it is complete: ``DIRECTORY.incomplete``, or ``DIRECTORY/.incomplete``
+where an empty directory is there."""
 
 from __future__ import annotations
 
@@ -8,15 +9,24 @@ import stat
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.outputs import ASIDE, inside, move_up, try_export
 
 _MARK = ".hetero-megatron-export"  # in every folder that was made here; gone when the export is complete
 
 
 def work_of(final: Path) -> Path:
     """The folder in which the export to ``final`` is written. UserError: ``final`` has no file name."""
+    if inside(final):
+        return final / ASIDE
     if final.name in ("", ".."):
         raise UserError("is not a name", value=str(final), field="--save-hf", accepted="the name of a new directory")
-    return final.with_name(final.name + ".incomplete")
+    return final.with_name(final.name + ASIDE)
+
+
+def check_target(final: Path, field: str) -> None:
+    """Refuse what cannot be written, or holds something, and what :func:`check_work` refuses."""
+    try_export(str(final), field)
+    check_work(final, field)
 
 
 def check_work(final: Path, field: str) -> None:
@@ -49,8 +59,14 @@ def make_work(final: Path, field: str) -> Path:
 
 
 def publish_work(final: Path) -> None:
-    """Rename a complete export to its final name."""
-    work_of(final).rename(final)
+    """Give a complete export its name, or its files to the directory that is there."""
+    work = work_of(final)
+    if inside(final):
+        (work / _MARK).unlink()
+        move_up(work)
+        return
+    final.parent.mkdir(parents=True, exist_ok=True)
+    work.rename(final)
     (final / _MARK).unlink()
 
 

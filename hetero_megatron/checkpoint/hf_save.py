@@ -7,7 +7,6 @@ time from its owners. Files are written to ``DIRECTORY.incomplete``, which is re
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import torch
 
 from hetero_megatron.checkpoint.companions import CONFIG, Companions, from_directory, is_tokenizer
 from hetero_megatron.checkpoint.export import Export, Owned
-from hetero_megatron.checkpoint.export_folder import check_work, make_work, publish_work
+from hetero_megatron.checkpoint.export_folder import check_target as check_folder
+from hetero_megatron.checkpoint.export_folder import make_work, publish_work
 from hetero_megatron.checkpoint.hf_files import (
     SHARD_BYTES,
     StoredTensor,
@@ -26,7 +26,6 @@ from hetero_megatron.checkpoint.hf_files import (
 from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
-from hetero_megatron.errors import UserError
 from hetero_megatron.spec import LogicalTensor, ModelSpec, export_config, logical_tensors, to_hf_config
 from hetero_megatron.utils.text import plural
 
@@ -99,17 +98,7 @@ def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
 def _check_target(path: Path, spec: ModelSpec) -> None:
     """Refuse a directory that is not empty or cannot be made, and a model without a Hugging Face family."""
     to_hf_config(spec)
-    if path.exists() and not _is_empty(path):
-        raise UserError("exists and is not an empty directory", field=FLAG, value=str(path), accepted="a new directory")
-    check_work(path, FLAG)
-    parent = next(p for p in path.absolute().parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        problem = f"cannot be made in {parent}: no directory, or not a writable one"
-        raise UserError(problem, field=FLAG, value=str(path), accepted="a new directory where the first rank may write")
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    check_folder(path, FLAG)
 
 
 def _create(
@@ -127,6 +116,3 @@ def _create(
         total = sum(t.nbytes for t in plan.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: t.file for name, t in plan.items()}}
         (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if final.exists():
-        final.rmdir()

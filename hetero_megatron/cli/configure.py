@@ -6,21 +6,24 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hetero_megatron.cli.collect import Collector
+from hetero_megatron.cli.early import check_data, check_early, check_offload
 from hetero_megatron.cli.flags import training as training
 from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
 from hetero_megatron.cli.flags.balance import build_balancing
 from hetero_megatron.cli.flags.checkpoint import build_checkpoint, build_failure
 from hetero_megatron.cli.flags.device_graphs import build_graphs
 from hetero_megatron.cli.flags.model import build_dropout, build_spec
-from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name, parse
+from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name, parse_all
 from hetero_megatron.cli.flags.plan import build_plan, take_defaults
 from hetero_megatron.cli.flags.unused import check_use
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
-from hetero_megatron.environment.launcher import read_launcher
+from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.plan import Plan
+from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.plan.pipeline_schedule import splits_backward
@@ -31,47 +34,57 @@ TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "spiece.model") 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
-def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelSpec | None = None) -> RunConfig:
+def configure(
+    argv: Sequence[str], environment: Mapping[str, str], model: ModelSpec | None = None, early: bool = False
+) -> RunConfig:
     """Parse the flags and check everything that can be known before the ranks start.
 
     Args:
         environment: the launcher's, which gives the ranks.
         model: that of a checkpoint, where flags name none.
+        early: also look at places, packages and data, as the first rank of a run does (see ``early``).
 
     Raises:
-        UserError: the first error.
+        UserError: all errors in one; but what cannot be judged because of another is not.
     """
-    args, launcher = parse(argv), read_launcher(environment, joins=False)
-    take_defaults(args)
-    # What the command line alone decides comes before what needs files.
-    optimizer, evaluation = training.build_optimizer(args), training.build_evaluation(args)
-    dtype, loss_scale = training.build_precision(args)
-    fp8 = training.build_fp8(args)
-    dropout = build_dropout(args)
-    stop, logging = training.build_exit(args), training.build_logging(args)
-    distributed = training.build_distributed(args)
-    data = _data(args)
-    if args["load_hf"] is not None:
-        args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
-    data = _own_tokenizer(args, data)
-    args.values["dtype"] = dtype
-    check_use(args, data)
-    spec = model if model is not None else with_adapters(args, build_spec(args, data))
-    if data is not None:
-        refuse_bytes(data, spec.vocab_size)
-        _check_vocabulary(args, data, spec)
-    cluster = _cluster(args)
-    plan = build_plan(args, spec, launcher, cluster, dtype, fp8)
-    if args["kernels"] is not None:
-        plan = with_kernels(plan, args["kernels"])
-    fp8_fits(plan, spec, fp8, dtype, cluster)
-    balancing = build_balancing(args, spec)
+    args, errors = parse_all(argv)
+    parts = Collector(errors)
+    part, launcher = parts.part, parts.part(lambda: read_launcher(environment, joins=False))
+    part(take_defaults, args)
+    optimizer, evaluation = part(training.build_optimizer, args), part(training.build_evaluation, args)
+    dtype = part(training.build_precision, args)
+    loss_scale = part(training.build_loss_scale, args, dtype)
+    fp8 = part(training.build_fp8, args)
+    dropout = part(build_dropout, args)
+    stop, logging = part(training.build_exit, args), part(training.build_logging, args)
+    distributed = part(training.build_distributed, args)
+    data = part(_data, args)
+    part(_find_model, args)
+    data = part(_own_tokenizer, args, data)
+    part(_set_dtype, args, dtype)
+    part(check_use, args, data)
+    spec = model if model is not None else part(_spec, args, data)
+    part(_check_vocabulary, args, data, spec)
+    cluster = part(_cluster, args)
+    plan = part(_plan, args, spec, launcher, cluster, dtype, fp8)
+    part(fp8_fits, plan, spec, fp8, dtype, cluster)
+    balancing = part(build_balancing, args, spec)
+    if early:
+        check_early(args, parts)
+        part(check_offload, plan)
+        part(lambda data, evaluation: check_data(data, evaluation, not args["skip_train"], parts), data, evaluation)
+    schedule = part(lambda plan: training.build_schedule(args, plan.global_batch_size), plan)
+    checkpoint, adapter = part(build_checkpoint, args), part(build_adapter, args)
+    failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
+    alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
+    graphs, as_rank = part(build_graphs, args, plan, spec, data), part(_as_rank, args, plan)
+    parts.done()
     return RunConfig(
         spec=spec,
         plan=plan,
         balancing=balancing,
         data=data,
-        schedule=training.build_schedule(args, plan.global_batch_size),
+        schedule=schedule,
         cluster=cluster,
         seed=args["seed"],
         dtype=dtype,
@@ -81,28 +94,49 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         optimizer=optimizer,
         evaluation=evaluation,
         exit=stop,
-        checkpoint=build_checkpoint(args),
-        adapter=build_adapter(args),
-        failure=build_failure(args, launcher.supervised),
+        checkpoint=checkpoint,
+        adapter=adapter,
+        failure=failure,
         logging=logging,
         distributed=distributed,
         check_nan=not args["no_check_for_nan_in_loss_and_grad"],
         deterministic=args["deterministic_mode"],
         logits_bytes=int(args["max_logits_mib"]) << 20,
-        alignment=training.build_alignment(args),
+        alignment=alignment,
         platform=args["platform"],
-        compile=_compile(args, plan),
-        graphs_after=build_graphs(args, plan, spec, data),
+        compile=compiled,
+        graphs_after=graphs,
         skip_train=args["skip_train"],
         load_hf=args["load_hf"],
         model_directory=model_folder(args["model"]),
         save_hf=args["save_hf"],
         save_hf_dtype=args["save_hf_dtype"],
         dry_run=args["dry_run"],
-        as_rank=_as_rank(args, plan),
+        as_rank=as_rank,
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
     )
+
+
+def _find_model(args: Arguments) -> None:
+    if args["load_hf"] is not None:
+        args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
+
+
+def _set_dtype(args: Arguments, dtype: str) -> None:
+    args.values["dtype"] = dtype
+
+
+def _spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
+    return with_adapters(args, build_spec(args, data))
+
+
+def _plan(
+    args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str,
+    fp8: Fp8 | None,
+) -> Plan:  # fmt: skip
+    plan = build_plan(args, spec, launcher, cluster, dtype, fp8)
+    return plan if args["kernels"] is None else with_kernels(plan, args["kernels"])
 
 
 def _data(args: Arguments) -> DataConfig | None:
@@ -137,8 +171,11 @@ def _own_tokenizer(args: Arguments, data: DataConfig | None) -> DataConfig | Non
     return data
 
 
-def _check_vocabulary(args: Arguments, data: DataConfig, spec: ModelSpec) -> None:
+def _check_vocabulary(args: Arguments, data: DataConfig | None, spec: ModelSpec) -> None:
     """Beside --model, --vocab-size counts the ids of a NullTokenizer; for others it has to be the model's."""
+    if data is None:
+        return
+    refuse_bytes(data, spec.vocab_size)
     named = next((key for key in ("model", "load_hf") if args[key] is not None), None)
     null = data.tokenizer_type == "NullTokenizer" or (data.tokenizer_type is None and not reads_text(data))
     size = args["vocab_size"]

@@ -40,7 +40,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
         with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
             from hetero_megatron.cli.configure import configure
 
-            config = configure(argv, environment)
+            config = configure(argv, environment, early=launcher.rank == 0 and "--dry-run" not in argv)
             if config.dry_run:
                 return dry_run(config, launcher)
             # Only now: importing torch takes seconds, and a refusal should not.

@@ -24,6 +24,10 @@ _NUMBERS = {  # Python's own int() and float() also take "1_000", "infinity" and
 }
 
 
+class Unknown(Exception):
+    """A flag was given, and what it says cannot be known; its error is in the list already."""
+
+
 @dataclass
 class Arguments:
     """Values by key (``--num-layers`` is ``num_layers``), including defaults.
@@ -33,6 +37,7 @@ class Arguments:
         idle: (flag, reason) of flags that were accepted without effect.
         notices: other messages for the start of the run.
         facts: facts about the data, for ``Flag.needs``.
+        failed: keys of flags that were given with a value that cannot be taken: reading one raises ``Unknown``.
     """
 
     values: dict[str, Any]
@@ -40,8 +45,11 @@ class Arguments:
     idle: list[tuple[str, str]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     facts: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
 
     def __getitem__(self, key: str) -> Any:
+        if key in self.failed:
+            raise Unknown(key)
         return self.values[key]
 
     def has(self, *keys: str) -> bool:
@@ -86,6 +94,14 @@ def parse(argv: Sequence[str]) -> Arguments:
     Raises:
         UserError: unknown or unsupported flags, missing, superfluous or malformed values; all in one message.
     """
+    result, errors = parse_all(argv)
+    if errors:
+        raise together(errors)
+    return result
+
+
+def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
+    """The same, with the errors beside what could be parsed."""
     flags = index()
     result = Arguments({flag.key: flag.default for flag in ALL})
     errors: list[UserError] = []
@@ -95,10 +111,11 @@ def parse(argv: Sequence[str]) -> Arguments:
             at = _read(argv, at, flags, result)
         except _At as stop:
             errors.append(stop.error)
+            if (flag := flags.get(argv[at].partition("=")[0])) is not None:
+                result.failed.add(flag.key)
+                result.given.add(flag.key)
             at = stop.next
-    if errors:
-        raise together(errors)
-    return result
+    return result, errors
 
 
 class _At(Exception):
@@ -147,9 +164,11 @@ def together(errors: Sequence[UserError]) -> UserError:
     """
     if len(errors) == 1:
         return errors[0]
+    errors = [single for error in errors for single in error.several or (error,)]
     groups: dict[tuple[str, str], list[str]] = {}
     for error in errors:
         shown = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
+        shown = f"{error.where}: {shown}" if error.where not in ("", WHERE) else shown
         groups.setdefault((error.problem, error.accepted), []).append(shown)
     parts = [
         f"{', '.join(dict.fromkeys(names))}: {problem}" + (f" (accepted: {accepted})" if accepted else "")
@@ -157,8 +176,10 @@ def together(errors: Sequence[UserError]) -> UserError:
     ]
     count = sum(len(dict.fromkeys(names)) for names in groups.values())
     first = errors[0]
-    joined = UserError(f"{count} flags cannot be taken: " + "; ".join(parts), where=WHERE)
+    what = "flags" if all(error.where in ("", WHERE) for error in errors) else "values"
+    joined = UserError(f"{count} {what} cannot be taken: " + "; ".join(parts), where=WHERE)
     joined.field, joined.value, joined.accepted = first.field, first.value, first.accepted
+    joined.several = tuple(errors)
     return joined
 
 

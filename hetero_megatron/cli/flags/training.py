@@ -122,20 +122,24 @@ def build_optimizer(args: Arguments) -> OptimizerConfig:
     )
 
 
-def build_precision(args: Arguments) -> tuple[str, LossScale]:
-    """(dtype, loss scale)."""
+def build_precision(args: Arguments) -> str:
+    """The dtype."""
     chosen = [key for key in ("bf16", "fp16", "fp64") if args[key]]
     dtype = args["dtype"] or (chosen[0] if chosen else "fp32")
     for key in chosen:
         if key != dtype:
             raise flag_error(key, True, f"it contradicts {dtype}", "one of --bf16, --fp16, --fp64, --dtype")
+    return str(dtype)
+
+
+def build_loss_scale(args: Arguments, dtype: str) -> LossScale:
     if dtype != "fp16":
         if args.has("loss_scale") and args["loss_scale"] != 1:
             raise flag_error("loss_scale", args["loss_scale"], f"{dtype} needs no loss scale", "1, or --fp16")
-        return dtype, LossScale()
+        return LossScale()
     if args["loss_scale"] is not None:
-        return dtype, LossScale(args["loss_scale"])
-    return dtype, LossScale(
+        return LossScale(args["loss_scale"])
+    return LossScale(
         args["initial_loss_scale"], True, args["min_loss_scale"], args["loss_scale_window"], args["hysteresis"]
     )
 

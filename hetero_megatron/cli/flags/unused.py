@@ -29,7 +29,7 @@ def check_use(args: Arguments, data: DataConfig | None) -> None:
     args.facts |= _facts(args) | ({FILES, KEYED} if data is None else _data_facts(data))
     errors: list[UserError] = []
     for flag in ALL:
-        if flag.key not in args.given or args[flag.key] is False:
+        if flag.key not in args.given or flag.key in args.failed or args[flag.key] is False:
             continue
         for need in flag.needs:
             if any(_holds(condition, args) for condition in need.any_of):
@@ -55,7 +55,10 @@ def _holds(condition: str, args: Arguments) -> bool:
     name, _, wanted = condition.partition(" ")
     if not name.startswith("--"):
         return condition in args.facts
-    value = args[name[2:].replace("-", "_")]
+    key = name[2:].replace("-", "_")
+    if key in args.failed:
+        return True
+    value = args[key]
     return str(value) == wanted if wanted else bool(value)
 
 

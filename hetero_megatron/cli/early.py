@@ -1,0 +1,119 @@
+"""What the first rank looks at in the first second: places that the run will write, packages that flags ask for, and
+whether each split of the data has documents. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+
+from hetero_megatron.cli.collect import Collector
+from hetero_megatron.cli.flags.parse import WHERE, Arguments, flag_name
+from hetero_megatron.data import DataConfig, open_indexed
+from hetero_megatron.data.chat.records import HUB, find_records
+from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
+from hetero_megatron.data.sources import stdlib
+from hetero_megatron.data.splits import SplitPaths, find_split
+from hetero_megatron.errors import UserError
+from hetero_megatron.outputs import try_export, try_file, try_folder
+from hetero_megatron.plan import Plan
+from hetero_megatron.training.config import EvaluationConfig
+
+# Every flag that names a place to write.
+OUTPUTS: dict[str, Callable[[str, str], None]] = {
+    "save": try_folder, "save_hf": try_export, "save_adapter": try_export, "tensorboard_dir": try_folder,
+    "wandb_save_dir": try_folder, "data_cache_path": try_folder, "dump_layers": try_folder,
+    "capture_operators": try_folder, "routing_stats": try_file,
+}  # fmt: skip
+_EXPORTS = [key for key, attempt in OUTPUTS.items() if attempt is try_export]
+# flag -> (module, what it is called, package)
+PACKAGES = {
+    "wandb_project": ("wandb", "Weights & Biases", "wandb"),
+    "tensorboard_dir": ("tensorboard", "TensorBoard", "tensorboard"),
+}
+MOST_READ = 20_000  # documents that are counted; whoever has more, and a split that needs more, waits
+
+
+def check_early(args: Arguments, parts: Collector) -> None:
+    """Places and packages; of a run that is no dry run."""
+    for key, attempt in OUTPUTS.items():
+        parts.part(_try_output, args, key, attempt)
+        parts.part(_apart, args, key)
+    for key, (module, name, package) in PACKAGES.items():
+        parts.part(_require_package, args, key, module, name, package)
+
+
+def _try_output(args: Arguments, key: str, attempt: Callable[[str, str], None]) -> None:
+    if args[key] is not None:
+        attempt(args[key], flag_name(key))
+
+
+def _apart(args: Arguments, key: str) -> None:
+    """An export is written into an empty directory at the end: nothing else may be written there before."""
+    mine = args[key]
+    for other in _EXPORTS if mine is not None else ():
+        theirs = args[other]
+        if other == key or theirs is None:
+            continue
+        if Path(os.path.realpath(mine)).is_relative_to(os.path.realpath(theirs)):
+            problem = f"{flag_name(other)} {theirs} has to be empty at the end of training"
+            accepted = f"a place outside {flag_name(other)}"
+            raise UserError(problem, field=flag_name(key), value=mine, accepted=accepted, where=WHERE)
+
+
+def _require_package(args: Arguments, key: str, module: str, name: str, package: str) -> None:
+    if args[key] is not None:
+        require_package(module, name, flag_name(key), args[key], f"pip install {package}, or leave the flag out")
+
+
+def require_package(module: str, name: str, field: str, value: object, accepted: str) -> None:
+    """UserError if a module cannot be imported; it is not imported."""
+    try:
+        found = find_spec(module) is not None
+    except (ImportError, ValueError):  # the package that holds it is missing, or is None in sys.modules
+        found = False
+    if not found:
+        raise UserError(f"{name} is not installed", field=field, value=value, accepted=accepted)
+
+
+def check_offload(plan: Plan) -> None:
+    """DeepSpeed, where a stage's optimizer is in host memory."""
+    if any(stage.optimizer.offload for pipeline in plan.pipelines for stage in pipeline.stages):
+        accepted = "pip install deepspeed, or offload: false"
+        require_package("deepspeed", "DeepSpeed", "optimizer.offload", True, accepted)
+
+
+def check_data(data: DataConfig | None, evaluation: EvaluationConfig, trains: bool, parts: Collector) -> None:
+    """Files are there, of a kind that is read, and no split that is asked for is empty."""
+    if data is None or data.mock_data:
+        return
+    for which, wanted in enumerate((trains, evaluation.iterations > 0, evaluation.iterations > 0)):
+        if wanted:
+            parts.part(_check_split, data, which)
+
+
+def _check_split(data: DataConfig, which: int) -> None:
+    split = find_split(data, which)
+    for path in split.paths if split is not None else ():
+        assert split is not None
+        count = _count(data, split, path)
+        if count is not None:
+            split.documents(count, path, "conversation" if data.sft else "document")
+
+
+def _count(data: DataConfig, split: SplitPaths, path: str) -> int | None:
+    """Documents of a path; None: enough for the split, or too many to be counted here, or a stream."""
+    share = split.shares[split.which]
+    enough = min(MOST_READ, math.ceil(2 / share)) if share else MOST_READ
+    if path.startswith(HUB) or data.reads_stream:
+        return None
+    if path != stdlib.NAME and is_indexed(path):
+        return None if data.sft else open_indexed(indexed_prefix(path), split.flag).num_documents
+    if data.sft:
+        read = sum(1 for _ in islice(find_records(path, split.flag).read(), enough))
+    else:
+        read = sum(1 for _ in islice(find_corpus(path, data.json_keys, split.flag).documents(), enough))
+    return read if read < enough else None
