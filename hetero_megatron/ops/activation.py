@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
+from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, uniform, wide
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -109,13 +109,16 @@ def _swiglu_cases() -> Iterable[Case]:
 def _clamped_swiglu_cases() -> Iterable[Case]:
     for case in _swiglu_cases():
         yield Case(case.name, (*case.args, 1.702, 7.0))
-    yield Case("narrow", (*next(iter(_swiglu_cases())).args, 1.0, 0.5))
+    yield Case("narrow", (*next(iter(_swiglu_cases())).args, 0.6, 0.5))
 
 
 def _gelu_cases() -> Iterable[Case]:
     for name, x in _values(0):
         yield Case(f"{name}, exact", (x, False))
         yield Case(f"{name}, tanh", (x, True))
+    tail = uniform(6, 32, seed=1, low=-4.0, high=-2.0)  # where the two differ by more than 16 bits round
+    yield Case("tail, exact", (tail, False))
+    yield Case("tail, tanh", (tail, True))
 
 
 BOUNDS = Bounds((1e-6, 1e-6), (1e-3, 1.5e-3), (6e-3, 8e-3))

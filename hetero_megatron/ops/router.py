@@ -123,6 +123,8 @@ def _cases() -> Iterable[Case]:
     yield Case("bias", (_apart(6, 16, 2), bias, 4, "sigmoid", True, 2.5, 1, 1, 1))
     yield Case("groups, bias", (_apart(6, 16, 2), bias, 4, "sigmoid", True, 2.5, 4, 2, 2))
     yield Case("groups", (_apart(6, 16, 3), None, 3, "softmax", False, 1.0, 4, 2, 1))
+    yield Case("three of six groups", (_apart(7, 12, 6), None, 4, "softmax", True, 0.7, 6, 3, 2))
+    yield Case("groups by their best", (_apart(7, 16, 7), None, 4, "sigmoid", True, 1.0, 4, 3, 3))
     yield Case("ties", (torch.tensor([[1.0, 2, 2, 0], [3, 3, 3, 3]]).double(), None, 2, "softmax", True, 1.0, 1, 1, 1))
     yield Case("offset view", (_apart(9, 24, 4)[1:, 2:19], None, 3, "softmax", True, 1.0, 1, 1, 1))
     yield Case("huge", (_apart(4, 8, 5) * 1000, None, 2, "topk_softmax", True, 1.0, 1, 1, 1))
