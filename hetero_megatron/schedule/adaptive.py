@@ -23,6 +23,11 @@ from hetero_megatron.schedule.stage_orders import (
 )
 
 EFFORT = 1_000_000  # 32 stages x 256 micro-batches: 40 schedules, about a second
+# (most deferred W's, patience, F before B_INPUT) on all stages: first those which together are best most often.
+UNIFORM = (
+    (math.inf, 0, False), (1, 1, True), (math.inf, 0, True), (math.inf, 0.5, False), (math.inf, 0.5, True),
+    (1, 0.5, True), (2, 1, True), (2, 0.5, True),
+)  # fmt: skip
 RULES_TRIED = 300  # changes of single values of the best rule
 ORDERS_TRIED = 1_500  # in succession, none of them faster
 
@@ -74,8 +79,8 @@ def search_adaptive(times: PipelineTimes, num_micro_batches: int, effort: int = 
 def adaptive_seconds(
     times: PipelineTimes, num_micro_batches: int, effort: int, rule: ListRule | None = None
 ) -> tuple[float, ListRule, int]:
-    """(seconds of the schedule that :func:`search_adaptive` would find, its best rule, actions timed). ``rule``: tried
-    before the others; that of a similar pipeline."""
+    """(seconds of the schedule that :func:`search_adaptive` would find, its best rule, actions timed). ``rule``: that
+    of a similar pipeline, tried before the others and instead of zero-bubble."""
     search, _ = _searched(times, num_micro_batches, effort, rule)
     return search.seconds, search.rule, search.timed
 
@@ -90,8 +95,9 @@ def _searched(
         raise UserError("is negative", field="effort", value=effort, accepted="0 or more")
     search = _Search(times, num_micro_batches, effort)
     plain = search.seconds
-    search.try_zero_bubble()
-    if rule is not None and len(rule.forward_first) == len(times.stages):
+    if rule is None or len(rule.forward_first) != len(times.stages):
+        search.try_zero_bubble()
+    else:
         search.try_rule(rule)
     search.try_uniform_rules()
     search.try_other_rules()
@@ -146,7 +152,8 @@ class _Search:
 
     def try_uniform_rules(self) -> None:
         """The same rule on all stages."""
-        for deferred, patience, forward_first in itertools.product((math.inf, 0, 1, 2), (0, 0.5, 1), (False, True)):
+        every = itertools.product((math.inf, 0, 1, 2), (0, 0.5, 1), (False, True))
+        for deferred, patience, forward_first in dict.fromkeys((*UNIFORM, *every)):
             self.try_rule(ListRule.uniform(len(self.times.stages), deferred, forward_first, patience))
 
     def try_other_rules(self) -> None:

@@ -68,7 +68,7 @@ def adaptive_chunks_seconds(
     times: ChunkedTimes, num_micro_batches: int, effort: int, rule: ChunkRule | None = None
 ) -> tuple[float, ChunkRule, int]:
     """(seconds of the schedule that :func:`search_adaptive_chunks` would find, its best rule, actions timed).
-    ``rule``: tried before the others; that of a similar pipeline."""
+    ``rule``: that of a similar pipeline, tried before the others and instead of zero-bubble."""
     search, _ = _searched(times, num_micro_batches, effort, rule)
     return search.seconds, search.rule, search.timed
 
@@ -82,8 +82,9 @@ def _searched(
             raise UserError("is negative", field=name, value=value, accepted="0 or more")
     search = _Search(times, num_micro_batches, effort)
     plain = search.seconds
-    search.try_zero_bubble()
-    if rule is not None:
+    if rule is None:
+        search.try_zero_bubble()
+    else:
         search.try_rule(rule)
     search.try_rules()
     search.change_rules()

@@ -21,6 +21,7 @@ from hetero_megatron.schedule.list_scheduling import ListRule
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.utils.cached_method import cached_method
 
+FEWEST, FEWEST_KNOWN = 6, 3  # schedules that are made for an estimate; where the rule of a similar template is known
 Rules = tuple[ListRule | ChunkRule, ...]  # of the parts of a template
 
 
@@ -53,7 +54,7 @@ class ScheduleScorer:
 
         Args:
             chunks: of layers, of every stage.
-            effort: actions that may be timed to make the schedule of one pipeline.
+            effort: actions that may be timed to make the schedule of one pipeline; at least some schedules are.
             rules: of a similar template, tried first.
         """
         nothing = math.inf, Rules()
@@ -81,6 +82,8 @@ class ScheduleScorer:
         self, times: PipelineTimes | ChunkedTimes, count: int, effort: int, rule: ListRule | ChunkRule | None
     ) -> tuple[float, ListRule | ChunkRule]:
         """(seconds, rule) of a schedule made for one pipeline."""
+        chunks = times.chunks if isinstance(times, ChunkedTimes) else 1
+        effort = max(effort, (FEWEST_KNOWN if rule else FEWEST) * 3 * len(times.stages) * chunks * count)
         if isinstance(times, PipelineTimes):
             own = rule if isinstance(rule, ListRule) else None
             seconds, found, actions = adaptive_seconds(times, count, effort, own)
