@@ -17,6 +17,7 @@ from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.fp8_arguments import add_fp8, fp8_of
 from hetero_megatron.cli.lora_arguments import add_lora, with_lora
 from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import with_more, without
@@ -52,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     other = bool(args.without or args.add)
     companion = Companion(args.out, args.cluster, other or args.objective != "tokens")
-    model = with_lora(args, stretched(load_model(args.model), args.seq_length))
+    model, notices = stretched(load_model(args.model), args.seq_length)
+    for notice in notices:
+        print(notice_line(notice), file=sys.stderr)
+    model = with_lora(args, model)
     cluster = load_cluster(args.cluster)
     if args.without:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
@@ -93,15 +97,6 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
     print(json.dumps(summary_json(summary)) if args.json else format_comparisons(summary))
     return 0
-
-
-def stretched(model: ModelSpec, seq_length: int) -> ModelSpec:
-    """The model with at least so many positions, if they are not learned; training needs the flag that is named."""
-    if seq_length <= model.max_position_embeddings or model.position != "rope":
-        return model
-    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
-    print(notice_line(f"{model.name} is made for {model.max_position_embeddings} positions; {needs}"), file=sys.stderr)
-    return replace(model, max_position_embeddings=seq_length)
 
 
 def _say(text: str, what: str = "search", line: WorkLine | None = None) -> None:
