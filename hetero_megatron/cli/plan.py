@@ -75,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
         budget.watch = None
     best = result.best
     made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks, fp8_of(args))
-    _write_plan(args, result, model, made)
+    if args.out:
+        write_text(args.out, "--out", plan_text(best, model.name, made))
     try:  # the report may take longer than the search did
         another = other or result.best.cluster is not cluster
         text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
@@ -95,7 +96,10 @@ def main(argv: Sequence[str]) -> int:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
         print(f"error: interrupted in the report{where}", file=sys.stderr)
         return INTERRUPTED
-    print(json.dumps(summary_json(summary)) if args.json else format_comparisons(summary))
+    print(json.dumps(summary_json(summary)) if args.json else format_comparisons(summary), flush=True)
+    if args.export:  # last: what the format cannot say is refused, and the plan and its report are there
+        kind, _, name = args.export.partition(":")
+        write_text(name, "--export", export(kind, best.plan, best.cluster))
     return 0
 
 
@@ -187,33 +191,44 @@ def _check_export(text: str) -> None:
     check_writable(name, "--export")
 
 
+# What other tools' formats cannot say is not searched: field of the space -> its only value.
+_EXPORTED = {"more_schedules": "never", "context": "never", "offload": "never", "unlike_tp": False}
+
+
+def _exportable(args: Namespace, space: SearchSpace) -> SearchSpace:
+    """The space without what ``--export``'s format cannot say; flags that ask for it are refused."""
+    if not args.export:
+        return space
+    kind = args.export.partition(":")[0]
+    only = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})
+    for name, value in only.items():
+        asked = getattr(args, name)
+        if asked not in (value, "auto", None, False):
+            flag = "--" + name.replace("_", "-")
+            accepted = "the command without it" if value is False else str(value)
+            raise UserError(f"{kind} cannot say it (--export)", field=flag, value=asked, accepted=accepted)
+    return replace(space, schedules=("1f1b",), shares=False, **only)
+
+
 def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
     sizes = None if args.micro_batch_size is None else (args.micro_batch_size,)
     return SearchOptions(
         dtype=args.dtype,
         time_limit=args.time_limit,
-        space=SearchSpace(
+        space=_exportable(args, SearchSpace(
             micro_batch_sizes=sizes,
             recompute=args.recompute,
             context=args.context,
             offload=args.offload,
             more_schedules=args.more_schedules,
             unlike_tp=args.unlike_tp,
-        ),
+        )),
         costs=CostOptions(
             margin=args.memory_margin, moments=moments_of(args.optimizer), fp8=fp8_of(args),
             routing=routing_of(args.routing_stats, model),
         ),
         seed=args.seed,
     )
-
-
-def _write_plan(args: Namespace, result: SearchResult, model: ModelSpec, made: MadeFor) -> None:
-    if args.out:
-        write_text(args.out, "--out", plan_text(result.best, model.name, made))
-    if args.export:
-        kind, _, name = args.export.partition(":")
-        write_text(name, "--export", export(kind, result.best.plan, result.best.cluster))
 
 
 def _fallbacks(folder: str, result: SearchResult, problem: PlanningProblem, made: MadeFor) -> list[NodeLoss]:
