@@ -17,6 +17,7 @@ from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.flags.lora import add_lora, with_lora
 from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import with_more, without
@@ -52,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     other = bool(args.without or args.add)
     companion = Companion(args.out, args.cluster, other or args.objective != "tokens")
-    model = with_lora(args, stretched(load_model(args.model), args.seq_length))
+    model, notices = stretched(load_model(args.model), args.seq_length)
+    for notice in notices:
+        print(notice_line(notice), file=sys.stderr)
+    model = with_lora(args, model)
     cluster = load_cluster(args.cluster)
     if args.without:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
@@ -71,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
         budget.watch = None
     best = result.best
     made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks, fp8_of(args))
-    _write_plan(args, result, model, made)
+    if args.out:
+        write_text(args.out, "--out", plan_text(best, model.name, made))
     try:  # the report may take longer than the search did
         another = other or result.best.cluster is not cluster
         text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
@@ -91,17 +96,11 @@ def main(argv: Sequence[str]) -> int:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
         print(f"error: interrupted in the report{where}", file=sys.stderr)
         return INTERRUPTED
-    print(json.dumps(summary_json(summary)) if args.json else format_comparisons(summary))
+    print(json.dumps(summary_json(summary)) if args.json else format_comparisons(summary), flush=True)
+    if args.export:  # last: what the format cannot say is refused, and the plan and its report are there
+        kind, _, name = args.export.partition(":")
+        write_text(name, "--export", export(kind, best.plan, best.cluster))
     return 0
-
-
-def stretched(model: ModelSpec, seq_length: int) -> ModelSpec:
-    """The model with at least so many positions, if they are not learned; training needs the flag that is named."""
-    if seq_length <= model.max_position_embeddings or model.position != "rope":
-        return model
-    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
-    print(notice_line(f"{model.name} is made for {model.max_position_embeddings} positions; {needs}"), file=sys.stderr)
-    return replace(model, max_position_embeddings=seq_length)
 
 
 def _say(text: str, what: str = "search", line: WorkLine | None = None) -> None:
@@ -192,33 +191,44 @@ def _check_export(text: str) -> None:
     check_writable(name, "--export")
 
 
+# What other tools' formats cannot say is not searched: field of the space -> its only value.
+_EXPORTED = {"more_schedules": "never", "context": "never", "offload": "never", "unlike_tp": False}
+
+
+def _exportable(args: Namespace, space: SearchSpace) -> SearchSpace:
+    """The space without what ``--export``'s format cannot say; flags that ask for it are refused."""
+    if not args.export:
+        return space
+    kind = args.export.partition(":")[0]
+    only = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})
+    for name, value in only.items():
+        asked = getattr(args, name)
+        if asked not in (value, "auto", None, False):
+            flag = "--" + name.replace("_", "-")
+            accepted = "the command without it" if value is False else str(value)
+            raise UserError(f"{kind} cannot say it (--export)", field=flag, value=asked, accepted=accepted)
+    return replace(space, schedules=("1f1b",), shares=False, **only)
+
+
 def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
     sizes = None if args.micro_batch_size is None else (args.micro_batch_size,)
     return SearchOptions(
         dtype=args.dtype,
         time_limit=args.time_limit,
-        space=SearchSpace(
+        space=_exportable(args, SearchSpace(
             micro_batch_sizes=sizes,
             recompute=args.recompute,
             context=args.context,
             offload=args.offload,
             more_schedules=args.more_schedules,
             unlike_tp=args.unlike_tp,
-        ),
+        )),
         costs=CostOptions(
             margin=args.memory_margin, moments=moments_of(args.optimizer), fp8=fp8_of(args),
             routing=routing_of(args.routing_stats, model),
         ),
         seed=args.seed,
     )
-
-
-def _write_plan(args: Namespace, result: SearchResult, model: ModelSpec, made: MadeFor) -> None:
-    if args.out:
-        write_text(args.out, "--out", plan_text(result.best, model.name, made))
-    if args.export:
-        kind, _, name = args.export.partition(":")
-        write_text(name, "--export", export(kind, result.best.plan, result.best.cluster))
 
 
 def _fallbacks(folder: str, result: SearchResult, problem: PlanningProblem, made: MadeFor) -> list[NodeLoss]:

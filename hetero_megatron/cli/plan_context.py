@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
@@ -70,18 +70,12 @@ def run_context_only(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace) -> tuple[ContextProblem, list[str]]:
-    model, notices = load_model(args.model), []
+    model, notices = stretched(load_model(args.model), args.seq_length)
     if args.seq_length > model.max_position_embeddings:
-        if model.position != "rope":
-            raise UserError(
-                f"the model has {model.max_position_embeddings} learned positions", field="--seq-length",
-                value=args.seq_length, accepted=f"at most {model.max_position_embeddings}",
-            )  # fmt: skip
-        notices.append(
-            f"{model.name} is made for {model.max_position_embeddings} positions; training at {args.seq_length} needs "
-            f"--max-position-embeddings {args.seq_length}"
-        )
-        model = replace(model, max_position_embeddings=args.seq_length)
+        raise UserError(
+            f"the model has {model.max_position_embeddings} learned positions", field="--seq-length",
+            value=args.seq_length, accepted=f"at most {model.max_position_embeddings}",
+        )  # fmt: skip
     for name in ("micro_batch_size", "tensor_model_parallel_size"):
         if getattr(args, name) < 1:
             field = "--" + name.replace("_", "-")

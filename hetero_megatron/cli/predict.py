@@ -10,6 +10,7 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.flags.lora import add_lora, with_lora
 from hetero_megatron.cli.output import write_text
+from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan
@@ -27,6 +28,7 @@ from hetero_megatron.predictor.simulate.prepared import PreparedPlan
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.text import dtype_name, notice_line
+from hetero_megatron.utils.yaml_document import Entry, read_document
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,12 +61,13 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("out of range", field="--memory-margin", value=args.memory_margin, accepted="0 to below 1")
     if args.width < 10:
         raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
-    made = made_for_of(args.plan)
+    document = read_document(args.plan)
+    made = made_for_of(document)
     name = args.model or (made.known_model() if made is not None else None)
     if name is None:
         problem = "missing, and the plan names none" if made is None else f"missing, and {made.model} is not here"
         raise UserError(problem, field="--model", accepted="preset, Hugging Face directory or config.json")
-    model, cluster = with_lora(args, load_model(name)), load_cluster(args.cluster)
+    model, cluster = with_lora(args, load_model(name), made), load_cluster(args.cluster)
     if made is not None:
         made.agree_on_model(model, args.plan)
     for key, usual in (("dtype", "bf16"), ("optimizer", "adam")):
@@ -72,7 +75,10 @@ def main(argv: Sequence[str]) -> int:
             setattr(args, key, usual if made is None else getattr(made, key))
         elif made is not None:
             made.agree(key, f"--{key}", getattr(args, key), args.plan)
-    written = load_plan(args.plan, model, cluster, args.dtype)
+    model, notices = stretched(model, _seq_length(document))
+    for notice in notices:
+        print(notice_line(notice), file=sys.stderr)
+    written = load_plan(document, model, cluster, args.dtype)
     plan = add_islands(written, model, cluster)
     if plan is not written:
         print(notice_line(format_added(plan, cluster)), file=sys.stderr)
@@ -103,3 +109,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
         return 1
     return 0
+
+
+def _seq_length(document: Entry) -> int:
+    """Of a plan file that is not checked yet; 0 where it says none."""
+    keys = document.value if isinstance(document.value, dict) else {}
+    return keys["seq_length"].integer(1) if "seq_length" in keys else 0

@@ -21,6 +21,7 @@ from hetero_megatron.monitoring.diagnosis import diagnoses_at
 from hetero_megatron.monitoring.record import expectation
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
+from hetero_megatron.plan.made_for import lora_words
 from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
 from hetero_megatron.training.config import RunConfig
 
@@ -194,6 +195,8 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
             same += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
             if config.fp8 is not None and "--fp8-format" not in words:
                 same += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
+            if made.lora is not None and "--load-adapter" not in words:
+                same += lora_words(made.lora)
             same += ["--model", made.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []
         flags = ["--auto-plan", "--cluster", str(cluster), *same, *words]
         try:

@@ -49,24 +49,27 @@ def _one_shape(plan: Plan, kind: str, rounded: bool = False) -> None:
                 accepted="a plan of equal pipelines",
             )  # fmt: skip
         for s, stage in enumerate(pipeline.stages):
-            for what in _unsayable(stage, plan.seq_length):
-                raise UserError(f"{kind} cannot say {what}", field=f"pipelines[{p}].stages[{s}]")
+            for what, instead in _unsayable(stage, plan.seq_length):
+                field = f"pipelines[{p}].stages[{s}]"
+                raise UserError(f"{kind} cannot say {what}", field=field, accepted=instead)
 
 
-def _unsayable(stage: Stage, seq_length: int) -> Iterator[str]:
-    """What a stage has that is in neither format."""
+def _unsayable(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:
+    """What a stage has that is in neither format, and how to plan without it."""
     if len(stage.layers) > 1:
-        yield "several ranges of layers"
+        yield "several ranges of layers", "one range (plan --more-schedules never)"
     if len({u.tp for u in stage.units}) > 1:
-        yield "replicas with unlike tensor parallelism in one stage"
+        yield "replicas with unlike tensor parallelism in one stage", "equal degrees"
     if any(len(set(u.tp_split)) > 1 for u in stage.units):
-        yield "uneven tensor-parallel shares"
+        yield "uneven tensor-parallel shares", "equal shares (plan without --unlike-tp)"
     if any(u.num_tokens != seq_length for u in stage.units):
-        yield "context groups"
+        yield "context groups", "whole sequences (plan --context never)"
+    if stage.experts:
+        yield "divided experts", "experts on the ranks of a tensor-parallel group"
     if stage.optimizer.offload:
-        yield "an offloaded optimizer"
+        yield "an offloaded optimizer", "optimizers on the chips (plan --offload never)"
     if stage.recompute.kind == "selective":
-        yield "selective recomputation of one stage"
+        yield "selective recomputation of one stage", "none or full (plan --recompute none, or full)"
 
 
 def flagscale(plan: Plan, cluster: Cluster) -> str:

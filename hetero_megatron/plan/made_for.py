@@ -9,12 +9,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.fp8 import FORMATS, RECIPES, Fp8
+from hetero_megatron.spec.lora import Lora
 from hetero_megatron.utils.text import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
     from hetero_megatron.utils.yaml_document import Entry
 
-KEYS = ("model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe")
+# What of adapters counts for memory and time: field -> key of the section, which is the flag's too.
+LORA_KEYS = {
+    "rank": "lora_rank", "targets": "lora_targets", "dropout": "lora_dropout", "base_dtype": "lora_base_dtype",
+    "dora": "use_dora",
+}  # fmt: skip
+KEYS = (
+    "model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe", *LORA_KEYS.values(),
+)  # fmt: skip
 OPTIMIZERS = ("adam", "sgd")
 
 
@@ -30,7 +38,8 @@ OPTIMIZERS = ("adam", "sgd")
 class MadeFor:
     """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name. The
     optimizer's bytes follow from ``optimizer`` and ``dtype``: an fp32 master of each 16-bit element, and moments as
-    wide (Adam two, SGD one). ``fp8``: what its stages in fp8 were planned with; None: not said."""
+    wide (Adam two, SGD one). ``fp8``: what its stages in fp8 were planned with; None: not said. ``lora``: adapters;
+    their alpha is the run's."""
 
     model: str
     model_hash: str
@@ -38,13 +47,14 @@ class MadeFor:
     optimizer: str
     memory: tuple[tuple[str, int], ...] = ()
     fp8: Fp8 | None = None
+    lora: Lora | None = None
 
     def plain(self) -> dict[str, Any]:
         """As a plan file has it."""
         fp8 = {} if self.fp8 is None else {"fp8_format": self.fp8.format, "fp8_recipe": self.fp8.recipe}
         return {
             "model": self.model, "model_hash": self.model_hash, "dtype": self.dtype, "optimizer": self.optimizer,
-            "memory": dict(self.memory), **fp8,
+            "memory": dict(self.memory), **fp8, **({} if self.lora is None else lora_keys(self.lora)),
         }  # fmt: skip
 
     def agree(self, key: str, field: str, value: str, source: str) -> None:
@@ -65,13 +75,27 @@ class MadeFor:
             )  # fmt: skip
 
     def agree_on_model(self, model: ModelSpec, source: str) -> None:
-        """UserError for a model that differs in what counts; its name does not."""
+        """UserError for a model that differs in what counts, adapters among it; its name does not."""
         if model_hash(model) != self.model_hash:
+            if model_hash(replace(model, lora=self.lora)) == self.model_hash:
+                raise self._other_adapters(model.lora, source)
             raise UserError(
                 f"the plan was made for another model: {self.model} ({self.model_hash})", field="model",
                 value=f"{model.name} ({model_hash(model)})", where=source,
                 accepted=f"{self.model}, or a plan made for {model.name}",
             )  # fmt: skip
+
+    def _other_adapters(self, asked: Lora | None, source: str) -> UserError:
+        """The refusal of adapters that differ from the plan's, by the first flag that does."""
+        mine, theirs = ({} if lora is None else lora_keys(lora) for lora in (self.lora, asked))
+        key = next(key for key in LORA_KEYS.values() if mine.get(key) != theirs.get(key))
+        made, other = (lora_words(lora) if lora is not None else [] for lora in (self.lora, asked))
+        made_with, other_with = (f"with {' '.join(words)}" if words else "without adapters" for words in (made, other))
+        return UserError(
+            f"the plan was made {made_with} (made_for of {source})", field=f"--{key.replace('_', '-')}",
+            value=theirs.get(key, "not given"), accepted=f"the run {made_with}, or a plan made {other_with}",
+            where="command line",
+        )  # fmt: skip
 
     def less_memory(self, cluster: Cluster, ranks: Iterable[int], source: str) -> UserError | None:
         """What to raise where chips of the ranks have less memory in this cluster than the plan was made for."""
@@ -97,12 +121,27 @@ def model_hash(model: ModelSpec) -> str:
     return hashlib.sha256(json.dumps(model.shape(), sort_keys=True).encode()).hexdigest()[:12]
 
 
+def lora_keys(lora: Lora) -> dict[str, Any]:
+    """Adapters as the section has them: what is off is left out."""
+    values = {key: getattr(lora, name) for name, key in LORA_KEYS.items()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value}
+
+
+def lora_words(lora: Lora) -> list[str]:
+    """The flags that ask for such adapters."""
+    words: list[str] = []
+    for key, value in lora_keys(lora).items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{key.replace('_', '-')}", *map(str, values)]
+    return words
+
+
 def made_for(
     model: ModelSpec, dtype: str, optimizer: str, cluster: Cluster, ranks: Iterable[int], fp8: Fp8 | None = None
 ) -> MadeFor:
     """Of a plan on these ranks of a cluster."""
     chips = {chip.name: chip.memory for chip in map(cluster.chip_of, ranks)}
-    return MadeFor(model.name, model_hash(model), dtype, optimizer, tuple(sorted(chips.items())), fp8)
+    return MadeFor(model.name, model_hash(model), dtype, optimizer, tuple(sorted(chips.items())), fp8, model.lora)
 
 
 def read_made_for(entry: Entry) -> MadeFor:
@@ -119,13 +158,32 @@ def read_made_for(entry: Entry) -> MadeFor:
         keys["optimizer"].choice(OPTIMIZERS),
         tuple(sorted((name, value.integer(1)) for name, value in memory.items())),
         fp8,
+        _read_lora(entry, keys),
     )
 
 
-def made_for_of(path: str) -> MadeFor | None:
-    """The section of a plan file, before anything else of it is read."""
-    from hetero_megatron.utils.yaml_document import read_document
+def _read_lora(entry: Entry, keys: dict[str, Entry]) -> Lora | None:
+    if "lora_rank" not in keys:
+        for key in LORA_KEYS.values():
+            if key in keys:
+                keys[key].fail("it needs lora_rank beside it")
+        return None
+    if "lora_targets" not in keys:
+        entry.fail("lora_rank is given without lora_targets", accepted="both, or none")
+    rank, dropout, base = keys["lora_rank"].integer(), keys.get("lora_dropout"), keys.get("lora_base_dtype")
+    try:
+        return Lora(
+            rank, float(rank) or 1.0, tuple(item.text() for item in keys["lora_targets"].items()),
+            dropout=0.0 if dropout is None else dropout.number(0, 1), base_dtype=None if base is None else base.text(),
+            dora="use_dora" in keys and keys["use_dora"].flag(),
+        )  # fmt: skip
+    except UserError as error:
+        if error.field not in LORA_KEYS:  # it names the key already
+            raise
+        keys[LORA_KEYS[error.field]].fail(error.problem, error.accepted)
 
-    entry = read_document(path)
+
+def made_for_of(entry: Entry) -> MadeFor | None:
+    """The section of a plan file, before anything else of it is read."""
     found = entry.value.get("made_for") if isinstance(entry.value, dict) else None
     return read_made_for(found) if found is not None else None

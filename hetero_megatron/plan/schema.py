@@ -80,18 +80,19 @@ class Dimensions:
 
 
 def load_plan(
-    path: str | os.PathLike[str], spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
+    path: str | os.PathLike[str] | Entry, spec: ModelSpec, cluster: Cluster | None = None, dtype: str | None = None
 ) -> Plan:
     """Read, expand and validate a plan file (YAML, or JSON by its suffix).
 
     Args:
+        path: the file, or what ``read_document`` has made of it.
         cluster: the plan is also checked against it, with the ``dtype`` that its chips must have. It adds nothing to
             the plan: :func:`~hetero_megatron.plan.islands.add_islands` does, where that is wanted.
 
     Raises:
         UserError: names the field, the value, what would be accepted, and file:line.
     """
-    return _load(read_document(path), spec, cluster, dtype)
+    return _load(path if isinstance(path, Entry) else read_document(path), spec, cluster, dtype)
 
 
 def plan_from_dict(

@@ -16,7 +16,7 @@ from tests.fuzz import cases, weights
 from tests.fuzz.documents import LLAMA
 from tests.fuzz.pool import ROOT, Pool
 
-BAD = (cases.TRACEBACK, cases.HANG, cases.CRASH)
+BAD = (cases.TRACEBACK, cases.WRONG, cases.HANG, cases.CRASH)
 COLUMNS = (cases.ACCEPTED, cases.REFUSED, *BAD)
 
 

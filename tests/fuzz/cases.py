@@ -10,13 +10,16 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import documents, flags, runs, weights
+from tests.fuzz import documents, flags, planning, runs, weights
 from tests.support import cluster_words
 
 # kind -> share of the cases
-KINDS = {"plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6, "words": 5}
+KINDS = {
+    "plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6, "words": 5,
+    "planning": 6,
+}  # fmt: skip
 SLOW = ("weights", "checkpoints")  # kinds that read tensors
-ACCEPTED, REFUSED, TRACEBACK, HANG, CRASH = "accepted", "refused", "traceback", "hang", "crash"
+ACCEPTED, REFUSED, TRACEBACK, WRONG, HANG, CRASH = "accepted", "refused", "traceback", "wrong", "hang", "crash"
 # What a library says of itself, or advice against a safety check, is no message of ours.
 FOREIGN = re.compile(r"Traceback \(most recent|weights_only|object at 0x|\bNoneType\b|Errno \d")
 
@@ -32,7 +35,7 @@ class Outcome:
 def kind_of(number: int) -> str:
     """Kinds take turns, so that any first N cases have all of them."""
     names = [name for name, share in KINDS.items() for _ in range(share)]
-    return names[(number * 17) % len(names)]
+    return names[(number * 101) % len(names)]  # a prime, and more than there are
 
 
 def make(seed: int, kind: str, number: int, folder: Path, bases: Path) -> list[str]:
@@ -52,15 +55,20 @@ def make(seed: int, kind: str, number: int, folder: Path, bases: Path) -> list[s
         return runs.checkpoint(rng, folder, bases / "checkpoint")
     if kind == "logs":
         return runs.log(rng, folder, bases / "run")
+    if kind == "planning":
+        return planning.case(rng, folder)
     return flags.line(rng, flags.known_flags())
 
 
-def run(words: list[str]) -> Outcome:
-    """Run the program in this process."""
-    said = io.StringIO()
+def run(words: list[str], kind: str = "") -> Outcome:
+    """Run the program in this process; of some kinds the answer is looked at too."""
+    said, wrong = io.StringIO(), ""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            code = _configure(words[1:]) if words[0] == "pretrain_gpt.py" else _command(words)
+            if kind == "planning":
+                code, wrong = planning.run(words)
+            else:
+                code = _configure(words[1:]) if words[0] == "pretrain_gpt.py" else _command(words)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if "/hetero_megatron/" in f.filename] or frames
@@ -73,6 +81,8 @@ def run(words: list[str]) -> Outcome:
             cluster_words.check(Path(words[words.index("--cluster") + 1]))
         except AssertionError as error:
             return Outcome(TRACEBACK, f"a word acts: {ascii(str(error))[:200]}")
+    if wrong:
+        return Outcome(WRONG, wrong)
     if code == 2 and not text.strip():
         return Outcome(TRACEBACK, "a refusal without a word")
     if found := FOREIGN.search(text):

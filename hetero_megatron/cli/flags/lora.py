@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan.made_for import LORA_KEYS, MadeFor
 from hetero_megatron.spec import Lora, ModelSpec, adapted
 from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, all_linear
 
@@ -20,8 +21,13 @@ def add_lora(parser: ArgumentParser) -> None:
     add("--lora-base-dtype", choices=BASE_DTYPES, help=help)
 
 
-def with_lora(args: Namespace, model: ModelSpec) -> ModelSpec:
-    """The model with the adapters that the arguments ask for."""
+def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) -> ModelSpec:
+    """The model with the adapters that the arguments ask for; what they leave open is as the plan ``made`` for it has
+    it."""
+    if made is not None and made.lora is not None:
+        for name, key in LORA_KEYS.items():
+            if getattr(args, key) is None or getattr(args, key) is False:
+                setattr(args, key, getattr(made.lora, name))
     if args.lora_rank is None:
         for flag, given in (
             ("--lora-targets", args.lora_targets), ("--lora-dropout", args.lora_dropout),

@@ -12,9 +12,10 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.islands import add_islands, format_added
-from hetero_megatron.plan.made_for import made_for_of
+from hetero_megatron.plan.made_for import LORA_KEYS, MadeFor, lora_words, made_for_of
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.yaml_document import read_document
 
 _UNIFORM = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
@@ -89,10 +90,11 @@ def build_plan(
 def _from_file(
     args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
-    made = made_for_of(args["plan"])
+    document = read_document(args["plan"])
+    made = made_for_of(document)
     if made is not None:  # first: what else does not fit another model would be a riddle
         made.agree_on_model(spec, args["plan"])
-    plan = load_plan(args["plan"], spec, cluster, dtype)
+    plan = load_plan(document, spec, cluster, dtype)
     if cluster is not None and (added := add_islands(plan, spec, cluster)) is not plan:
         plan = added
         args.notices.append(format_added(plan, cluster))
@@ -110,7 +112,7 @@ def take_defaults(args: Arguments) -> None:
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
         if key in args.given:
             raise flag_error(key, args[key], "the plan file says this already", "one of the two")
-    made = made_for_of(args["plan"])
+    made = made_for_of(read_document(args["plan"]))
     if made is None:
         return
     given = [(flag_name(key), key) for key in ("bf16", "fp16", "fp64") if args[key]]
@@ -135,6 +137,19 @@ def take_defaults(args: Arguments) -> None:
     if made.known_model() is not None and not args.has("model", "load_hf", "num_layers", "hidden_size"):
         args.values["model"] = made.model
         args.notices.append(f"model {made.model}: the plan was made for it")
+    _take_adapters(args, made)
+
+
+def _take_adapters(args: Arguments, made: MadeFor) -> None:
+    """Adapters as the plan has them, where flags and --load-adapter do not say otherwise; what they say is compared
+    with the plan when the model is known."""
+    if made.lora is None or args["load_adapter"] is not None:
+        return
+    for name, key in LORA_KEYS.items():
+        if key not in args.given:
+            args.values[key] = getattr(made.lora, name)
+    if "lora_rank" not in args.given:
+        args.notices.append(f"{' '.join(lora_words(made.lora))}: the plan was made with it")
 
 
 def _searched(

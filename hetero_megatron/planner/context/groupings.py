@@ -117,13 +117,15 @@ def block_sizes(shares: Sequence[int]) -> list[int]:
 def even_block(shares: Sequence[int], limit: int) -> int:
     """The block size, at most ``limit`` tokens, that makes rounds most even; larger ones among nearly equal ones."""
     trials = [block for block in block_sizes(shares) if block <= limit] or [limit]
-    sizes = np.array([share for share in shares if share], dtype=np.float64)
+    sizes = np.array(shares, dtype=np.float64)
     return min(trials, key=lambda block: round(unevenness(sizes, block), 2))
 
 
 def unevenness(shares: NDArray[np.float64], block: int) -> float:
     """Slowdown of attention (1 or more) because blocks differ in size: blocks x largest block / sequence. A group of
     ``shares[k]`` tokens has ceil(shares[k] / block) equal blocks, and all groups compute one block per round. Blocks as
-    large as the largest share give its pace, P max(s) / S; small blocks bring it near 1 but cost messages."""
+    large as the largest share give its pace, P max(s) / S; small blocks bring it near 1 but cost messages. Groups
+    without tokens have no blocks."""
+    shares = shares[shares > 0]
     counts = np.ceil(shares / block)
     return float(counts.sum() * (shares / counts).max() / shares.sum())

@@ -74,7 +74,7 @@ class SyncSegment:
         return min(1.0, self.last / max(self.held.values()))
 
     def _fraction(self, elements: int) -> float:
-        return elements / self.elements if self.elements else 0.0  # 0 where nothing is trained
+        return elements / self.elements
 
     def releases(self, times: Mapping[StageId, LastBackward]) -> list[tuple[float, dict[StageId, float]]]:
         """When gradients become complete: those of a layer at the end of its backward, all at once. By head, first and
@@ -152,6 +152,7 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
             segment.held[at] += costs.memory.trained(stages[at].tp, layers, end == "embed", end == "head")
             if layers or at not in segment.lowest:
                 segment.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
+    loads.segments = [segment for segment in loads.segments if segment.elements]  # adapters leave some with nothing
     for segment in loads.segments:
         _price_segment(segment, classes, stages, links)
     return loads

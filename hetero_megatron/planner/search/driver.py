@@ -32,7 +32,7 @@ from hetero_megatron.planner.search.incumbent import (
     judge,
     judge_template,
 )
-from hetero_megatron.planner.search.infeasible import refuse
+from hetero_megatron.planner.search.infeasible import no_room, refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.offloaded import Offloaded
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
@@ -106,8 +106,11 @@ def search(
     """
     problem.check()
     budget, started = budget or TimeBudget(problem.options.time_limit), time.monotonic()
+    scorer = scorer or make_scorer(problem)
+    if no_room(scorer):
+        raise refuse(problem, scorer)
     run = _search_all if problem.options.costs.fp8 is None else _search_in_fp8
-    result = run(problem, scorer or make_scorer(problem), budget, progress)
+    result = run(problem, scorer, budget, progress)
     result.seconds = time.monotonic() - started
     return result
 

@@ -175,11 +175,14 @@ class _Enumerator:
             True when the whole space was searched; False when stopped early.
         """
         most = most_pipelines(self.problem, self.scorer)
-        pools = self.sequences.columns(False, False, self.best)
+        pools = self.sequences.columns(False, False, self.best, self.should_stop)
+        if pools is None:
+            return False
         alone = self._try_all((float(pool.times[self.batch]), (usage,), [pool]) for usage, pool in pools.items())
         left: float | None = math.inf
         for unequal in (False, True)[: 1 + self.space.shares] if most > 1 and alone is not None else ():
-            left = self._try_all(self._combinations(self.sequences.columns(True, unequal, self.best), most))
+            pools = self.sequences.columns(True, unequal, self.best, self.should_stop)
+            left = None if pools is None else self._try_all(self._combinations(pools, most))
             if left is None:
                 break
         late = None if alone is None or left is None else self._fit_late()

@@ -21,34 +21,110 @@ MOST_NODES = 4096
 
 def fits(problem: PlanningProblem, scorer: TemplateScorer) -> bool:
     """Whether some single pipeline over all chips holds the model, however slow."""
+    return most_layers(problem, scorer) >= problem.model.num_layers
+
+
+def most_layers(problem: PlanningProblem, scorer: TemplateScorer) -> int:
+    """The most layers that a single pipeline over all chips holds, beside embedding and head; 0 where not even these
+    fit."""
     pool = scorer.pool
     if len(pool.groups) > MOST_GROUPS:  # those with the most memory per chip
         order = sorted(range(len(pool.groups)), key=lambda g: -scorer.costs.memory_limit(pool.groups[g].chip))
-        return fits(problem, scorer.restricted(sorted(order[:MOST_GROUPS])))
+        return most_layers(problem, scorer.restricted(sorted(order[:MOST_GROUPS])))
     inputs = ProgramInputs(problem.with_batch(1), scorer)
     program = LayersProgram(inputs, pool.counts, min(problem.space.micro_batch_sizes or (1,)), 1)
     start = grid(1e12).start
     found, _ = program.solve(range(start, start + 1))
-    return any(float(layers[1].max()) >= problem.model.num_layers for layers in found.values())
+    return max(0, *(int(layers[1].max()) for layers in found.values()))
 
 
 def refuse(problem: PlanningProblem, scorer: TemplateScorer) -> UserError:
-    """The error for a model that fits in no plan."""
-    costs, pool, model, away = scorer.costs, scorer.pool, problem.model, problem.space.offload == "always"
+    """The error for a model that fits in no plan: what is missing, and on which chips."""
+    model, away = problem.model, problem.space.offload == "always"
     if away:
-        scorer = scorer.for_pool(pool, offload=frozenset(g.chip for g in pool.groups))
-    usable = sum((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in pool.groups)
-    weights, gradients, optimizer = costs.memory.whole
-    what, state = "weights, gradients and optimizer", weights + gradients + optimizer
-    if away:
-        what, state = "weights and gradients, with the optimizer in host memory,", weights + gradients
-    changes = [*_nodes(problem, scorer), *_length(problem, scorer)]
+        scorer = scorer.for_pool(scorer.pool, offload=frozenset(g.chip for g in scorer.pool.groups))
+    missing = no_room(scorer)
+    if missing:
+        changes = ["chips with more memory, or a smaller `communicators:` of these chips in the cluster file"]
+    else:
+        missing = f"{_short_of(problem, scorer, away)}{_more_memory(problem, scorer)}"
+        changes = [*_nodes(problem, scorer), *_length(problem, scorer)]
     return UserError(
-        f"{model.name} fits in no plan of this cluster: {what} alone take {format_bytes(state)}, all chips together "
-        f"have {format_bytes(usable)} to use",
-        field="--model", value=model.name, accepted=" or ".join(changes) or "a smaller model or larger chips",
-        where=problem.cluster.file,
+        f"{model.name} fits in no plan of this cluster: {missing}", field="--model", value=model.name,
+        accepted=" or ".join(changes) or "a smaller model or larger chips", where=problem.cluster.file,
     )  # fmt: skip
+
+
+def no_room(scorer: TemplateScorer) -> str:
+    """What leaves nothing for a model on any chip; empty where some chip has room."""
+    costs, taken = scorer.costs, []
+    for chip in dict.fromkeys(group.chip for group in scorer.pool.groups):
+        limit, overhead = costs.memory_limit(chip), costs.overhead(chip)
+        if overhead < limit:
+            return ""
+        taken.append(f"{format_bytes(overhead)} of the {format_bytes(limit)} to use on each {chip}")
+    return f"framework and communicators alone take {', '.join(taken)}"
+
+
+def _short_of(problem: PlanningProblem, scorer: TemplateScorer, away: bool) -> str:
+    """Whether states or activations are too large, and by how much."""
+    costs, model = scorer.costs, problem.model
+    rooms = ((costs.memory_limit(g.chip) - costs.overhead(g.chip)) * g.chips for g in scorer.pool.groups)
+    usable = sum(room for room in rooms if room > 0)
+    weights, gradients, optimizer = costs.memory.whole
+    parts = {"weights": weights, "gradients": gradients} | ({} if away else {"optimizer": optimizer})
+    states = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    where = " (the optimizer in host memory)" if away else ""
+    least = sum(parts.values())
+    if least > usable:
+        return (
+            f"{states}{where}: {format_bytes(least)} of states, and all chips together have {format_bytes(usable)} to "
+            f"use, {format_bytes(least - usable)} too little even without activations"
+        )
+    layers = min(most_layers(problem, scorer), model.num_layers - 1)
+    size = min(problem.space.micro_batch_sizes or (1,))
+    short = replace(problem, seq_length=1)
+    alone = "activations are what is missing" if fits(short, _with_length(short, scorer)) else (
+        "whole layers, embedding and head, which are placed at once, are too large for single chips"
+    )
+    return (
+        f"{states}{where} would fit into the {format_bytes(usable)} that all chips together have to use, but beside "
+        f"activations of micro-batches of {size} x {problem.seq_length} tokens at most {layers} of {model.num_layers} "
+        f"layers do: {alone}"
+    )
+
+
+def _more_memory(problem: PlanningProblem, scorer: TemplateScorer) -> str:
+    """How much more memory every chip would need, to a percent; empty where that is not the question."""
+
+    def enough(percent: int) -> bool:
+        chips = {
+            name: replace(chip, memory=chip.memory * percent // 100, memory_budget=None)
+            for name, chip in problem.cluster.chips.items()
+        }
+        costs = CostModel(
+            problem.model, replace(problem.cluster, chips=chips), problem.seq_length, problem.dtype,
+            scorer.costs.options,
+        )  # fmt: skip
+        return fits(problem, TemplateScorer(scorer.tables.for_pool(scorer.pool, costs), scorer.pool))
+
+    most = next((percent for percent in (200, 400, 800, 1600, 3200, 6400) if enough(percent)), None)
+    if most is None:
+        return ""
+    low = 101 if most == 200 else most // 2 + 1
+    percent = low + bisect_left(range(low, most), True, key=enough)
+    needs = []
+    for name in dict.fromkeys(group.chip for group in scorer.pool.groups):
+        has = problem.cluster.chips[name].memory
+        more = has * percent // 100 - has
+        needs.append(f"{format_bytes(more)} more than its {format_bytes(has)} on each {name}")
+    return f"; it would fit with {' and '.join(needs)}"
+
+
+def _with_length(problem: PlanningProblem, scorer: TemplateScorer) -> TemplateScorer:
+    """The scorer for another sequence length."""
+    costs = CostModel(problem.model, problem.cluster, problem.seq_length, problem.dtype, scorer.costs.options)
+    return TemplateScorer(scorer.tables.for_pool(scorer.pool, costs), scorer.pool)
 
 
 def _nodes(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
@@ -87,8 +163,7 @@ def _length(problem: PlanningProblem, scorer: TemplateScorer) -> list[str]:
     length = problem.seq_length // 2
     while length >= 64:
         shorter = replace(problem, seq_length=length)
-        costs = CostModel(problem.model, problem.cluster, length, problem.dtype, scorer.costs.options)
-        if fits(shorter, TemplateScorer(scorer.tables.for_pool(scorer.pool, costs), scorer.pool)):
+        if fits(shorter, _with_length(shorter, scorer)):
             return [f"--seq-length {length}"]
         length //= 2
     return []

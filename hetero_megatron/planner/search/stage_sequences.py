@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -143,9 +143,11 @@ class StageSequences:
         self.simulated = 0
         self._sync = SyncBounds(scorer.bounds, problem.model.num_layers)
 
-    def columns(self, several: bool, unequal: bool, best: float) -> dict[Usage, ColumnPool]:
+    def columns(
+        self, several: bool, unequal: bool, best: float, should_stop: Callable[[], bool]
+    ) -> dict[Usage, ColumnPool] | None:
         """Columns by usage, for plans of one or of ``several`` pipelines that are faster than ``best`` seconds;
-        ``unequal``: other pipelines may own all optimizer states."""
+        ``unequal``: other pipelines may own all optimizer states. None: stopped early."""
         self.several, self.unequal, self.best = several, unequal, best
         pools: dict[Usage, ColumnPool] = {}
         most = self.batch - several
@@ -159,6 +161,8 @@ class StageSequences:
                     continue
                 pool = pools.setdefault(usage, ColumnPool(self.batch, SEVERAL if several else ALONE))
                 for row in sorted(rows, key=len):  # the best usually have few stages
+                    if should_stop():
+                        return None
                     for schedule in self.space.schedules if len(row) > 1 else self.space.schedules[:1]:
                         self._add_columns(pool, row, size, most // size, schedule)
         for pool in pools.values() if several else ():

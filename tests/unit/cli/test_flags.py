@@ -16,8 +16,10 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, SUPPORTED
 from hetero_megatron.cli.flags.help import help_text, markdown
+from hetero_megatron.cli.flags.parse import index
 from hetero_megatron.cli.flags.table import ALL, GROUPS
 from hetero_megatron.errors import UserError
+from hetero_megatron.plan import supports
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
 from tests.support.paths import FIXTURES, ROOT
@@ -401,3 +403,18 @@ def test_configuration_does_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_no_refusal_advises_what_is_refused_itself() -> None:
+    """Flags and keys of a plan that a remedy names are supported."""
+    by_name = index()
+    for flag in ALL:
+        if flag.status != REFUSED and not flag.remedy:
+            continue
+        for name in re.findall(r"--[a-z][a-z0-9-]*", flag.remedy):
+            if name in by_name:  # else it is of another command
+                assert by_name[name].status != REFUSED, (flag.name, name)
+        for key, value in re.findall(r"optimizer: \{(\w+): (\w+)", flag.remedy):
+            assert value != "true" or supports(f"optimizer.{key}"), (flag.name, key)
+        for name in re.findall(r"schedule: ([\w-]+)", flag.remedy):
+            assert supports(f"schedule.{name}"), (flag.name, name)

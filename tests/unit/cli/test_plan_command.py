@@ -376,3 +376,31 @@ def test_room_for_the_search_is_not_taken_from_plans(
     problem = PlanningProblem(MODEL, cluster, 1024, 8, options)
     bounds = [summarize(r, problem, asked).bound for r in (result, plain)]
     assert bounds[0] is not None and bounds[0].seconds <= plain.best.step_seconds and bounds[0].method == "prices"
+
+
+def test_an_export_leaves_out_what_its_format_cannot_say_and_is_refused_after_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Schedules, context groups and offload are not searched; unlike pipelines are a refusal that leaves the report."""
+    file, target = tmp_path / "cluster.yaml", tmp_path / "exported"
+    data: dict[str, Any] = {
+        "nodes": [{"name": "a", "count": 4, "chip": "c", "chips_per_node": 1}],
+        "chips": {"c": {"memory": "1 GiB", "emulate": {"speed": 0.5}}},
+        "links": {"inter_node": {"bandwidth": "1 GB/s", "latency": "1 us"}},
+    }
+    words = f"plan --model tiny --cluster {file} --seq-length 512 --global-batch-size 8 --dtype fp32 --quiet"
+    for kind in ("flagscale", "sailor"):
+        file.write_text(yaml.safe_dump(data))
+        assert main([*words.split(), "--no-baselines", "--micro-batch-size", "1", "--export", f"{kind}:{target}"]) == 0
+        assert "best plan:" in capsys.readouterr().out and target.read_text()
+        for asked in ("--more-schedules always", "--offload always", "--context always", "--unlike-tp"):
+            assert main([*words.split(), "--export", f"{kind}:{target}", *asked.split()]) == 2
+            assert asked.split()[0] in (told := capsys.readouterr().err) and "(--export)" in told
+    target.unlink()
+    data["nodes"].append({"name": "b", "count": 1, "chip": "d", "chips_per_node": 1})
+    data["chips"]["d"] = {"memory": "1 GiB", "emulate": {"speed": 1.0}}
+    file.write_text(yaml.safe_dump(data))
+    assert main([*words.split(), "--out", str(tmp_path / "plan.yaml"), "--export", f"sailor:{target}"]) == 2
+    told = capsys.readouterr()
+    assert "best plan:" in told.out and "compared with" in told.out and told.err.count("error:") == 1
+    assert not target.exists() and (tmp_path / "plan.yaml").exists()

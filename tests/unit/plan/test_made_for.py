@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hetero_megatron.cli.run import searched
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat
 from hetero_megatron.plan import dump_yaml, load_plan
-from hetero_megatron.plan.made_for import model_hash
+from hetero_megatron.plan.made_for import lora_words, model_hash
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
 
@@ -151,3 +153,64 @@ def test_a_plan_searched_after_a_failure_keeps_it(written: Path) -> None:
     path = searched(TRAIN, config, written.parent)([Seat("", 0), Seat("", 1)], cluster)
     assert path is not None and path != written
     assert load_plan(path, load_model("tiny")).made_for == config.plan.made_for
+
+
+def test_adapters_of_a_plan_are_those_of_a_run(tmp_path: Path, capsys: Any) -> None:
+    """``plan`` writes them, a run and ``predict`` take them, and what contradicts them is refused by its flag."""
+    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "1 GiB"))
+    asked = "--lora-rank 16 --lora-targets q_proj down_proj --use-dora"
+    words = f"plan --model tiny --cluster {cluster} --seq-length 64 --global-batch-size 4 --dtype fp32 {asked}"
+    assert hetero_megatron([*words.split(), "--quiet", "--no-baselines", "--out", str(plan)]) == 0
+    made = load_plan(plan, load_model("tiny")).made_for
+    assert made is not None and made.lora is not None and lora_words(made.lora) == asked.split()
+    run = dry(plan)
+    assert run.spec.lora == made.lora and any(asked in notice for notice in run.notices)
+    assert dry(plan, "--lora-rank 16 --lora-alpha 3").spec.lora == replace(made.lora, alpha=3.0)
+    capsys.readouterr()
+    predict = ["predict", "--plan", str(plan), "--cluster", str(cluster)]
+    assert hetero_megatron([*predict, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert hetero_megatron([*predict, *asked.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == alone
+    for line, field in (
+        ("--lora-rank 8", "--lora-rank"),
+        ("--lora-targets o_proj", "--lora-targets"),
+        ("--lora-base-dtype int8", "--lora-base-dtype"),
+    ):
+        with pytest.raises(UserError) as caught:
+            dry(plan, line)
+        assert caught.value.field == field and f"the plan was made with {asked}" in str(caught.value)
+        assert hetero_megatron([*predict, *line.split()]) == 2
+        assert f"{field} = " in (told := capsys.readouterr().err) and asked in told
+
+
+def test_a_plan_without_adapters_refuses_them_by_their_flag(written: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        dry(written, "--lora-rank 8")
+    assert caught.value.field == "--lora-rank" and "made without adapters" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    ["lora_rank: 8", "lora_targets: [q_proj]", "lora_rank: 0, lora_targets: [q_proj]", "use_dora: true",
+     "lora_rank: 8, lora_targets: [x]", "lora_rank: 8, lora_targets: []",
+     "lora_rank: 8, lora_targets: [q_proj], lora_dropout: 1", "lora_rank: 8, lora_targets: [q_proj], use_dora: 3",
+     "lora_rank: 8, lora_targets: [q_proj], lora_base_dtype: int4"],
+)  # fmt: skip
+def test_damaged_adapters_of_a_section_are_refused(written: Path, keys: str) -> None:
+    written.write_text(written.read_text().replace("made_for: {", f"made_for: {{{keys}, ", 1))
+    with pytest.raises(UserError, match="made_for"):
+        dry(written)
+
+
+def test_what_is_longer_than_the_model_was_made_for_is_predicted_as_it_was_planned(tmp_path: Path, capsys: Any) -> None:
+    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "1 GiB"))
+    words = f"plan --model tiny --cluster {cluster} --seq-length 4096 --global-batch-size 1 --dtype fp32 --json"
+    assert hetero_megatron([*words.split(), "--quiet", "--no-baselines", "--out", str(plan)]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert hetero_megatron(["predict", "--plan", str(plan), "--cluster", str(cluster), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["step_seconds"] == pytest.approx(planned["step_seconds"], rel=1e-12)
+    assert "--max-position-embeddings 4096" in told.err

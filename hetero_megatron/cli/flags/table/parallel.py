@@ -15,6 +15,7 @@ _PIPELINE = needs("pipeline parallelism", harmless=True)
 _EXPERTS = "experts on unlike meshes are divided by a plan file (docs/moe.md), not by flags"
 _GROUPS = "groups are of as many micro-batches as there are stages"
 _SHARDING = "sharding of weights between steps is not supported by this version"
+_LESS_ON_EACH = "--use-distributed-optimizer, and tensor or pipeline parallelism, or a plan"
 _TRANSPORT = "it changes how messages travel, not results"
 _TRANSPORT_SWITCHES = (
     "--no-async-tensor-model-parallel-allreduce", "--no-overlap-p2p-communication",
@@ -148,8 +149,8 @@ FLAGS = (
         "--pipeline-model-parallel-layout, or a stage with layers: [] in a plan",
     ),
     *(refused(name, _GRID, "a model of one tower", nargs=1) for name in _GRID_FLAGS),
-    refused("--use-torch-fsdp2", _SHARDING),
-    refused("--use-megatron-fsdp", _SHARDING),
+    refused("--use-torch-fsdp2", _SHARDING, _LESS_ON_EACH),
+    refused("--use-megatron-fsdp", _SHARDING, _LESS_ON_EACH),
     only(
         "--num-distributed-optimizer-instances",
         int,
@@ -181,7 +182,7 @@ FLAGS = (
             "--megatron-fsdp-main-grads-dtype= --megatron-fsdp-grad-comm-dtype= "
             "--megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer "
             "--fsdp-db-use-persist-buf-on-alloc-fail", _SHARDING,
-            "--use-distributed-optimizer, or optimizer: {shard_weights: true} in stages of a plan"),
+            _LESS_ON_EACH),
     *family(refused, "--max-seqlen-per-dp-cp-rank= --hybrid-context-parallel",
             "context parallelism is the same for all sequences", "--context-parallel-size, or a plan"),
     *family(refused, "--use-ring-exchange-p2p", "Megatron has dropped this flag"),
