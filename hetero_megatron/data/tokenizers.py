@@ -139,6 +139,14 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
 
+    def stops_at(self, texts: Sequence[str]) -> Callable[[list[int]], bool]:
+        """Whether a text of these ids ends with one of ``texts``, as transformers has it: in its last token."""
+        import torch
+        from transformers import StopStringCriteria
+
+        criteria = StopStringCriteria(self._inner, list(texts))
+        return lambda ids: bool(criteria(torch.tensor([ids]), None)[0])  # type: ignore[arg-type]
+
     @property
     def chat_template(self) -> str | None:
         """Jinja text of its files (tokenizer_config.json or chat_template.jinja), the default one of several."""

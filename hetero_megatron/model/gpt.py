@@ -223,10 +223,8 @@ class GPTStage(nn.Module):
         # would make the host wait for all that the device has queued.
         # A stage without layers has them too: calibration takes what an action costs besides its layers to be alike.
         used = dict.fromkeys(spec.layer(i).rope for i in (layers or range(spec.num_layers)))
-        self._freqs = {
-            rope: rope_frequencies(rope, spec.head_dim, rope.is_long(seq_length)).to(device)
-            for rope in used if rope is not None
-        }  # fmt: skip
+        self._freqs = {rope: torch.empty(0, device=device) for rope in used if rope is not None}
+        self.turn_for(seq_length, spec.head_dim)
         rows, h = share.vocab[1] - share.vocab[0], spec.hidden_size
         with _default_dtype(dtype), torch.device(device):
             self.model = nn.ModuleDict()
@@ -242,6 +240,11 @@ class GPTStage(nn.Module):
                 self.model["norm"] = Norm(spec, h, kernels)
                 tied = cast(Embedding, self.model["embed_tokens"]).weight if spec.tied else None
                 self.lm_head = Head(spec, tied, rows, h, kernels)
+
+    def turn_for(self, length: int, head_dim: int) -> None:
+        """Take the rotary frequencies of sequences of ``length`` tokens."""
+        for rope, before in self._freqs.items():
+            self._freqs[rope] = rope_frequencies(rope, head_dim, rope.is_long(length)).to(before.device)
 
     def layers(self) -> Iterable[Layer]:
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())
