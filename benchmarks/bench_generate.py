@@ -80,7 +80,7 @@ def run_ours(case: str, batch: int, new: int, folder: str) -> None:
     weights = open_weights(run.spec, folder, None, None)
     decoder = Decoder(plan, run.spec, comm, torch.float32, weights, PROMPT + new)
     ids = prompts(batch, run.spec.vocab_size)
-    report(lambda count: decoder.generate(ids, 0, count, [], Sampling(0.0, 1.0, 1)), new)
+    report(lambda count: decoder.generate(ids, 0, count, Sampling()), new)
 
 
 def report(answer: Any, new: int) -> None:

@@ -18,10 +18,11 @@ from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import at_once, import_torch
-from hetero_megatron.utils.files import read_json_object, read_lines
+from hetero_megatron.utils.files import read_lines
 from hetero_megatron.utils.text import notice_line, plural
 
 if TYPE_CHECKING:
+    from hetero_megatron.cli.generate_settings import Ending
     from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
     from hetero_megatron.generation import Weights
     from hetero_megatron.training.config import RunConfig
@@ -61,8 +62,10 @@ def _parser() -> ArgumentParser:
     add("--system", metavar="TEXT", help="message of the system before each prompt; implies --chat")
     add = parser.add_argument_group("answers").add_argument
     add("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (64)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: always the most likely token (default)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="from the most likely tokens with this probability (1)")
+    add("--temperature", type=float, metavar="T", help="0: always the most likely token (default)")
+    add("--top-p", type=float, metavar="P", help="from the most likely tokens with this probability (1)")
+    add("--top-k", type=int, metavar="K", help="from the K most likely tokens (0: all)")
+    add("--ignore-generation-config", action="store_true", help="take only the ends from generation_config.json")
     add("--seed", type=int, default=1234, metavar="N", help="of draws (1234)")
     add("--batch-size", type=int, default=8, metavar="N", help="prompts of a pipeline at a time (8)")
     add("--ignore-eos", action="store_true", help="go on after the end of the sequence")
@@ -77,13 +80,16 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     for flag, number in whole.items():
         if not 1 <= number <= MAX_TOKENS:
             raise UserError("out of range", field=flag, value=number, accepted=f"1 to {MAX_TOKENS:,}")
-    if not 0 <= args.temperature < float("inf"):
+    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         raise UserError("out of range", field="--temperature", value=args.temperature, accepted="0 or more")
-    if not 0 < args.top_p <= 1:
+    if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError("out of range", field="--top-p", value=args.top_p, accepted="more than 0, at most 1")
-    if args.top_p < 1 and args.temperature == 0:
-        accepted = "--temperature 1 beside it, or leave the flag out"
-        raise UserError("has no effect at temperature 0", field="--top-p", value=args.top_p, accepted=accepted)
+    if args.top_k is not None and not 0 <= args.top_k < 2**31:
+        raise UserError("out of range", field="--top-k", value=args.top_k, accepted="0 (all) to 2147483647")
+    for flag, number in {"--top-p": args.top_p or 1, "--top-k": args.top_k or 1}.items():
+        if number != 1 and not args.temperature:
+            accepted = "--temperature 1 beside it, or leave the flag out"
+            raise UserError("has no effect at temperature 0", field=flag, value=number, accepted=accepted)
     if not 0 <= args.seed < 2**32:
         raise UserError("out of range", field="--seed", value=args.seed, accepted="0 to 4294967295")
     if not args.prompt and args.prompt_file is None:
@@ -102,7 +108,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
-    config, checkpoint, tokenizer, stops = _configure(args, rest, environment)
+    config, checkpoint, tokenizer, ending = _configure(args, rest, environment)
     prompts = _prompts(args, tokenizer)
     length = max(map(len, prompts)) + args.max_new_tokens
     if length > config.spec.max_position_embeddings:
@@ -113,9 +119,10 @@ def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, enviro
     from hetero_megatron.generation import open_weights
 
     weights = open_weights(config.spec, config.load_hf, args.load_adapter, checkpoint)
-    for notice in weights.base.notices if weights.base is not None and launcher.rank == 0 else ():
+    told = (*ending.notices, *(weights.base.notices if weights.base is not None else ()))
+    for notice in told if launcher.rank == 0 else ():
         print(notice_line(notice), file=sys.stderr, flush=True)
-    answers, seconds = _generate(args, config, weights, launcher, prompts, length, stops)
+    answers, seconds = _generate(args, config, weights, launcher, prompts, length, ending)
     if launcher.rank == 0:
         _print(args, tokenizer, prompts, answers, seconds)
     return 0
@@ -123,9 +130,10 @@ def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, enviro
 
 def _configure(
     args: Namespace, rest: list[str], environment: Mapping[str, str]
-) -> tuple[RunConfig, Any, HuggingFaceTokenizer, list[int]]:
-    """(model and plan, checkpoint or None, tokenizer, ids that end an answer)."""
+) -> tuple[RunConfig, Any, HuggingFaceTokenizer, Ending]:
+    """(model and plan, checkpoint or None, tokenizer, how answers are made and end)."""
     from hetero_megatron.cli.configure import configure
+    from hetero_megatron.cli.generate_settings import find_settings
 
     import_torch()
     words, spec, checkpoint, source = [*rest, "--dry-run"], None, None, args.load_hf
@@ -147,8 +155,7 @@ def _configure(
     config = configure(words, environment, spec)
     source = config.load_hf if config.load_hf is not None else args.load
     tokenizer = _tokenizer(args, source, checkpoint)
-    stops = [] if args.ignore_eos else [*_stops(source), *([tokenizer.eod] if tokenizer.eod is not None else [])]
-    return config, checkpoint, tokenizer, stops
+    return config, checkpoint, tokenizer, find_settings(args, source, checkpoint, tokenizer, config.spec.vocab_size)
 
 
 def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceTokenizer:
@@ -168,13 +175,6 @@ def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceToke
                 )  # fmt: skip
             return HuggingFaceTokenizer(folder)
     return HuggingFaceTokenizer(source)
-
-
-def _stops(source: str) -> list[int]:
-    """Ids that end a sequence by generation_config.json, as in transformers."""
-    path = Path(source) / "generation_config.json"
-    found = read_json_object(path).get("eos_token_id") if path.is_file() else None
-    return [int(i) for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)]
 
 
 def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]]:
@@ -199,9 +199,10 @@ def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]
 
 def _generate(
     args: Namespace, config: RunConfig, weights: Weights, launcher: LauncherEnvironment,
-    prompts: list[list[int]], length: int, stops: list[int],
+    prompts: list[list[int]], length: int, ending: Ending,
 ) -> tuple[list[list[int]], float]:  # fmt: skip
     """(answers on the first rank of the plan, seconds of generation)."""
+    from hetero_megatron.cli.generate_settings import filters_of
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.generation import Decoder, Sampling
     from hetero_megatron.plan.shares import pipeline_shares
@@ -226,12 +227,13 @@ def _generate(
         each = pipeline_shares(plan, len(prompts))
         start = sum(each[: decoder.place.pipeline])
         mine = range(start, start + each[decoder.place.pipeline]) if decoder.works else range(0)
-        sampling = Sampling(args.temperature, args.top_p, args.seed)
+        filters = filters_of(args, ending.settings)
+        sampling = Sampling(args.temperature or 0.0, filters, args.seed, ending.settings, ending.ends)
         began = time.perf_counter()
         found: list[list[int]] = []
         for at in range(mine.start, mine.stop, args.batch_size):
             batch = prompts[at : min(at + args.batch_size, mine.stop)]
-            found += decoder.generate(batch, at, args.max_new_tokens, stops, sampling)
+            found += decoder.generate(batch, at, args.max_new_tokens, sampling, ending.stops)
         leads = decoder.works and decoder.place.stage == 0 and decoder.place.tp_rank == 0
         everyone = decoder.world.gather_objects(found if leads else [], list[list[int]])
         answers = _in_order(plan, everyone)

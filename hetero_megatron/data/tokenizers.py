@@ -143,6 +143,14 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
 
+    def stops_at(self, texts: Sequence[str]) -> Callable[[list[int]], bool]:
+        """Whether a text of these ids ends with one of ``texts``, as transformers has it: in its last token."""
+        import torch
+        from transformers import StopStringCriteria
+
+        criteria = StopStringCriteria(self._inner, list(texts))
+        return lambda ids: bool(criteria(torch.tensor([ids]), None)[0])  # type: ignore[arg-type]
+
     @property
     def chat_templates(self) -> str | Mapping[str, str] | None:
         """Jinja text of its files (tokenizer_config.json, chat_template.jinja, additional_chat_templates): the only

@@ -14,6 +14,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.generation.cache import Rows, apply_cache
+from hetero_megatron.generation.processors import Row
 from hetero_megatron.generation.sampling import Sampling
 from hetero_megatron.generation.weights import Weights
 from hetero_megatron.layout import cut
@@ -26,8 +27,6 @@ from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.plan import Plan, Stage, locate
 from hetero_megatron.spec import ModelSpec, shares
-
-Told = Callable[[Sequence[int], int], None]  # (prompts of a batch, tokens of their answers so far)
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,8 @@ class Decoder:
         chunks = max(len(stage.chunks) for stage in self.stages)
         self.path = [(s, c) for c in range(chunks) for s in range(len(self.stages))]
         self.rows = Rows(length)
+        switches = [rope.switch for rope in spec.ropes if rope.switch is not None]
+        self.switch = min(switches, default=None)  # longer rows are turned by the long factors, from their first token
         self.shards: list[int] = [0] * self.unit.tp  # tokens of the current call on each rank of the group
         self.model = self._build(weights)
         if self.works:
@@ -104,41 +105,56 @@ class Decoder:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], first: int, new_tokens: int, stops: Sequence[int], sampling: Sampling,
-        told: Told = lambda prompts, step: None,
+        self, prompts: Sequence[Sequence[int]], first: int, new_tokens: int, sampling: Sampling,
+        stops: Callable[[list[int]], bool] | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """Answers to some prompts, at most ``new_tokens`` each, up to and with a token of ``stops``.
+        """Answers to some prompts, at most ``new_tokens`` each, up to and with a token of ``sampling.ends``.
 
         Args:
             prompts: one batch of this pipeline; ``first``: global index of its first one.
-            told: called on every rank of the pipeline after each token.
+            stops: whether an answer has ended, of the ids of its prompt and itself.
         """
+        rows = [Row(first + i, prompt, [], new_tokens) for i, prompt in enumerate(prompts)]
+        ended = [False] * len(rows)
+
+        def ends(row: Row) -> bool:
+            chosen = row.answer[-1]
+            return chosen in sampling.ends or len(row.answer) == new_tokens or (stops is not None and stops(row.ids))
+
+        for bound in dict.fromkeys((self.switch, None)):
+            going = [i for i, row in enumerate(rows) if not ended[i] and (bound is None or len(row.ids) <= bound)]
+            if going:
+                self.model.turn_for(bound or len(rows[going[0]].ids), self.spec.head_dim)
+                self._continue([rows[i] for i in going], sampling, ends, bound)
+                for i in going:
+                    ended[i] = bool(rows[i].answer) and ends(rows[i])
+        return [list(row.answer) for row in rows]
+
+    def _continue(
+        self, rows: Sequence[Row], sampling: Sampling, ends: Callable[[Row], bool], bound: int | None
+    ) -> None:
+        """Answer until each row has ended, or has more than ``bound`` tokens; from an empty cache."""
         device = self.comm.device
-        lengths = torch.tensor([len(p) for p in prompts])
+        lengths = torch.tensor([len(row.ids) for row in rows])
         width = int(lengths.max())
-        tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-        indices = range(first, first + len(prompts))
+        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+        for at, row in enumerate(rows):
+            tokens[at, : len(row.ids)] = torch.tensor(row.ids)
         self.rows.begin(lengths.to(device))
-        positions = torch.arange(width, device=device).expand(len(prompts), width)
-        answers: list[list[int]] = [[] for _ in prompts]
-        going = set(range(len(prompts)))
-        tokens = tokens.to(device)
-        for step in range(new_tokens):
+        positions = torch.arange(width, device=device).expand(len(rows), width)
+        going, tokens = set(range(len(rows))), tokens.to(device)
+        while True:
             logits = self._forward(tokens, positions)
-            chosen = self._spread(sampling.choose(logits, indices, step) if logits is not None else None, len(prompts))
-            for row in sorted(going):
-                answers[row].append(int(chosen[row]))
-                if answers[row][-1] in stops:
-                    going.discard(row)
-            told(indices, step + 1)
+            chosen = self._spread(sampling.choose(logits, rows) if logits is not None else None, len(rows))
+            for at in sorted(going):
+                rows[at].answer.append(int(chosen[at]))
+                if ends(rows[at]) or (bound is not None and len(rows[at].ids) > bound):
+                    going.discard(at)
             if not going:
-                break
+                return
             positions = self.rows.filled[:, None]
             self.rows.advance()
             tokens = chosen.to(device)[:, None]
-        return answers
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Logits [b, vocabulary] on the ranks of the head's group, None on others."""

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from hetero_megatron.generation.processors import Row, filtered, processed
+from hetero_megatron.generation.settings import Filters, Settings
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """``temperature`` 0: the most likely token. ``top_p``: only from the smallest set of most likely tokens with at
-    least this probability together. Draws depend on (seed, prompt, position in the answer), not on batches or plans."""
+    """``temperature`` 0: the most likely token. Draws depend on (seed, prompt, position in the answer), not on batches
+    or plans.
+
+    Args:
+        filters: which tokens are drawn from.
+        settings: what changes scores before that, and ``ends``, the ids that end an answer, as they count there.
+    """
 
     temperature: float = 0.0
-    top_p: float = 1.0
+    filters: Filters = field(default_factory=Filters)
     seed: int = 1234
+    settings: Settings = field(default_factory=Settings)
+    ends: tuple[int, ...] = ()
 
-    def choose(self, logits: torch.Tensor, prompts: Sequence[int], step: int) -> torch.Tensor:
-        """Next token of every row, int64 [b].
-
-        Args:
-            logits: [b, vocabulary].
-            prompts: global index of each row's prompt; step: tokens of its answer so far.
-        """
+    def choose(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+        """Next token of every row, int64 [b]; logits: [b, vocabulary]."""
+        if self.settings.changes_scores:
+            pairs = zip(logits, rows, strict=True)
+            logits = torch.stack([processed(scores, row, self.settings, self.ends) for scores, row in pairs])
+        best = logits.argmax(-1)
         if self.temperature == 0:
-            return logits.argmax(-1)
-        values, order = torch.sort(logits.double() / self.temperature, descending=True, dim=-1)
-        probabilities = torch.softmax(values, -1)
-        before = probabilities.cumsum(-1) - probabilities  # of all that are more likely
-        kept = torch.where(before < self.top_p, probabilities, 0)
-        kept[:, 0] = probabilities[:, 0]
+            return best
+        top = logits.double().gather(-1, best[:, None])
+        # From the most likely one down: of the smallest temperature that is a number, nothing overflows upwards.
+        scores = filtered((logits.double() - top) / self.temperature, self.filters)
+        values, order = torch.sort(scores, descending=True, dim=-1)
+        kept = torch.softmax(values, -1)
         sums = kept.cumsum(-1)
-        draws = [np.random.RandomState([self.seed & 0xFFFFFFFF, prompt, step]).random_sample() for prompt in prompts]
+        draws = [
+            np.random.RandomState([self.seed & 0xFFFFFFFF, row.number, len(row.answer)]).random_sample() for row in rows
+        ]
         aim = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * sums[:, -1:]
-        at = torch.searchsorted(sums, aim, right=True).clamp_max((kept > 0).sum(-1, keepdim=True) - 1)
-        return order.gather(-1, at)[:, 0]
+        last = ((kept > 0).sum(-1, keepdim=True) - 1).clamp_min(0)
+        at = torch.searchsorted(sums, aim, right=True).clamp_max(last)
+        # No distribution where scores are not numbers, or all tokens are forbidden.
+        return torch.where(top[:, 0].abs() < math.inf, order.gather(-1, at)[:, 0], best)

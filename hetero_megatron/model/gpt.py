@@ -223,13 +223,10 @@ class GPTStage(nn.Module):
         # would make the host wait for all that the device has queued.
         # A stage without layers has them too: calibration takes what an action costs besides its layers to be alike.
         used = dict.fromkeys(spec.layer(i).rope for i in (layers or range(spec.num_layers)))
-        self._freqs = {
-            rope: rope_frequencies(rope, spec.head_dim, rope.is_long(seq_length)) for rope in used if rope is not None
-        }
-        self._angles = {
-            rope: Angles(freqs, seq_length, device) for rope, freqs in self._freqs.items()
-            if torch.device(device).type not in _HOST
-        }  # fmt: skip
+        self._freqs = {rope: torch.empty(0) for rope in used if rope is not None}
+        self._angles: dict[Rope, Angles] = {}
+        self._place = (seq_length, device)
+        self.turn_for(seq_length, spec.head_dim)
         rows, h = share.vocab[1] - share.vocab[0], spec.hidden_size
         with _default_dtype(dtype), torch.device(device):
             self.model = nn.ModuleDict()
@@ -245,6 +242,14 @@ class GPTStage(nn.Module):
                 self.model["norm"] = Norm(spec, h, kernels)
                 tied = cast(Embedding, self.model["embed_tokens"]).weight if spec.tied else None
                 self.lm_head = Head(spec, tied, rows, h, kernels)
+
+    def turn_for(self, length: int, head_dim: int) -> None:
+        """Take the rotary frequencies of sequences of ``length`` tokens."""
+        positions, device = self._place
+        for rope in self._freqs:
+            self._freqs[rope] = freqs = rope_frequencies(rope, head_dim, rope.is_long(length))
+            if torch.device(device).type not in _HOST:
+                self._angles[rope] = Angles(freqs, positions, device)
 
     def layers(self) -> Iterable[Layer]:
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())

@@ -78,6 +78,12 @@ class Rope:
         return scaling is not None and seq_length > scaling.original_max_position_embeddings
 
     @property
+    def switch(self) -> int | None:
+        """The longest sequence that takes the short factors of ``longrope``; None: there is one set of frequencies."""
+        scaling = self.scaling
+        return scaling.original_max_position_embeddings if scaling is not None and scaling.kind == "longrope" else None
+
+    @property
     def attention_factor(self) -> float:
         """What its tables are multiplied with."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor

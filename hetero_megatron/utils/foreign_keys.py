@@ -33,13 +33,13 @@ class KeyTable:
     def __post_init__(self) -> None:
         object.__setattr__(self, "known", self.honoured | self.fixed.keys() | self.harmless.keys())
 
-    def check_fixed(self, found: Mapping[str, Any], where: str) -> None:
-        """UserError for the first key with a value that ``fixed`` does not allow."""
+    def check_fixed(self, found: Mapping[str, Any], where: str, more: str = "") -> None:
+        """UserError for the first key with a value that ``fixed`` does not allow; ``more``: what else would do."""
         for key in self.fixed:
             if key in found and not is_one_of(found[key], self.fixed[key]):
                 raise UserError(
                     self.problem, field=key, value=found[key], where=where,
-                    accepted=", ".join(dict.fromkeys(map(as_json, self.fixed[key]))),
+                    accepted=", ".join(dict.fromkeys(map(as_json, self.fixed[key]))) + more,
                 )  # fmt: skip
 
     def unknown(self, found: Mapping[str, Any]) -> list[str]:

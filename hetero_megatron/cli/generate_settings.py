@@ -1,0 +1,103 @@
+"""What ends an answer and changes its tokens, as transformers finds it: generation_config.json beside the weights, or
+config.json where there is none; in a Hugging Face directory or in a native checkpoint."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_megatron.checkpoint.companions import CONFIG, GENERATION
+from hetero_megatron.errors import UserError
+from hetero_megatron.generation.settings import KEYS, Filters, Settings, notices, read_settings
+from hetero_megatron.utils.files import parse_json, read_bytes
+
+if TYPE_CHECKING:
+    from hetero_megatron.checkpoint.native import Checkpoint
+    from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How answers are made and end.
+
+    Attributes:
+        ends: ids that end an answer.
+        stops: whether a prompt with its answer ends with a text that stops it; None: no text does.
+    """
+
+    settings: Settings
+    ends: tuple[int, ...]
+    stops: Callable[[list[int]], bool] | None
+    notices: tuple[str, ...]
+
+
+def find_settings(
+    args: Namespace, source: str, checkpoint: Checkpoint | None, tokenizer: HuggingFaceTokenizer, vocabulary: int
+) -> Ending:
+    """By the flags, and by what is beside the weights.
+
+    Args:
+        source: the Hugging Face directory, or the directory of the checkpoint; vocabulary: ids of the model.
+
+    Raises:
+        UserError: the file says what is not supported.
+    """
+    found, where = _said(source, checkpoint)
+    told = [] if where.endswith(CONFIG) else notices(found, where, args.temperature)
+    if args.ignore_generation_config:
+        found, told = {key: found[key] for key in ("eos_token_id",) if key in found}, []
+    settings = read_settings(found, vocabulary, where, bool(args.temperature))
+    if args.ignore_eos:
+        return Ending(replace(settings, ends=(), stop_strings=()), (), None, tuple(told))
+    ends, own = settings.ends, tokenizer.eod
+    if ends is None:
+        ends = () if own is None else (own,)
+    elif own is not None and own not in ends:
+        told.append(
+            f"the tokenizer's end, id {own}, ends no answer, as in transformers: {where} says eos_token_id "
+            f"{found['eos_token_id']}"
+        )
+    stops = tokenizer.stops_at(settings.stop_strings) if settings.stop_strings else None
+    return Ending(settings, ends, stops, tuple(told))
+
+
+def filters_of(args: Namespace, settings: Settings) -> Filters:
+    """What draws are from: the flags count before the file."""
+    filters = settings.filters
+    if args.top_p is not None:
+        filters = replace(filters, top_p=args.top_p if args.top_p < 1 else None)
+    return filters if args.top_k is None else replace(filters, top_k=args.top_k or None)
+
+
+def _said(source: str, checkpoint: Checkpoint | None) -> tuple[dict[str, Any], str]:
+    """(settings by name, the file that has them)."""
+    files = {} if checkpoint is None else checkpoint.companions().files
+    for get, place in ((files.get, checkpoint.path if checkpoint is not None else None), (_file(source), Path(source))):
+        for name in (GENERATION, CONFIG):
+            content = get(name) if place is not None else None
+            if content is None:
+                continue
+            where = str(place / name) if place is not None else name
+            found = parse_json(content, where)
+            if not isinstance(found, dict):
+                raise UserError("not a JSON object", where=where, accepted='{"eos_token_id": ...}')
+            return (found if name == GENERATION else _of_model(found)), where
+    return {}, GENERATION
+
+
+def _file(directory: str) -> Callable[[str], bytes | None]:
+    def get(name: str) -> bytes | None:
+        path = Path(directory) / name
+        return read_bytes(path) if path.is_file() else None
+
+    return get
+
+
+def _of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of generation among the keys of config.json; those of its language model count where it has none."""
+    inner = config.get("text_config")
+    parts = (inner if isinstance(inner, dict) else {}, config)
+    return {key: value for part in parts for key, value in part.items() if key in KEYS.known and value is not None}
