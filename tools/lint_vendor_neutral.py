@@ -38,6 +38,7 @@ FUNCTION_FREE_OF_RULE = ("tests/",)
 DISTRIBUTED_PARTS = {
     "torch.distributed.checkpoint": ("hetero_megatron/checkpoint/",),
     "torch.distributed.elastic": ("hetero_megatron/launch/",),
+    "torch.distributed.launcher": ("hetero_megatron/launch/",),
 }
 
 _DEVICES = "cuda|hip|rocm|npu|xpu|mlu|musa|maca|hpu|gcu|sdaa|supa|mps"

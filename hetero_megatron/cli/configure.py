@@ -22,6 +22,7 @@ from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
@@ -48,6 +49,14 @@ def configure(
         UserError: all errors in one; but what cannot be judged because of another is not.
     """
     args, errors = parse_all(argv)
+    return configure_arguments(args, errors, environment, model, early)
+
+
+def configure_arguments(
+    args: Arguments, errors: list[UserError], environment: Mapping[str, str], model: ModelSpec | None = None,
+    early: bool = False,
+) -> RunConfig:  # fmt: skip
+    """The same of a command line that is parsed; ``errors``: what was found then."""
     parts = Collector(errors)
     part, launcher = parts.part, parts.part(lambda: read_launcher(environment, joins=False))
     part(take_defaults, args)

@@ -44,8 +44,9 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
             end_with_parent()
         outlive_terminal()
         with at_once(is_first()):
+            here = import_module("hetero_megatron.cli.here")
             main = import_module(f"hetero_megatron.cli.{command}").main
-        code = main(words)
+        code = here.main(command, words) if here.asks_for_ranks(words) else main(words)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more
             stream.flush()

@@ -253,8 +253,9 @@ def _check_bounds(flag: Flag, value: float, word: str) -> None:
 
 
 def _unknown(name: str, flags: Mapping[str, Flag]) -> UserError:
-    spelled = name.replace("_", "-")
+    spelled = name.replace("_", "-")[:200]
     longer = [known for known in flags if known.startswith(spelled) and len(spelled) > 5]
-    near = longer or difflib.get_close_matches(spelled, flags, n=1, cutoff=0.75)
+    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(spelled, flags, n=3, cutoff=0.6)]))[:3]
     hint = f"; did you mean {near[0]}?" if near else ""
+    hint += f" (near are also {' and '.join(near[1:])})" if near[1:] else ""
     return UserError(f"unknown flag{hint}", field=name, accepted="the flags of docs/flags.md", where=WHERE)

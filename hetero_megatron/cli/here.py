@@ -1,0 +1,50 @@
+"""``--nproc-per-node N`` before the flags of a command of ranks: all of its ranks on this host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hetero_megatron.cli.log import say_error
+from hetero_megatron.environment.launcher import MAX_RANKS, refuse_copies
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.exit import at_once
+
+FLAGS = ("--nproc-per-node", "--nproc_per_node")
+_CONFIGURED = ("pretrain", "finetune")
+
+
+def asks_for_ranks(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] in FLAGS for word in words)
+
+
+def main(command: str, words: Sequence[str]) -> int:
+    """Refuse what can be refused before anything is started, then start the ranks; returns the exit code."""
+    try:
+        count, rest = _count(words)
+        refuse_copies(f"{FLAGS[0]} {count}", "starts all ranks by itself")
+        if command in _CONFIGURED and "--auto-plan" not in rest:  # each rank searches; here it would be once more
+            from hetero_megatron.cli.configure import configure
+
+            own = ["--sft"] if command == "finetune" and "--sft" not in rest else []
+            configure([*own, *rest], {"WORLD_SIZE": str(count)}, early="--dry-run" not in rest)
+    except UserError as error:
+        say_error(str(error))
+        return 2
+    with at_once():
+        from hetero_megatron.launch.here import start_here
+    return start_here(["-m", "hetero_megatron", command, *rest], count)
+
+
+def _count(words: Sequence[str]) -> tuple[int, list[str]]:
+    """(ranks, the other words)."""
+    rest, found = list(words), ""
+    for index, word in enumerate(words):
+        name, separator, value = word.partition("=")
+        if name in FLAGS:
+            found = value if separator else (list(words) + [""])[index + 1]
+            del rest[index : index + (1 if separator else 2)]
+            break
+    if not re.fullmatch(r"[0-9]{1,6}", found) or not 1 <= int(found) <= MAX_RANKS or asks_for_ranks(rest):
+        raise UserError("is no number of ranks", field=FLAGS[0], value=found, accepted="1 or more, once")
+    return int(found), rest

@@ -1,0 +1,134 @@
+"""``hetero-megatron check``: scripts are read as a shell reads them, nothing is run, and every flag is judged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_megatron.cli.check import judge, main
+from hetero_megatron.cli.foreign_launch import launches_of
+from hetero_megatron.cli.shell_script import read_script, shown, unresolved
+from tests.support.paths import FIXTURES
+
+# Scripts whose words bash says, by a function that prints them.
+AS_BASH = {
+    "defaults and sums": 'A=${A:-8}; B=$((A * 2 + 1)); echo $A "$B" ${C-none} ${A:+yes}',
+    "arrays": 'X=(--a 1 # why\n  "b c")\nX+=(d)\necho "${X[@]}" ${X[@]} end',
+    "quotes": "A='x  y'; echo $A \"$A\" 'a'\"b\"c\\ d \"say \\\"hi\\\"\" ''",
+    "lines": 'A="\n --x 1 \\\n --y 2\n"\necho $A \\\n  --z 3 # no\necho "#" a#b',
+    "strings grow": 'A="--x 1"; A="$A --y 2"; A+=" --z"; echo $A > /dev/null 2>&1; echo $A',
+    "export": 'export A=1 B="2 3"; readonly C=4; echo ${A} $B $C',
+    "nothing": 'A=; echo $A "$A" ${B} end',
+    "here-document": "cat <<EOF > /dev/null\necho no\nEOF\necho yes",
+    "a pipe": "echo a 2>&1 | cat; echo b && echo c",
+    "nested": 'A=1; B="${X:-${A}2}"; echo $B "${Y:-a b}"',
+    "arithmetic of names": "N=2; G=8; W=$(($N*$G)); echo $W $((W/G)) $(( (W - 1) % 5 ))",
+}  # fmt: skip
+
+
+def test_words_are_those_of_bash(tmp_path: Path) -> None:
+    for name, script in AS_BASH.items():
+        show = 'echo() { printf "%s\\0" "$@"; printf "\\n"; }\ncat() { command cat > /dev/null; }\n'
+        file = tmp_path / "script.sh"
+        file.write_text(show.replace("cat() { command cat > /dev/null; }", "") + script)
+        done = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True, env={})
+        wanted = [line.split("\0")[:-1] for line in done.stdout.split("\n") if line]
+        found = [list(c.words[1:]) for c in read_script(script) if c.words[0] == "echo"]
+        if name in ("strings grow", "nothing"):  # unset is not empty here, and what goes elsewhere is not in the output
+            found = [[word for word in words if not unresolved(word)] for words in found]
+        wanted = wanted[-1:] if name == "strings grow" else wanted
+        assert found[-len(wanted) :] == wanted, (name, found, wanted)
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes=2
+GPUS=8
+NODES=${NNODES:-1}
+DATA=$1
+LAUNCH=(--nproc_per_node $GPUS --nnodes $NODES)
+MODEL="
+    --num-layers 4
+    --hidden-size 64 --num-attention-heads 4 \\
+    --seq-length 128
+"
+if [ "$FP16" = 1 ]; then MODEL+=" --fp16"; fi
+echo about to train
+torchrun ${LAUNCH[@]} pretrain_gpt.py $MODEL --micro-batch-size 1 --global-batch-size $((GPUS * 2)) --lr 1e-4 \\
+    --train-iters 10 --data-path $DATA --use-mcore-models --adam-beta1 3 --tensor-model-parallel-sise 2 $(extra) \\
+    --tensor-model-parallel-size 2 2>&1 | tee log
+"""
+
+
+def test_every_flag_of_a_script_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT)
+    assert main([str(file), "--json"]) == 2
+    (launch,) = json.loads(capsys.readouterr().out)["launches"]
+    status = {flag["flag"]: flag["status"] for flag in launch["flags"]}
+    assert launch["ranks"] == 8 and launch["line"] == 14 and not launch["ok"] and launch["refused"] == []
+    assert status == {
+        "--num-layers": "honoured", "--hidden-size": "honoured", "--num-attention-heads": "honoured",
+        "--seq-length": "honoured", "--fp16": "not resolved", "--micro-batch-size": "honoured",
+        "--global-batch-size": "honoured", "--lr": "honoured", "--train-iters": "honoured",
+        "--data-path": "not resolved", "--use-mcore-models": "noticed", "--adam-beta1": "refused",
+        "--tensor-model-parallel-sise": "refused", "$(extra)": "not resolved",
+        "--tensor-model-parallel-size": "honoured",
+    }  # fmt: skip
+    assert main([str(file), "--set", "1=corpus"]) == 2
+    out = capsys.readouterr().out
+    assert "--data-path corpus" in out and "--tensor-model-parallel-size" in out and "\ue000" not in out
+    assert not list(tmp_path.glob("log*"))
+
+
+def test_flagscale_and_nemo(tmp_path: Path) -> None:
+    yaml = (
+        "system: {tensor_model_parallel_size: 2, precision: {bf16: true}, checkpoint: {save_interval: 5}}\n"
+        "model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 128, micro_batch_size: 1,\n"
+        "  train_iters: 10, optimizer: {lr_scheduler: {lr: 1.0e-3}}, disable_bias_linear: true, swiglu: false}\n"
+        "data: {data_path: x, split: '1', tokenizer: {vocab_size: 64, tokenizer_type: NullTokenizer}}\n"
+    )
+    (launch,) = launches_of(yaml, "c.yaml", {})
+    assert judge(launch).ok, judge(launch)
+    assert "--swiglu" not in launch.flags and "--disable-bias-linear" in launch.flags and judge(launch).ranks == 2
+    nemo = (
+        "python /opt/NeMo/megatron_gpt_pretraining.py trainer.devices=4 trainer.num_nodes=2 trainer.max_steps=9 "
+        "trainer.precision=bf16 model.num_layers=4 model.hidden_size=64 model.num_attention_heads=4 "
+        "model.encoder_seq_length=64 model.micro_batch_size=1 ++model.optim.lr=1e-4 model.data.data_prefix=[1.0,/d] "
+        "model.mcore_gpt=True"
+    )
+    (launch,) = launches_of(nemo, "x.sh", {})
+    verdict = judge(launch)
+    assert verdict.ranks == 8 and {f.flag for f in verdict.flags if f.status == "refused"} == {"--mcore-gpt"}
+    assert "--data-path 1.0 /d" in shlex.join(launch.flags) and "--bf16" in launch.flags
+
+
+def test_known_launch_lines_are_judged_as_training_judges_them() -> None:
+    for file in sorted((FIXTURES / "launch_lines").glob("*.sh")):
+        header = "".join(line for line in file.read_text().splitlines() if line.startswith(("# refused", "# drop")))
+        world = int(re.search(r"# world: (\d+)", file.read_text())[1])
+        (launch,) = launches_of(file.read_text(), file.name, {})
+        verdict = judge(launch, world)
+        assert launch.ranks in (None, world)
+        for flag in verdict.flags:
+            assert (flag.status == "refused") <= (flag.flag in header), (file.name, flag)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text("ab=1+-$(){}[]\"'`\\ \n;|&<>#@*:EOF", max_size=60))
+def test_no_text_ends_badly(text: str) -> None:
+    for command in read_script(text):
+        for word in command.words:
+            shown(word)
+    launches_of(f"python pretrain_gpt.py --a {text}", "x.sh", {})
+
+
+def test_variables_that_double_end(tmp_path: Path) -> None:
+    text = "A0=xxxxxxxxxx\n" + "\n".join(f"A{i + 1}=$A{i}$A{i}" for i in range(60)) + "\necho $A60\n"
+    read_script(text)
