@@ -50,6 +50,7 @@ class Accelerator:
         dtypes: it computes in.
         tested: whether this project has run on such a device.
         automatic: whether a run that names no platform may take it.
+        visible: environment variables that say which devices a process may use.
         settings: environment variables that its libraries read when the device is first used, as a run wants them;
             exact_settings: further ones that equal bits in every run need (``--deterministic-mode``).
     """
@@ -65,6 +66,7 @@ class Accelerator:
     limits: ClassVar[Limits] = Limits()
     tested: ClassVar[bool] = False
     automatic: ClassVar[bool] = True
+    visible: ClassVar[tuple[str, ...]] = ()
     settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     exact_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -129,12 +131,15 @@ class Accelerator:
         return int(self.module().device_count())
 
     def device(self, index: int = 0) -> torch.device:
-        """The device of one local rank, made current.
+        """The device of one local rank, made current. Where the launcher shows this process one device only, as
+        ``srun --gpus-per-task=1`` does, that one has index 0.
 
         Raises:
             UserError: this machine has fewer.
         """
         count = self.device_count()
+        if count == 1 and any(os.environ.get(name, "").strip() for name in self.visible):
+            index = 0
         if index >= count:
             raise UserError(
                 f"this machine has {count} {self.name} devices", field="LOCAL_RANK", value=index,
@@ -154,6 +159,16 @@ class Accelerator:
 
     def total_memory(self, index: int = 0) -> int:
         return int(self.module().get_device_properties(index).total_memory)
+
+    def identity(self, index: int = 0) -> str:
+        """What tells a device of this machine from its others; empty where the adapter does not say."""
+        ask = getattr(self.module(), "get_device_properties", None)
+        return str(getattr(ask(index), "uuid", "") or "") if ask is not None else ""
+
+    def free_memory(self) -> tuple[int, int] | None:
+        """(bytes that the current device has left, of how many); None where the adapter does not say."""
+        ask = getattr(self.module(), "mem_get_info", None)
+        return tuple(map(int, ask())) if ask is not None else None  # type: ignore[return-value]
 
     def peak_memory(self, index: int = 0) -> int:
         """Most bytes allocated at once so far."""
@@ -268,6 +283,12 @@ class CPU(Accelerator):
 
     def total_memory(self, index: int = 0) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def identity(self, index: int = 0) -> str:
+        return ""
+
+    def free_memory(self) -> tuple[int, int] | None:
+        return None
 
     def peak_memory(self, index: int = 0) -> int:
         """Max RSS of the process."""

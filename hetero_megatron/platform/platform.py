@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import sys
 import warnings
 from collections.abc import Iterable
@@ -46,6 +47,11 @@ class Platform:
     def direct(self) -> tuple[str, ...]:
         """Backends that reach other vendors' chips, best first."""
         return self.accelerator.direct if self.accelerator is not None else ()
+
+    def identity(self) -> str:
+        """Host and device, as its driver tells devices apart; empty where it does not."""
+        said = self.accelerator.identity(self.device.index or 0) if self.accelerator is not None else ""
+        return f"{said} of {socket.gethostname()}" if said else ""
 
     def library_version(self) -> str:
         """See :meth:`Accelerator.library_version`."""

@@ -23,6 +23,7 @@ HETERO_PLUGIN_API = 1
 class Ascend(Accelerator):
     name, vendor, device_type, adapter, backends = "ascend", "Huawei", "npu", "torch_npu", ("hccl",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    visible = ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES")
     settings = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     exact_settings = {"HCCL_DETERMINISTIC": "true"}
     # The unified buffer holds 192 KiB, and a launch has at most 65535 programs over all axes (triton-ascend).
