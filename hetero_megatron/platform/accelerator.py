@@ -12,7 +12,7 @@ import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -145,13 +145,18 @@ class Accelerator:
                 f"this machine has {count} {self.name} devices", field="LOCAL_RANK", value=index,
                 accepted=f"0 to {count - 1}",
             )  # fmt: skip
-        self.module().set_device(index)
+        self.use(index)
         return torch.device(self.device_type, index)
+
+    def use(self, index: int) -> None:
+        """Make a device the current one of the calling thread."""
+        self.module().set_device(index)
 
     def arch(self, index: int = 0) -> tuple[int, ...]:
         """Version of the chip, comparable; () where the adapter does not say."""
         ask = getattr(self.module(), "get_device_capability", None)
-        return tuple(ask(index)) if ask is not None else ()
+        said = ask(index) if ask is not None else ()
+        return tuple(said) if isinstance(said, Sequence) else ()  # one vendor's is a table of everything
 
     def chip(self, index: int = 0) -> str:
         """Name of the chip as its driver says it."""
@@ -185,6 +190,11 @@ class Accelerator:
 
     def event(self, timing: bool = False) -> Any:
         return self.module().Event(enable_timing=timing)
+
+    def used_on(self, stream: Any, *tensors: torch.Tensor) -> None:
+        """Memory of these tensors, made on another stream, is not reused before ``stream`` has done what it has now."""
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:

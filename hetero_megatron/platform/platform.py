@@ -69,7 +69,7 @@ class Platform:
         """Wait for the device, from any thread."""
         if self.accelerator is not None:
             if self.device.type != "cpu":  # of a new thread, the first device is the current one
-                self.accelerator.module().set_device(self.device.index or 0)
+                self.accelerator.use(self.device.index or 0)
             self.accelerator.synchronize()
         elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)

@@ -1,4 +1,5 @@
-"""Huawei Ascend NPUs through torch_npu and HCCL, and their fused attention for squares (the rest goes to Triton)."""
+"""Huawei Ascend NPUs through torch_npu and HCCL, and their fused attention for squares. The rest goes to Triton, where
+it is."""
 
 from __future__ import annotations
 
@@ -92,4 +93,4 @@ def register(api: PluginApi) -> None:
             platforms=("ascend",), dtypes=SIXTEEN_BITS, largest={"head_dim": 256}, deterministic=False
         )
         kernel = FusedKernel(fusion_forward, fusion_backward)
-        api.kernel(fused_attention("npu_fusion", kernel, rest, capability, _supports))
+        api.kernel(fused_attention("npu_fusion", kernel, rest, capability, _supports, alone=True))

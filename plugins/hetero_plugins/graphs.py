@@ -12,7 +12,6 @@ import torch
 
 from hetero_megatron.platform import Accelerator
 
-
 MESSAGE_CTAS = 4  # thread blocks of a message: enough for a network card, and few to wait on a multiprocessor each
 
 

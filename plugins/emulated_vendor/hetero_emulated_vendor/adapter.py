@@ -11,7 +11,6 @@ import torch.distributed as dist
 from hetero_emulated_vendor import device
 from hetero_emulated_vendor.extension import extension, vendor, version
 
-
 MESSAGE_CTAS = 16  # execution slots of a message, unless its group was made with fewer
 
 
