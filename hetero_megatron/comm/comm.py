@@ -25,7 +25,7 @@ from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
-from hetero_megatron.comm.timeouts import in_time
+from hetero_megatron.comm.timeouts import in_time, within
 from hetero_megatron.comm.watchdog import TransferWatch
 from hetero_megatron.comm.work import Handle, Works
 from hetero_megatron.environment.launcher import LauncherEnvironment
@@ -35,6 +35,8 @@ from hetero_megatron.platform.platform import backend_of
 from hetero_megatron.utils.out_of_memory import out_of_memory
 from hetero_megatron.utils.text import rank_ranges
 
+FULL = 0.05  # share of a device's memory that is left, below which it may be the reason why a rank is stuck
+FULL_SECONDS = 2.0  # to find that out: a driver may be stuck as well
 MAKING = "making a group"  # activity
 T = TypeVar("T")
 Channel = dist.ProcessGroup | Bridge | None  # of point-to-point messages; None: the job's gloo group
@@ -314,9 +316,21 @@ class Comm:
         reach = self.reach.look(peers)
         return CommError(
             f"rank {self.rank}, in {activity}, waited {seconds:.1f} s for rank {names} and got no answer "
-            f"(time-out {self.timeout.total_seconds():g} s): {explain(peers, reach)} [{first_line(error)}]",
+            f"(time-out {self.timeout.total_seconds():g} s): {explain(peers, reach)}{self._full_memory()} "
+            f"[{first_line(error)}]",
             self.rank, peers, seconds, activity, reach,
         )  # fmt: skip
+
+
+    def _full_memory(self) -> str:
+        """A device that has no memory left gives back what it has cached, and waits for that until all that was
+        started has ended: then a transfer that never ends hides that this rank is out of memory."""
+        accelerator = self.accelerator
+        found = within(FULL_SECONDS, accelerator.free_memory) if accelerator is not None else None
+        if found is None or found[0] > FULL * found[1]:
+            return ""
+        mib = [round(size / 2**20) for size in found]
+        return f"; the device of rank {self.rank} has {mib[0]} of {mib[1]} MiB left: perhaps it waits for memory"
 
 
 def first_line(error: Exception) -> str:

@@ -36,7 +36,7 @@ class DeviceCopies:
         self.accelerator.current_stream().wait_event(event)
 
     def stream(self) -> Any:
-        self.accelerator.module().set_device(self._device.index or 0)  # of a new thread, the first one is current
+        self.accelerator.use(self._device.index or 0)  # of a new thread, the first one is current
         return self.accelerator.stream()
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ class Endpoint:
         backend: string for ``torch.distributed.new_group``.
         direct: backends that reach other vendors' chips, best first.
         torch: version; library_version: of ``library``, empty where it does not say.
-        device: torch's name of its kind.
+        device: torch's name of its kind; identity: of the device, with its host; empty where its driver does not say.
         transport: value of ``--transport`` on that rank.
     """
 
@@ -42,12 +42,14 @@ class Endpoint:
     transport: str = AUTO
     library_version: str = ""
     device: str = "cpu"
+    identity: str = ""
 
     @classmethod
     def of(cls, platform: Platform, torch: str, transport: str = AUTO) -> Endpoint:
         return cls(
             platform.name, platform.vendor, platform.chip(), platform.library, platform.reach(), platform.backend,
             platform.direct, torch, transport, platform.library_version(), platform.device.type,
+            platform.identity(),
         )  # fmt: skip
 
 
@@ -79,7 +81,8 @@ class Islands:
         members: ranks of each island, ascending.
 
     Raises:
-        UserError: ranks have different values of ``--transport``, or those of an island unlike versions of its library.
+        UserError: ranks have different values of ``--transport``, or those of an island unlike versions of its library,
+            or two share a device.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -96,9 +99,19 @@ class Islands:
             text = ", ".join(f"rank {rank} says {transport}" for transport, rank in first.items())
             raise UserError(f"ranks have different ones: {text}", field="--transport", accepted="one for all ranks")
 
+        self._own_devices()
         for i, ranks in enumerate(self.members):
             if not self.uses_gloo(i):
                 self._one_version(ranks)
+
+    def _own_devices(self) -> None:
+        first: dict[str, int] = {}
+        for rank, one in enumerate(self.endpoints):
+            if one.identity and first.setdefault(one.identity, rank) != rank:
+                raise UserError(
+                    f"ranks {first[one.identity]} and {rank} would share the device {one.identity}",
+                    field="LOCAL_RANK", accepted="a device of its own for each rank", where="environment",
+                )  # fmt: skip
 
     def _one_version(self, ranks: Sequence[int]) -> None:
         """Ranks whose libraries are unlike connect, and then fail or hang in words that name neither."""

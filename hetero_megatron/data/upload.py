@@ -59,8 +59,7 @@ class Uploader:
         """The batch, on the current stream."""
         stream = self._accelerator.current_stream()
         stream.wait_event(upload.event)
-        for tensor in upload.tensors:
-            tensor.record_stream(stream)
+        self._accelerator.used_on(stream, *upload.tensors)
         return upload.batch
 
 

@@ -86,8 +86,7 @@ def check_facts(facts: Mapping[str, Mapping[str, Any]], connections: Sequence[Co
     for key, name in names.items():
         found: dict[str, list[str]] = {}
         for node, values in facts.items():
-            value = str(values.get(key, ""))
-            found.setdefault(".".join(value.split(".")[:2]) if key == "python" else value, []).append(node)
+            found.setdefault(_compared(key, str(values.get(key, ""))), []).append(node)
         if len(found) > 1:
             said = "; ".join(f"{version or 'none'} on {_some(nodes)}" for version, nodes in found.items())
             accepted = "one version on all hosts"
@@ -112,6 +111,11 @@ def check_facts(facts: Mapping[str, Mapping[str, Any]], connections: Sequence[Co
                     f"{connection.host.node} has no such network interface", field="interface", value=name,
                     accepted=", ".join(map(str, there)), where=cluster.file,
                 )  # fmt: skip
+
+
+def _compared(key: str, version: str) -> str:
+    """Of Python the language's, of torch what is before ``+``: after it stands the vendor that a build is for."""
+    return ".".join(version.split(".")[:2]) if key == "python" else version.partition("+")[0]
 
 
 def _some(nodes: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.dropout import ScoreDropout
@@ -60,15 +61,26 @@ def fused_attention(
     supports: Callable[[Signature], list[str]],
     priority: int = 0,
     kind: str = VENDOR,
+    alone: bool = False,
 ) -> Kernel:
     """``kernel`` as a provider of ``attention``, with ``rest`` for what is no square.
 
     Args:
         rest: of the operator ``attention``, with portable state and the parts ``share`` and ``delta``.
-        supports: reasons against; those of ``rest`` are added.
+        supports: reasons against; those of ``rest`` are added, unless ``alone``: then squares are served without it, and
+            the first call that is none is refused where ``rest`` cannot serve.
     """
     assert not rest.private and rest.backward is not None, f"{rest}: its state is not portable"
     rest_backward = rest.backward
+
+    def require_rest(q: torch.Tensor) -> None:
+        lacking = rest.reasons(Signature("attention", q.device.type, q.dtype)) if alone else []
+        if lacking:
+            raise UserError(
+                f"windows, documents and parts of sequences are {rest.provider}'s, which cannot serve: "
+                f"{'; '.join(lacking)}", field="attention", value=provider,
+                accepted="whole causal sequences (no --reset-attention-mask, no sliding window), or what it needs",
+            )  # fmt: skip
 
     def square(q: torch.Tensor, k: torch.Tensor, *options: Any) -> bool | None:
         if not q.numel() or not k.numel() or k.shape[1] < kernel.smallest:
@@ -83,6 +95,7 @@ def fused_attention(
         assert dropout is None, NO_DROPOUT
         causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
         if causal is None:
+            require_rest(q)
             return rest.forward(q, k, v, sinks, documents, window, q_start, k_start, softcap, None)
         out, lse = kernel.forward(*map(_adjacent, (q, k, v)), causal)
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
@@ -122,9 +135,9 @@ def fused_attention(
     def reasons(signature: Signature) -> list[str]:
         lacking = rest.reasons(signature)
         without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(lacking)}"]
-        return supports(signature) + (without if lacking else [])
+        return supports(signature) + (without if lacking and not alone else [])
 
-    parts = {"share": share, "delta": rest.parts["delta"]}
+    parts = {"share": share, "delta": attn_delta if alone else rest.parts["delta"]}
     able = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))
     return Kernel(
         "attention", provider, kind, forward, backward, able, reasons, parts=parts, priority=priority,

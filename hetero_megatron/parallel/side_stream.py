@@ -55,4 +55,4 @@ class SideStream:
     def give(self, tensor: torch.Tensor) -> None:
         """A tensor made here is used on the current stream, and may be released there."""
         if self._accelerator is not None:
-            tensor.record_stream(self._accelerator.current_stream())
+            self._accelerator.used_on(self._accelerator.current_stream(), tensor)

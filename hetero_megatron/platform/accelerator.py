@@ -12,7 +12,7 @@ import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -50,6 +50,7 @@ class Accelerator:
         dtypes: it computes in.
         tested: whether this project has run on such a device.
         automatic: whether a run that names no platform may take it.
+        visible: environment variables that say which devices a process may use.
         settings: environment variables that its libraries read when the device is first used, as a run wants them;
             exact_settings: further ones that equal bits in every run need (``--deterministic-mode``).
     """
@@ -65,6 +66,7 @@ class Accelerator:
     limits: ClassVar[Limits] = Limits()
     tested: ClassVar[bool] = False
     automatic: ClassVar[bool] = True
+    visible: ClassVar[tuple[str, ...]] = ()
     settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     exact_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -129,24 +131,32 @@ class Accelerator:
         return int(self.module().device_count())
 
     def device(self, index: int = 0) -> torch.device:
-        """The device of one local rank, made current.
+        """The device of one local rank, made current. Where the launcher shows this process one device only, as
+        ``srun --gpus-per-task=1`` does, that one has index 0.
 
         Raises:
             UserError: this machine has fewer.
         """
         count = self.device_count()
+        if count == 1 and any(os.environ.get(name, "").strip() for name in self.visible):
+            index = 0
         if index >= count:
             raise UserError(
                 f"this machine has {count} {self.name} devices", field="LOCAL_RANK", value=index,
                 accepted=f"0 to {count - 1}",
             )  # fmt: skip
-        self.module().set_device(index)
+        self.use(index)
         return torch.device(self.device_type, index)
+
+    def use(self, index: int) -> None:
+        """Make a device the current one of the calling thread."""
+        self.module().set_device(index)
 
     def arch(self, index: int = 0) -> tuple[int, ...]:
         """Version of the chip, comparable; () where the adapter does not say."""
         ask = getattr(self.module(), "get_device_capability", None)
-        return tuple(ask(index)) if ask is not None else ()
+        said = ask(index) if ask is not None else ()
+        return tuple(said) if isinstance(said, Sequence) else ()  # one vendor's is a table of everything
 
     def chip(self, index: int = 0) -> str:
         """Name of the chip as its driver says it."""
@@ -154,6 +164,16 @@ class Accelerator:
 
     def total_memory(self, index: int = 0) -> int:
         return int(self.module().get_device_properties(index).total_memory)
+
+    def identity(self, index: int = 0) -> str:
+        """What tells a device of this machine from its others; empty where the adapter does not say."""
+        ask = getattr(self.module(), "get_device_properties", None)
+        return str(getattr(ask(index), "uuid", "") or "") if ask is not None else ""
+
+    def free_memory(self) -> tuple[int, int] | None:
+        """(bytes that the current device has left, of how many); None where the adapter does not say."""
+        ask = getattr(self.module(), "mem_get_info", None)
+        return tuple(map(int, ask())) if ask is not None else None  # type: ignore[return-value]
 
     def peak_memory(self, index: int = 0) -> int:
         """Most bytes allocated at once so far."""
@@ -170,6 +190,11 @@ class Accelerator:
 
     def event(self, timing: bool = False) -> Any:
         return self.module().Event(enable_timing=timing)
+
+    def used_on(self, stream: Any, *tensors: torch.Tensor) -> None:
+        """Memory of these tensors, made on another stream, is not reused before ``stream`` has done what it has now."""
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
@@ -268,6 +293,12 @@ class CPU(Accelerator):
 
     def total_memory(self, index: int = 0) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def identity(self, index: int = 0) -> str:
+        return ""
+
+    def free_memory(self) -> tuple[int, int] | None:
+        return None
 
     def peak_memory(self, index: int = 0) -> int:
         """Max RSS of the process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import sys
 import warnings
 from collections.abc import Iterable
@@ -47,6 +48,11 @@ class Platform:
         """Backends that reach other vendors' chips, best first."""
         return self.accelerator.direct if self.accelerator is not None else ()
 
+    def identity(self) -> str:
+        """Host and device, as its driver tells devices apart; empty where it does not."""
+        said = self.accelerator.identity(self.device.index or 0) if self.accelerator is not None else ""
+        return f"{said} of {socket.gethostname()}" if said else ""
+
     def library_version(self) -> str:
         """See :meth:`Accelerator.library_version`."""
         return self.accelerator.library_version() if self.accelerator is not None else ""
@@ -63,7 +69,7 @@ class Platform:
         """Wait for the device, from any thread."""
         if self.accelerator is not None:
             if self.device.type != "cpu":  # of a new thread, the first device is the current one
-                self.accelerator.module().set_device(self.device.index or 0)
+                self.accelerator.use(self.device.index or 0)
             self.accelerator.synchronize()
         elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)

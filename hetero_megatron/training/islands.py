@@ -24,7 +24,7 @@ def describe_islands(islands: Islands | None) -> list[str]:
     lines = [] if len(islands) == 1 and islands.uses_gloo(0) else [str(islands)]
     versions: dict[str, list[int]] = {}
     for rank, endpoint in enumerate(islands.endpoints):
-        versions.setdefault(endpoint.torch, []).append(rank)
+        versions.setdefault(endpoint.torch.partition("+")[0], []).append(rank)  # after it: the vendor of the build
     if len(versions) > 1:
         said = ", ".join(f"{version} on ranks {rank_ranges(ranks)}" for version, ranks in versions.items())
         lines.append(notice_line(f"ranks have unlike versions of torch: {said}"))

@@ -12,7 +12,7 @@ from hetero_megatron.dry_run.products import with_chip_chunks, with_chip_product
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
-from hetero_megatron.ops.kernel import Kernel
+from hetero_megatron.ops.kernel import VENDOR, Kernel
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.pipeline.rank_stage import RankStage
@@ -112,6 +112,13 @@ def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPla
     return kernels if config.spec.moe is None else with_expected_rows(kernels)
 
 
+def _interchangeable(plan: KernelPlan) -> dict[str, frozenset[str]]:
+    """Providers that unlike chips of one stage may have by themselves, by operator: a vendor's attention, whose saved
+    state has one form, so that what one made another may use."""
+    known = [k for k in plan.registry.kernels("attention") if k.kind == VENDOR and not k.private]
+    return {"attention": frozenset(k.provider for k in known)}
+
+
 def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
     """The ranks of a stage use the same kernels; the first rank prints every stage's, and what could not serve.
 
@@ -126,12 +133,15 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
     first: dict[tuple[int, int], tuple[str, str]] = {}
     # TP groups of one rank and of several call different operators for the loss, so each has a first rank of its own.
     by_stage: dict[tuple[int, int], dict[str, tuple[int, str]]] = {}
+    alike, notices = _interchangeable(plan), dict[tuple[int, int, str], str]()
     for rank, (p, s, providers, digest, summary) in zip(runtime.world.ranks, everyone, strict=True):
         first.setdefault((p, s), (digest, summary))
         known = by_stage.setdefault((p, s), {})
         for op, provider in sorted(providers.items()):
             other, same = known.setdefault(op, (rank, provider))
-            if provider != same:
+            if provider != same and {provider, same} <= alike.get(op, frozenset()):
+                notices.setdefault((p, s, op), f"rank {other} uses {same}, rank {rank} {provider}")
+            elif provider != same:
                 raise UserError(
                     f"ranks {other} and {rank} of one stage resolved {op} to different providers",
                     field=f"pipelines[{p}].stages[{s}].kernels", accepted="one provider per operator, by name",
@@ -141,6 +151,8 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
         stages = (stage for pipeline in runtime.plan.pipelines for stage in pipeline.stages)
         for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
             print(notice_line(f"kernels.{op} has no effect: this model never calls it"), flush=True)
+        for (p, s, op), said in notices.items():
+            print(notice_line(f"unlike chips in pipeline {p} stage {s} have unlike kernels for {op}: {said}"), flush=True)
         some_in_fp8 = any(op in FP8_PRODUCTS for known in by_stage.values() for op in known)
         for (p, s), (digest, summary) in sorted(first.items()):
             if some_in_fp8 and not any(op in FP8_PRODUCTS for op in by_stage[p, s]):

@@ -9,15 +9,19 @@ from hetero_megatron.platform.plugins import PluginApi
 from hetero_plugins.graphs import CudaGraphs
 
 HETERO_PLUGIN_API = 1
+OTHERS = ("DCU", "HYGON", "K100", "Z100", "BW1")  # Hygon's
 
 
 class Amd(CudaGraphs):
     name, vendor, device_type, backends = "amd", "AMD", "cuda", ("nccl",)  # RCCL answers to nccl
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    visible = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     limits = Limits(shared_bytes=64 * 1024, max_warps=16, max_grid=2**31 - 1)
 
     def matches(self) -> bool:
-        return torch.version.hip is not None and "AMD" in self.chip(0).upper()
+        """Others build torch for ROCm as well; AMD's own chips do not all have its name in theirs."""
+        chip = self.chip(0).upper()
+        return torch.version.hip is not None and not any(word in chip for word in OTHERS)
 
     def arch(self, index: int = 0) -> tuple[int, ...]:
         """gfx942 -> (9, 4, 2); letters are hexadecimal digits."""

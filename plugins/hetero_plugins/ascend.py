@@ -1,4 +1,5 @@
-"""Huawei Ascend NPUs through torch_npu and HCCL, and their fused attention for squares (the rest goes to Triton)."""
+"""Huawei Ascend NPUs through torch_npu and HCCL, and their fused attention for squares. The rest goes to Triton, where
+it is."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ HETERO_PLUGIN_API = 1
 class Ascend(Accelerator):
     name, vendor, device_type, adapter, backends = "ascend", "Huawei", "npu", "torch_npu", ("hccl",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    visible = ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES")
     settings = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     exact_settings = {"HCCL_DETERMINISTIC": "true"}
     # The unified buffer holds 192 KiB, and a launch has at most 65535 programs over all axes (triton-ascend).
@@ -91,4 +93,4 @@ def register(api: PluginApi) -> None:
             platforms=("ascend",), dtypes=SIXTEEN_BITS, largest={"head_dim": 256}, deterministic=False
         )
         kernel = FusedKernel(fusion_forward, fusion_backward)
-        api.kernel(fused_attention("npu_fusion", kernel, rest, capability, _supports))
+        api.kernel(fused_attention("npu_fusion", kernel, rest, capability, _supports, alone=True))

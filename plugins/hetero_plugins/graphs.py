@@ -26,7 +26,8 @@ class CudaGraphs(Accelerator):
         return made
 
     def library_version(self) -> str:
-        version = self.module().nccl.version()
+        nccl = getattr(self.module(), "nccl", None)
+        version = nccl.version() if nccl is not None else ""
         return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
     def no_graphs(self) -> str:

@@ -73,10 +73,23 @@ def _cudnn_supports(signature: Signature) -> list[str]:
     return _sizes(signature) + ([] if version >= 90_000 else [f"cuDNN {version or 'is absent'}, not 9 or later"])
 
 
+def _probe(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether flash attention says that it serves this on the chip that is here: builds for ROCm have it for some. Where no
+    chip is, it is taken to."""
+    if not torch.cuda.is_available():
+        return True
+    q = torch.empty(1, 1, 128, head_dim, dtype=dtype, device="cuda")
+    params = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    return bool(torch.backends.cuda.can_use_flash_attention(params))
+
+
 def _flash_supports(signature: Signature) -> list[str]:
     out = _sizes(signature)
     if not torch.backends.cuda.is_flash_attention_available():
         out.append("this torch was built without flash attention")
+    if not out and signature.platform == "amd" and signature.dtype in SIXTEEN_BITS:
+        refused = [d for d in signature.dims.get("head_dim", ()) if not _probe(d, signature.dtype)]
+        out += [f"this build has no flash attention for head_dim {refused[0]} on this chip"] if refused else []
     wide = [d for d in signature.dims.get("head_dim", ()) if d > 192]
     if wide and signature.platform == "nvidia" and signature.arch not in ((8, 0), (9, 0), (10, 0), (10, 3)):
         out.append(f"no backward for head_dim {wide[0]} on this chip")

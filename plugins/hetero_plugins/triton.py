@@ -352,6 +352,11 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
 )
 
 
+# Device types that get these kernels unasked. An NPU has torch's and its vendor's for all that they need, and nobody has
+# compiled these for one yet: `--kernels` asks for them, after `plugins check triton` there.
+AUTOMATIC = ("cuda", "xpu", "mlu", "musa", "gcu")
+
+
 def _kernel(
     op: str, file: str, forward: Callable[..., Any], backward: Callable[..., Any] | None
 ) -> Kernel | None:
@@ -361,7 +366,7 @@ def _kernel(
     overwritten = _OVERWRITTEN.get(op, ())
     return Kernel(
         op, "triton", TRITON, forward, backward,
-        Capability(automatic=("cuda", "xpu", "npu", "mlu", "musa", "gcu"), features=_FEATURES.get(op, ())), _supports,
+        Capability(automatic=AUTOMATIC, features=_FEATURES.get(op, ())), _supports,
         parts=_PARTS.get(op, {}), version=_VERSIONS.get(op, 1), interpreted=INTERPRETED,
         private="logits" in overwritten, overwrites=overwritten,
     )  # fmt: skip

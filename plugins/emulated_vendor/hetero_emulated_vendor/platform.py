@@ -17,6 +17,7 @@ class EmulatedVendor(Accelerator):
     adapter = "hetero_emulated_vendor.adapter"
     backends = ("emuccl",)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    visible = ("HETERO_EMULATED_VISIBLE",)
     automatic = False
     tested = True
 

@@ -135,7 +135,7 @@ def test_the_fastest_that_serves_is_chosen_and_the_log_says_why_not_another(
         (("nvidia", "cuda", (9, 0), 256), "flash"), (("nvidia", "cuda", (8, 6), 256), "triton"),
         (("nvidia", "cuda", (9, 0), 100), "triton"), (("nvidia", "cuda", (7, 0)), "triton"),
         (("nvidia", "cuda", (9, 0), 128, torch.float32), "triton"), (("amd", "cuda", (9, 4, 2)), "flash"),
-        (("intel", "xpu", ()), "triton"), (("ascend", "npu", (910, 3)), "triton"),
+        (("intel", "xpu", ()), "triton"),
     ):  # fmt: skip
         assert plan(*arguments).provider("attention") == provider, arguments
     assert plan("nvidia", "cuda", (9, 0)).why() == []
@@ -147,12 +147,46 @@ def test_the_fastest_that_serves_is_chosen_and_the_log_says_why_not_another(
     assert plan("ascend", "npu", (910, 3)).provider("attention") == "npu_fusion"
 
 
+def test_a_build_for_rocm_is_asked_whether_it_has_flash_attention(
+    devices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Radeon's may not, and would raise at the first call."""
+    monkeypatch.setattr(sdpa, "_probe", lambda head_dim, dtype: head_dim <= 64)
+    assert plan("amd", "cuda", (11, 0, 0), 64).provider("attention") == "flash"
+    found = plan("amd", "cuda", (11, 0, 0), 128)
+    assert found.provider("attention") == "triton"
+    assert any("no flash attention for head_dim 128 on this chip" in line for line in found.why())
+
+
+def test_an_npu_without_triton_serves_whole_sequences_and_refuses_the_rest(
+    devices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    without = lambda name, *more: None if name == "triton" else find(name, *more)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    monkeypatch.setitem(sys.modules, "torch_npu", module("torch_npu"))
+    found = plan("ascend", "npu", (910, 3))
+    assert found.provider("attention") == "npu_fusion"
+    kernel = load_plugins().registry.kernel("attention", "npu_fusion")
+    q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match="windows, documents and parts of sequences are triton's, which cannot serve"):
+        kernel.forward(q, q, q, None, [[0, 2]])
+
+
+def test_an_npu_gets_no_triton_kernel_unasked(devices: None) -> None:
+    registry = load_plugins().registry
+    for op in ("rms_norm", "rope", "swiglu", "cross_entropy", "adamw", "l2norm"):
+        signature = Signature(op, "npu", torch.float32, "ascend", (910, 3), {})
+        assert resolve(registry, [signature], None).provider(op) == "aten", op
+        assert resolve(registry, [signature], {op: "triton"}).provider(op) == "triton", op
+
+
 def test_no_device_gets_quadratic_attention_unasked(devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     without = lambda name, *more: None if name == "triton" else find(name, *more)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without)
     monkeypatch.setitem(sys.modules, "torch_npu", module("torch_npu"))
-    for chip in (("nvidia", "cuda", (9, 0)), ("amd", "cuda", (9, 4, 2)), ("ascend", "npu", ()), ("other", "acme", ())):
+    for chip in (("nvidia", "cuda", (9, 0)), ("amd", "cuda", (9, 4, 2)), ("other", "acme", ())):
         with pytest.raises(UserError) as refusal:
             plan(*chip)
         said = str(refusal.value)

@@ -117,6 +117,9 @@ class StubDevice(types.ModuleType):
     def is_available(self) -> bool:
         return self.count > 0
 
+    def is_initialized(self) -> bool:
+        return False
+
     def device_count(self) -> int:
         return self.count
 
@@ -435,3 +438,46 @@ def test_libraries_are_configured_before_the_device_is_first_used(
     assert seen == [":4096:8" if deterministic else None]
     kept = ("PYTORCH_ALLOC_CONF=max_split_size_mb:64",)
     assert chosen.settings == ((*kept, "CUBLAS_WORKSPACE_CONFIG=:4096:8") if deterministic else kept)
+
+
+@pytest.mark.parametrize("stub", ["nvidia"], indirect=True)
+def test_the_allocators_setting_applies_though_vendors_were_told_apart_before(
+    stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.cuda reads the variable when it is initialised, which asking for a chip's name does."""
+    applied: list[str | None] = []
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+    def name(index: int) -> str:
+        if not applied:
+            applied.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        return CHIPS["nvidia"][0]
+
+    stub[1].get_device_name = name  # type: ignore[method-assign]
+    stub[1].is_initialized = lambda: bool(applied)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
+    monkeypatch.setattr(type(stub[0]), "device", lambda self, index=0: torch.device("cpu", index))
+    choose_platform(load_plugins().platforms.values(), None, None, 0)
+    assert applied[-1] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("stub", ["nvidia", "amd"], indirect=True)
+def test_the_only_visible_device_has_index_0(
+    stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``srun --gpus-per-task=1`` shows every process its own device. Without that, one device is one rank's."""
+    accelerator, device = stub
+    device.count = 1
+    for variable in accelerator.visible:
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(UserError, match="this machine has 1"):
+        accelerator.device(3)
+    monkeypatch.setenv(accelerator.visible[0], "5")
+    assert accelerator.device(3).index == 0 and device.calls == ["set_device(0)"]
+
+
+@pytest.mark.parametrize("chip", ["AMD Instinct MI300X", "Radeon RX 7900 XTX", "Instinct MI250"])
+@pytest.mark.parametrize("stub", ["amd"], indirect=True)
+def test_a_chip_without_its_vendors_name_is_known(stub: tuple[Accelerator, StubDevice], chip: str) -> None:
+    stub[1].chip = chip
+    assert [a.name for a in load_plugins().platforms.values() if a.device_type == "cuda" and a.available()] == ["amd"]

@@ -110,3 +110,18 @@ def test_many_communicators_are_told() -> None:
     groups = [(0, r) for r in range(1, 40)]
     assert "rank 0 has 39 communicators" in communicators(Islands([NVIDIA] * 40), groups)[0]
     assert communicators(Islands([NVIDIA] * 40), groups[:30]) == communicators(Islands([CPU] * 40), groups) == []
+
+
+def test_unlike_versions_of_a_library_are_refused_and_named() -> None:
+    """Within an island: who does not talk by the library may have any."""
+    old, new = changed(NVIDIA, library_version="2.26.2"), changed(NVIDIA, library_version="2.27.5")
+    Islands([old, old, changed(AMD, library_version="2.22.3"), CPU])
+    with pytest.raises(UserError) as refused:
+        Islands([old, new, changed(AMD, library_version="2.22.3"), old])
+    assert "unlike versions of nccl: 2.26.2 on ranks 0,3, 2.27.5 on ranks 1" in str(refused.value)
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    one, other = (changed(NVIDIA, identity=f"GPU-7 of {host}") for host in ("here", "there"))
+    with pytest.raises(UserError, match="ranks 0 and 2 would share the device GPU-7 of here"):
+        Islands([one, other, one])
