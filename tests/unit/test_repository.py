@@ -218,12 +218,12 @@ def test_make_env_without_a_recent_python_says_what_is_missing(tmp_path: Path) -
 
 
 def test_no_string_names_a_module_of_another_layer() -> None:
-    """Where import-linter cannot see it; the command line, the top layer, may name what is below it."""
+    """Where import-linter cannot see it; the command line and its worker may name what is below them."""
     package = ROOT / "hetero_megatron"
     found = []
     for path in package.rglob("*.py"):
         own = path.relative_to(package).parts[0]
-        if own == "cli":
+        if own in ("cli", "plugin_check"):
             continue
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
