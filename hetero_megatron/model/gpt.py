@@ -143,13 +143,17 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of this share's vocabulary rows; holds no parameters where the embedding is tied."""
+    """Logits of this share's vocabulary rows; holds no parameters where the embedding is tied.
+
+    ``in_loss``: the loss multiplies by ``matrix`` itself, so that logits never exist as a whole: the head passes its
+    input on.
+    """
 
     def __init__(
         self, spec: ModelSpec, weight: nn.Parameter | None, rows: int, width: int, kernels: KernelPlan
     ) -> None:
         super().__init__()
-        self.kernels, self.softcap = kernels, spec.logit_softcap
+        self.kernels, self.softcap, self.in_loss = kernels, spec.logit_softcap, False
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, width))
         self._tied = [weight] if weight is not None else []  # a list hides it from named_parameters
@@ -160,6 +164,8 @@ class Head(nn.Module):
         return self._tied[0] if self._tied else self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_loss:
+            return x
         logits: torch.Tensor = self.kernels.gemm(x, self.matrix, None)
         return logits if self.softcap is None else softcap(logits, self.softcap)
 

@@ -15,7 +15,7 @@ from hetero_megatron.pipeline.rank_stage import RankStage
 
 
 class StageLoss:
-    """Of a stage with or without a head; made after ``apply_compile``, for it may take the head out of the model.
+    """Of a stage with or without a head; it may take over what the head does (``Head.in_loss``).
 
     Args:
         group: the unit's ranks.
@@ -40,7 +40,7 @@ class StageLoss:
                 kernels.choices["gemm"].kernel, here.spec.logit_softcap,
             )  # fmt: skip
         if self.head is not None:
-            model.lm_head.forward = lambda x: x  # type: ignore[method-assign]
+            model.lm_head.in_loss = True
 
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
         """Sum of the losses of tokens that count: a tensor [], in at least fp32.
