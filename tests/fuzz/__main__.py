@@ -12,11 +12,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.fuzz import cases, weights
+from tests.fuzz import cases, foreign, weights
 from tests.fuzz.documents import LLAMA
 from tests.fuzz.pool import ROOT, Pool
 
-BAD = (cases.TRACEBACK, cases.HANG, cases.CRASH)
+BAD = (cases.TRACEBACK, cases.HANG, cases.CRASH, cases.SILENT)
 COLUMNS = (cases.ACCEPTED, cases.REFUSED, *BAD)
 
 
@@ -77,6 +77,7 @@ def make_bases(bases: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(weights.tensors(), model / "model.safetensors", {"format": "pt"})
+    foreign.make_base(bases / "chat")
     python = [sys.executable, "-m", "hetero_megatron.cli.main"]
     words = [
         "--mock-data",

@@ -10,12 +10,16 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import documents, flags, runs, weights
+from tests.fuzz import documents, flags, foreign, runs, weights
 
 # kind -> share of the cases
-KINDS = {"plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6}
-SLOW = ("weights", "checkpoints")  # kinds that read tensors
+KINDS = {
+    "plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6, "adapters": 5,
+    "generation": 5,
+}  # fmt: skip
+SLOW = ("weights", "checkpoints", "adapters", "generation")  # kinds that read tensors
 ACCEPTED, REFUSED, TRACEBACK, HANG, CRASH = "accepted", "refused", "traceback", "hang", "crash"
+SILENT = "silent"  # accepted, with another result than the library whose file it is
 # What a library says of itself, or advice against a safety check, is no message of ours.
 FOREIGN = re.compile(r"Traceback \(most recent|weights_only|object at 0x|\bNoneType\b|Errno \d")
 
@@ -49,14 +53,18 @@ def make(seed: int, kind: str, number: int, folder: Path, bases: Path) -> list[s
         return runs.checkpoint(rng, folder, bases / "checkpoint")
     if kind == "logs":
         return runs.log(rng, folder, bases / "run")
+    if kind == "adapters":
+        return foreign.adapter(rng, folder, bases / "chat")
+    if kind == "generation":
+        return foreign.generation(rng, folder, bases / "chat")
     return flags.line(rng, flags.known_flags())
 
 
-def run(words: list[str]) -> Outcome:
+def run(words: list[str], kind: str = "") -> Outcome:
     """Run the program in this process."""
-    said = io.StringIO()
+    said, shown = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
             code = _configure(words[1:]) if words[0] == "pretrain_gpt.py" else _command(words)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -71,6 +79,9 @@ def run(words: list[str]) -> Outcome:
         return Outcome(TRACEBACK, f"not our words: {found.group()}: {ascii(text[:200])}")
     if code not in (0, 2):
         return Outcome(TRACEBACK, f"exit code {code}: {ascii(text[:200])}")
+    if code == 0 and kind in ("adapters", "generation"):
+        differs = foreign.differs(kind, words, shown.getvalue())
+        return Outcome(SILENT, differs) if differs else Outcome(ACCEPTED, ascii(text[-300:]))
     return Outcome(ACCEPTED if code == 0 else REFUSED, ascii(text[-300:]))
 
 

@@ -28,7 +28,7 @@ def main() -> None:
         (folder / "words.json").write_text(json.dumps(words))
         here = os.getcwd()
         os.chdir(folder)
-        outcome = cases.run(words)
+        outcome = cases.run(words, kind)
         os.chdir(here)
         print(json.dumps(asdict(outcome)), file=answers, flush=True)
 
