@@ -140,8 +140,10 @@ def _from_megatron(
     from hetero_megatron.cli.flags.megatron_checkpoint import spec_of_arguments
 
     tensors = open_megatron(source, step)
-    spec = spec_of_arguments(tensors.arguments, model, tensors.vocabulary_rows())
+    spec, notices = spec_of_arguments(tensors.arguments, model, tensors.vocabulary_rows())
     folder = model_folder(model)
     along = from_directory(folder) if folder is not None else Companions()
     direction = f"Megatron's {tensors.form} to native"
-    return import_weights(MegatronWeights(tensors, spec), along, direction, target, dtype, check_finite)
+    weights = MegatronWeights(tensors, spec)
+    weights.notices.extend(notices)
+    return import_weights(weights, along, direction, target, dtype, check_finite)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hetero_megatron.cli.generate_settings import Ending
     from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
     from hetero_megatron.generation import Weights
+    from hetero_megatron.spec import ModelSpec
     from hetero_megatron.training.config import RunConfig
 
 MAX_TOKENS = 1 << 20
@@ -86,8 +87,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         raise UserError("out of range", field="--top-p", value=args.top_p, accepted="more than 0, at most 1")
     if args.top_k is not None and not 0 <= args.top_k < 2**31:
         raise UserError("out of range", field="--top-k", value=args.top_k, accepted="0 (all) to 2147483647")
-    for flag, number in {"--top-p": args.top_p or 1, "--top-k": args.top_k or 1}.items():
-        if number != 1 and not args.temperature:
+    for flag, number in {"--top-p": args.top_p, "--top-k": args.top_k}.items():
+        if number not in (None, 0, 1.0) and not args.temperature:
             accepted = "--temperature 1 beside it, or leave the flag out"
             raise UserError("has no effect at temperature 0", field=flag, value=number, accepted=accepted)
     if not 0 <= args.seed < 2**32:
@@ -116,6 +117,7 @@ def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, enviro
             f"with the longest prompt this is {length} tokens; the model has {config.spec.max_position_embeddings} "
             "positions", field="--max-new-tokens", value=args.max_new_tokens, accepted="fewer tokens, shorter prompts",
         )  # fmt: skip
+    _check_switch(args, config.spec, prompts)
     from hetero_megatron.generation import open_weights
 
     weights = open_weights(config.spec, config.load_hf, args.load_adapter, checkpoint)
@@ -126,6 +128,20 @@ def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, enviro
     if launcher.rank == 0:
         _print(args, tokenizer, prompts, answers, seconds)
     return 0
+
+
+def _check_switch(args: Namespace, spec: ModelSpec, prompts: list[list[int]]) -> None:
+    """UserError where an answer grows out of longrope's short factors in a family of which transformers then keeps keys
+    that were turned by them; of Phi it computes these anew."""
+    for switch in (rope.switch for rope in spec.ropes if spec.hf_model_type != "phi3"):
+        crossing = [len(p) for p in prompts if switch is not None and len(p) <= switch < len(p) + args.max_new_tokens]
+        if crossing:
+            raise UserError(
+                f"an answer to a prompt of {max(crossing)} tokens may cross original_max_position_embeddings "
+                f"({switch}), beyond which longrope turns otherwise", field="--max-new-tokens",
+                value=args.max_new_tokens,
+                accepted=f"at most {switch - max(crossing)}, or prompts of more tokens than that",
+            )  # fmt: skip
 
 
 def _configure(

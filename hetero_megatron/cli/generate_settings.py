@@ -46,7 +46,7 @@ def find_settings(
         UserError: the file says what is not supported.
     """
     found, where = _said(source, checkpoint)
-    told = [] if where.endswith(CONFIG) else notices(found, where, args.temperature)
+    told = notices(found, where, args.temperature) if Path(where).name == GENERATION else []
     if args.ignore_generation_config:
         found, told = {key: found[key] for key in ("eos_token_id",) if key in found}, []
     settings = read_settings(found, vocabulary, where, bool(args.temperature))

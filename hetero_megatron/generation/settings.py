@@ -114,6 +114,9 @@ def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: 
     KEYS.check_fixed(found, where, _OR_IGNORE)
     read = _Reader({key: value for key, value in found.items() if value is not None}, vocabulary, where)
     decay = read.value("exponential_decay_length_penalty", None)
+    for key in ("forced_bos_token_id", "forced_eos_token_id"):
+        if (forced := read.ids(key)) and set(forced) <= set(read.ids("suppress_tokens")):
+            raise read.refuse(key, "is also in suppress_tokens", "tokens that may be chosen")
     return Settings(
         ends=read.ids("eos_token_id") if "eos_token_id" in read.found else None,
         sequence_bias=read.biases(),

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.fuzz import cases, weights
+from tests.fuzz import cases, foreign, weights
 from tests.fuzz.documents import LLAMA
 from tests.fuzz.pool import ROOT, Pool
 
@@ -77,6 +77,7 @@ def make_bases(bases: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(weights.tensors(), model / "model.safetensors", {"format": "pt"})
+    foreign.make_base(bases / "chat")
     python = [sys.executable, "-m", "hetero_megatron.cli.main"]
     words = [
         "--mock-data",

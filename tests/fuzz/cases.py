@@ -7,19 +7,31 @@ import io
 import random
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import documents, flags, planning, runs, weights
+from tests.fuzz import documents, flags, foreign, planning, runs, weights
 from tests.support import cluster_words
 
-# kind -> share of the cases
-KINDS = {
-    "plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6, "words": 5,
-    "planning": 6,
-}  # fmt: skip
-SLOW = ("weights", "checkpoints")  # kinds that read tensors
-ACCEPTED, REFUSED, TRACEBACK, WRONG, HANG, CRASH = "accepted", "refused", "traceback", "wrong", "hang", "crash"
+# kind -> (share of the cases, writes the input into an empty folder and returns the words to start the program with)
+Make = Callable[[random.Random, Path, Path], list[str]]
+KINDS: dict[str, tuple[int, Make]] = {
+    "plans": (6, lambda rng, folder, bases: documents.plan(rng, folder)),
+    "clusters": (5, lambda rng, folder, bases: documents.cluster(rng, folder)),
+    "words": (5, lambda rng, folder, bases: documents.words(rng, folder)),
+    "configs": (6, lambda rng, folder, bases: documents.config(rng, folder)),
+    "weights": (6, lambda rng, folder, bases: weights.model(rng, folder)),
+    "checkpoints": (6, lambda rng, folder, bases: runs.checkpoint(rng, folder, bases / "checkpoint")),
+    "logs": (5, lambda rng, folder, bases: runs.log(rng, folder, bases / "run")),
+    "flags": (6, lambda rng, folder, bases: flags.line(rng, flags.known_flags())),
+    "planning": (6, lambda rng, folder, bases: planning.case(rng, folder)),
+    "adapters": (5, lambda rng, folder, bases: foreign.adapter(rng, folder, bases / "chat")),
+    "generation": (5, lambda rng, folder, bases: foreign.generation(rng, folder, bases / "chat")),
+}
+SLOW = ("weights", "checkpoints", "adapters", "generation")  # kinds that read tensors
+ACCEPTED, REFUSED, TRACEBACK, HANG, CRASH = "accepted", "refused", "traceback", "hang", "crash"
+WRONG = "wrong"  # accepted, with numbers that cannot be, or other ones than the library has whose file it is
 # What a library says of itself, or advice against a safety check, is no message of ours.
 FOREIGN = re.compile(r"Traceback \(most recent|weights_only|object at 0x|\bNoneType\b|Errno \d")
 
@@ -34,37 +46,20 @@ class Outcome:
 
 def kind_of(number: int) -> str:
     """Kinds take turns, so that any first N cases have all of them."""
-    names = [name for name, share in KINDS.items() for _ in range(share)]
+    names = [name for name, (share, _) in KINDS.items() for _ in range(share)]
     return names[(number * 101) % len(names)]  # a prime, and more than there are
 
 
 def make(seed: int, kind: str, number: int, folder: Path, bases: Path) -> list[str]:
     """Write the input of a case into an empty folder; returns the words to start the program with."""
-    rng = random.Random(f"{seed} {kind} {number}")
-    if kind == "plans":
-        return documents.plan(rng, folder)
-    if kind == "clusters":
-        return documents.cluster(rng, folder)
-    if kind == "words":
-        return documents.words(rng, folder)
-    if kind == "configs":
-        return documents.config(rng, folder)
-    if kind == "weights":
-        return weights.model(rng, folder)
-    if kind == "checkpoints":
-        return runs.checkpoint(rng, folder, bases / "checkpoint")
-    if kind == "logs":
-        return runs.log(rng, folder, bases / "run")
-    if kind == "planning":
-        return planning.case(rng, folder)
-    return flags.line(rng, flags.known_flags())
+    return KINDS[kind][1](random.Random(f"{seed} {kind} {number}"), folder, bases)
 
 
 def run(words: list[str], kind: str = "") -> Outcome:
     """Run the program in this process; of some kinds the answer is looked at too."""
-    said, wrong = io.StringIO(), ""
+    said, shown, wrong = io.StringIO(), io.StringIO(), ""
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
             if kind == "planning":
                 code, wrong = planning.run(words)
             else:
@@ -81,14 +76,16 @@ def run(words: list[str], kind: str = "") -> Outcome:
             cluster_words.check(Path(words[words.index("--cluster") + 1]))
         except AssertionError as error:
             return Outcome(TRACEBACK, f"a word acts: {ascii(str(error))[:200]}")
-    if wrong:
-        return Outcome(WRONG, wrong)
     if code == 2 and not text.strip():
         return Outcome(TRACEBACK, "a refusal without a word")
     if found := FOREIGN.search(text):
         return Outcome(TRACEBACK, f"not our words: {found.group()}: {ascii(text[:200])}")
     if code not in (0, 2):
         return Outcome(TRACEBACK, f"exit code {code}: {ascii(text[:200])}")
+    if code == 0 and kind in ("adapters", "generation"):
+        wrong = foreign.differs(kind, words, shown.getvalue())
+    if wrong:
+        return Outcome(WRONG, wrong)
     return Outcome(ACCEPTED if code == 0 else REFUSED, ascii(text[-300:]))
 
 

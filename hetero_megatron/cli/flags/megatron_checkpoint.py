@@ -8,43 +8,29 @@ from typing import Any
 from hetero_megatron.cli.flags.megatron_latent import check_latents, is_latent, with_latents
 from hetero_megatron.cli.flags.model import build_spec
 from hetero_megatron.cli.flags.parse import parse
+from hetero_megatron.cli.megatron_keys import (
+    EXPERTS,
+    ROTARY,
+    SWITCHES,
+    SWITCHES_OF_EXPERTS,
+    VALUES,
+    check_stored,
+    with_present_names,
+)
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 
 _WHERE = "the checkpoint's arguments"
-_VALUES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "seq_length",
-    "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "init_method_std",
-)  # fmt: skip
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
-_EXPERTS = (
-    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
-    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_shared_expert_intermediate_size",
-)  # fmt: skip
-_SWITCHES_OF_EXPERTS = ("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate")
-_SWITCHES = (
-    "swiglu", "squared_relu", "openai_gelu", "quick_geglu", "add_qkv_bias", "qk_layernorm", "qk_l2_norm",
-    "untie_embeddings_and_output_weights", "apply_layernorm_1p", "rotary_interleaved",
-    "apply_residual_connection_post_layernorm", "attention_output_gate", "is_hybrid_model",
-)  # fmt: skip
-# Arguments with a value that changes the model, unless it is the one given here.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "mtp_num_layers": (None, 0), "softmax_type": (None, "vanilla"),
-    "window_attn_skip_freq": (None,), "no_rope_freq": (None, 0), "experimental_attention_variant": (None,),
-    "heterogeneous_layers_config_path": (None,), "heterogeneous_layers_config_encoded_json": (None, ""),
-    "spec": (None,), "hybrid_layer_pattern": (None,), "glu_linear_offset": (None, 0, 0.0),
-    "activation_func_clamp_value": (None,), "moe_latent_size": (None,), "moe_apply_probs_on_input": (None, False),
-    "encoder_num_layers": (None,), "vocab_extra_ids": (None, 0),
-}  # fmt: skip
 # What latent attention reads otherwise, or not.
 _NOT_OF_LATENTS = {"kv_channels", "group_query_attention", "num_query_groups", "qk_layernorm"}
 # Beside --model these say how the model was trained, not what it is.
 _OF_TRAINING = {"seq_length", "max_position_embeddings", "init_method_std"}
 
 
-def spec_of_arguments(stored: Mapping[str, Any], model: str | None, rows: int) -> ModelSpec:
-    """The model of a checkpoint.
+def spec_of_arguments(
+    stored: Mapping[str, Any], model: str | None, rows: int
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """(the model of a checkpoint, notices of arguments that nobody knows).
 
     Args:
         stored: the arguments of the run that wrote it; may be empty if ``model`` is given.
@@ -54,6 +40,8 @@ def spec_of_arguments(stored: Mapping[str, Any], model: str | None, rows: int) -
     Raises:
         UserError: nothing says what the model is, the two contradict each other, or it is one that is not supported.
     """
+    stored = with_present_names(stored, _WHERE)
+    notices = check_stored(stored, _WHERE)
     if not stored and model is None:
         problem = "missing, and the checkpoint does not store the arguments of its run"
         raise UserError(problem, field="--model", accepted="the model's directory or config.json")
@@ -61,12 +49,11 @@ def spec_of_arguments(stored: Mapping[str, Any], model: str | None, rows: int) -
     words += ["--model", model] if model is not None else ["--vocab-size", str(_vocabulary(stored, rows))]
     try:
         spec = build_spec(parse(words), None)
-        if not is_latent(stored):
-            return spec
-        if model is None:
-            return with_latents(spec, stored)
-        check_latents(spec, stored, model)
-        return spec
+        if is_latent(stored) and model is None:
+            spec = with_latents(spec, stored)
+        elif is_latent(stored):
+            check_latents(spec, stored, str(model))
+        return spec, notices
     except UserError as error:
         where = error.where if error.where not in ("", "command line") else _WHERE
         raise UserError(
@@ -88,10 +75,10 @@ def _words(stored: Mapping[str, Any], beside_model: bool) -> list[str]:
     gated = any(stored.get(key) for key in ("swiglu", "squared_relu", "openai_gelu"))
     experts = bool(stored.get("num_experts"))
     words = []
-    for key in (*_VALUES, *(_ROTARY if rope else ()), *(_EXPERTS if experts else ())):
+    for key in (*VALUES, *(ROTARY if rope else ()), *(EXPERTS if experts else ())):
         if stored.get(key) is not None and not (beside_model and key in _OF_TRAINING):
             words += [_flag(key), str(stored[key])]
-    switches = (*_SWITCHES, *(_SWITCHES_OF_EXPERTS if experts else ()))
+    switches = (*SWITCHES, *(SWITCHES_OF_EXPERTS if experts else ()))
     words += [_flag(key) for key in switches if stored.get(key) is True]
     if stored.get("use_rotary_position_embeddings") is True and stored.get("position_embedding_type") is None:
         words += ["--use-rotary-position-embeddings"]
@@ -105,9 +92,6 @@ def _words(stored: Mapping[str, Any], beside_model: bool) -> list[str]:
         words += ["--no-bias-gelu-fusion"]
     if stored.get("window_size") is not None:
         words += ["--window-size", ",".join(map(str, stored["window_size"]))]
-    for key, neutral in _NEUTRAL.items():
-        if key in stored and stored[key] not in neutral:
-            words += [_flag(key), str(stored[key])]
     return words
 
 

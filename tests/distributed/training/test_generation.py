@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "llama_4_scaling_beta": 0.2}},
     "exaone4": {"model_type": "exaone4", **SMALL, "sliding_window": 9, "layer_types": [
         "sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {"model_type": "phi3", **SMALL, "original_max_position_embeddings": 24, "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LENGTH},
 }
 UNEVEN = """
@@ -168,10 +172,12 @@ def test_chat_prompts_are_rendered_by_the_template(models: Callable[[str], Path]
     assert answers(words, PROMPTS[:2], "one", tmp_path) == expected(path, texts)
 
 
-def answers(words: list[str], prompts: Sequence[str], plan: str, tmp_path: Path) -> list[list[int]]:
+def answers(
+    words: list[str], prompts: Sequence[str], plan: str, tmp_path: Path, ends: Sequence[str] = ("--ignore-eos",)
+) -> list[list[int]]:
     """Greedy, under one of ``PLANS``."""
     ranks, text = PLANS[plan]
-    words = [*words, "--json", "--max-new-tokens", str(NEW), "--ignore-eos", "--batch-size", "3"]
+    words = [*words, "--json", "--max-new-tokens", str(NEW), *ends, "--batch-size", "3"]
     words += [word for prompt in prompts for word in ("--prompt", prompt)]
     if text is not None:
         (tmp_path / "plan.yaml").write_text(text)
@@ -180,19 +186,36 @@ def answers(words: list[str], prompts: Sequence[str], plan: str, tmp_path: Path)
     return [answer["tokens"] for answer in found["answers"]]
 
 
-def test_draws_are_those_of_transformers_warpers() -> None:
-    """Frequencies against temperature and top-p as transformers applies them; draws depend on prompt and step only."""
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+def test_settings_and_ends_count_on_every_way_in(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """generation_config.json travels in a native checkpoint; without it config.json counts, in both."""
+    from transformers import AutoTokenizer, GenerationConfig
 
-    from hetero_megatron.generation.sampling import Sampling
+    tokenizer, prompts = AutoTokenizer.from_pretrained(models("llama")), PROMPTS[:2]
+    free = expected(models("llama"), prompts)
+    ends = [int(tokenizer.eos_token_id), free[0][9], free[1][5]]
+    said = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "begin_suppress_tokens": [free[0][0]]}
+    said["pad_token_id"] = 0
+    for name, more in (("generation", said | {"stop_strings": [tokenizer.decode(free[1][2:3])]}), ("config", said)):
+        hf, native = tmp_path / name, tmp_path / f"{name}_native"
+        shutil.copytree(models("llama"), hf)
+        (hf / "generation_config.json").unlink()
+        if name == "generation":
+            GenerationConfig(eos_token_id=ends, **more).save_pretrained(hf)
+        else:
+            config = json.loads((hf / "config.json").read_text()) | more | {"eos_token_id": ends}
+            (hf / "config.json").write_text(json.dumps(config))
+        model, wanted = AutoModelForCausalLM.from_pretrained(hf), []
+        for prompt in prompts:
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            made = model.generate(ids, do_sample=False, max_new_tokens=NEW, tokenizer=tokenizer)
+            wanted.append(made[0, ids.shape[1] :].tolist())
+        assert min(map(len, wanted)) < NEW
+        assert main(["convert", str(hf), str(native)]) == 0
+        for flag, path in (("--load-hf", hf), ("--load", native)):
+            assert answers([flag, str(path)], prompts, "one", tmp_path, []) == wanted, (name, flag)
 
-    torch.manual_seed(0)
-    logits = torch.randn(1, 12) * 2
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)])
-    wanted = torch.softmax(warpers(None, logits.clone()).double(), -1)[0]
-    sampling, count = Sampling(0.7, 0.8, seed=3), 4000
-    drawn = sampling.choose(logits.expand(count, -1), range(count), 5)
-    seen = torch.bincount(drawn, minlength=12) / count
-    assert (seen[wanted == 0] == 0).all() and (seen - wanted).abs().max() < 0.03
-    assert torch.equal(drawn[7:9], sampling.choose(logits.expand(2, -1), [7, 8], 5))
-    assert sampling.choose(logits, [0], 0).item() != -1 and Sampling().choose(logits, [0], 0) == logits.argmax()
+
+def test_longrope_takes_the_factors_of_the_length_so_far(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Prompts on both sides of the original length, and an answer that crosses it, in one batch."""
+    prompts = ("fox", PROMPTS[2][:20], PROMPTS[2])
+    assert answers(["--load-hf", str(models("phi3"))], prompts, "one", tmp_path) == expected(models("phi3"), prompts)

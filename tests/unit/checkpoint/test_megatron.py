@@ -258,7 +258,7 @@ def test_what_other_packages_let_torch_load_is_not_made(tmp_path: Path, capsys: 
     ({"multi_latent_attention": True, "qk_layernorm": True, "rotary_scaling_factor": "x"}, "--rotary-scaling-factor"),
     ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "mrope"}, "--rope-type"),
     ({"rotary_percent": 0.5}, "--rotary-percent"), ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
-    ({"mtp_num_layers": 1}, "--mtp-num-layers"), ({"ffn_hidden_size": 44}, "does not fit the model"),
+    ({"mtp_num_layers": 1}, "mtp_num_layers = 1"), ({"ffn_hidden_size": 44}, "does not fit the model"),
     ({"swiglu": False}, "does not fit the model"), ({"num_layers": 5}, "missing decoder.layers.4."),
 ])  # fmt: skip
 def test_arguments_of_other_models_are_refused(

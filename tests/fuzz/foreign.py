@@ -1,0 +1,135 @@
+"""Configurations of adapters and of generation, as peft and transformers write them, with keys changed; and whether
+what is accepted gives the tokens that these libraries give."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz import mutate
+
+PROMPT, NEW = "the quick brown", 6
+ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
+_PLAUSIBLE: tuple[Any, ...] = (
+    True, False, None, 0, 1, 2, 5, 0.5, 1.3, 2.0, [], {}, [3], [[3]], [[3], [4, 5]], [[[7], 2.0]], [2, 1.5], "pissa",
+    "olora", "gaussian", "eva", "loftq", "pissa_niter_4", ["q_proj"], {"q_proj": 4}, {"q_proj": 2}, {"v_proj": 8},
+    "all-linear", "none", "all", "quantized", "dynamic", list(range(0, 300, 2)), "ing", ["he", "\\n"],
+)  # fmt: skip
+
+
+def make_base(folder: Path) -> None:
+    """A small model with its tokenizer, and an adapter of it."""
+    import peft
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.support.chat import TEMPLATES, chat_tokenizer
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=330, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    chat_tokenizer(folder / "model", TEMPLATES["chatml"])
+    (folder / "model" / GENERATION).unlink(missing_ok=True)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    for name, param in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(param, 0, 0.3)
+    adapted.save_pretrained(folder / "adapter")
+
+
+def adapter(rng: random.Random, folder: Path, base: Path) -> list[str]:
+    shutil.copytree(base / "adapter", folder / "adapter")
+    path = folder / "adapter" / ADAPTER
+    _change(rng, path, json.loads(path.read_text()), _keys_of_adapters())
+    return [*_words(base / "model"), "--load-adapter", str(folder / "adapter")]
+
+
+def generation(rng: random.Random, folder: Path, base: Path) -> list[str]:
+    shutil.copytree(base / "model", folder / "model")
+    value: dict[str, Any] = {"eos_token_id": rng.choice((1, [1, 7], None)), "pad_token_id": 0}
+    if rng.random() < 0.25:  # the same keys count in config.json where there is no other file
+        target = folder / "model" / "config.json"
+        value = json.loads(target.read_text()) | value
+    else:
+        target = folder / "model" / GENERATION
+    _change(rng, target, value, _keys_of_generation())
+    return _words(folder / "model")
+
+
+def _words(model: Path) -> list[str]:
+    return ["generate", "--load-hf", str(model), "--prompt", PROMPT, "--max-new-tokens", str(NEW), "--json"]
+
+
+@cache
+def _keys_of_adapters() -> tuple[str, ...]:
+    import peft
+
+    return tuple(sorted(f.name for f in fields(peft.LoraConfig)))
+
+
+@cache
+def _keys_of_generation() -> tuple[str, ...]:
+    from transformers import GenerationConfig
+
+    return tuple(sorted(GenerationConfig().to_dict()))
+
+
+def _change(rng: random.Random, path: Path, value: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Known keys with values that somebody may mean, unknown ones, and now and then any damage."""
+    for _ in range(rng.randint(1, 3)):
+        key = rng.choice(keys)
+        if rng.random() < 0.15:
+            key = rng.choice((key[:-1], f"{key}s", key.upper(), f"use_{key}"))
+        value[key] = copy.deepcopy(rng.choice(_PLAUSIBLE)) if rng.random() < 0.8 else mutate.odd_value(rng)
+    damage = rng.random()
+    data = json.dumps(mutate.tree(rng, value) if damage < 0.1 else value).encode()
+    path.write_bytes(mutate.bytes_of(rng, data) if 0.1 < damage < 0.15 else data)
+    if damage > 0.97:
+        mutate.file(rng, path)
+
+
+def differs(kind: str, words: list[str], shown: str) -> str:
+    """How the tokens of a command that was accepted differ from those of peft and transformers; empty if they do not,
+    or these refuse the file themselves."""
+    import torch
+    from transformers import AutoTokenizer
+
+    directory = Path(words[words.index("--load-hf") + 1])
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    try:
+        model = _reference(kind, directory, words[-1])
+        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+        more = {"eos_token_id": tokenizer.eos_token_id} if model.generation_config.eos_token_id is None else {}
+        with torch.no_grad():
+            made = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW,
+                tokenizer=tokenizer, **more,
+            )  # fmt: skip
+    except Exception:  # whatever the library says of a file that is not its own
+        return ""
+    wanted, found = made[0, ids.shape[1] :].tolist(), json.loads(shown.splitlines()[-1])["answers"][0]["tokens"]
+    return "" if wanted == found else f"tokens {found}, of the library {wanted}"
+
+
+def _reference(kind: str, directory: Path, adapter: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    if kind == "adapters":
+        import peft
+
+        return peft.PeftModel.from_pretrained(model, adapter).eval()
+    return model

@@ -1,0 +1,98 @@
+"""Arguments that Megatron checkpoints store: each is read, without effect on the model, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_megatron.cli.flags.megatron_checkpoint import spec_of_arguments
+from hetero_megatron.cli.megatron_keys import KEYS
+from hetero_megatron.errors import UserError
+from tests.support.paths import FIXTURES
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "group_query_attention": True,
+    "num_query_groups": 2, "kv_channels": 16, "seq_length": 32, "max_position_embeddings": 64, "norm_epsilon": 1e-5,
+    "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0, "normalization": "RMSNorm",
+    "swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "vocab_size": 256,
+    # What every namespace has, at Megatron's defaults.
+    "add_position_embedding": True, "bias_gelu_fusion": False, "window_size": None, "softmax_type": "vanilla",
+    "relative_attention_num_buckets": 32, "onnx_safe": None, "bert_binary_head": True, "retro_add_retriever": False,
+    "hybrid_attention_ratio": 0.0, "mamba_state_dim": 128, "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_topk": 2, "moe_token_drop_policy": "probs", "attention_dropout": 0.1, "lr": 1e-4, "rank": 0,
+    "world_size": 8, "no_load_optim": None, "patch_dim": 16, "data_path": ["a"], "kv_lora_rank": 32,
+    "dino_norm_last_layer": False, "linear_conv_kernel_dim": 4, "mtp_num_layers": None, "use_mup": False,
+    "apply_query_key_layer_scaling": False, "barrier_with_L1_time": True, "masked_softmax_fusion": True,
+}  # fmt: skip
+
+
+def spec(**changed: Any) -> Any:
+    return spec_of_arguments(LLAMA | changed, None, 256)
+
+
+def test_what_a_namespace_has_anyway_is_not_said() -> None:
+    found, notices = spec()
+    assert not notices and found.norm_eps == 1e-5 and found.num_kv_heads == 2
+
+
+def test_every_flag_of_megatrons_is_known() -> None:
+    names = [line[2:].replace("-", "_") for line in (FIXTURES / "megatron_flags.txt").read_text().split()]
+    assert not [name for name in names if name.startswith("__") or name not in KEYS.known]
+
+
+def test_present_and_old_names_are_one_argument() -> None:
+    plain = {key: value for key, value in LLAMA.items() if key != "norm_epsilon"}
+    assert spec_of_arguments(plain | {"layernorm_epsilon": 0.01}, None, 256)[0].norm_eps == 0.01
+    assert spec_of_arguments(plain | {"layernorm_epsilon": 0.01, "norm_epsilon": None}, None, 256)[0].norm_eps == 0.01
+    assert spec(layernorm_epsilon=1e-5)[0].norm_eps == 1e-5
+    with pytest.raises(UserError, match=r"layernorm_epsilon = 0.01.*norm_epsilon says 1e-05"):
+        spec(layernorm_epsilon=0.01)
+    ungrouped = LLAMA | {"group_query_attention": False, "num_query_groups": 1}
+    for name in ("num_key_value_heads", "num_attention_heads_kv"):
+        assert spec_of_arguments(ungrouped | {name: 2}, None, 256)[0].num_kv_heads == 2
+        assert spec_of_arguments(ungrouped | {name: 4}, None, 256)[0].num_kv_heads == 4
+        with pytest.raises(UserError, match=name):
+            spec(**{name: 1})
+
+
+REFUSED_VALUES: dict[str, Any] = {
+    "mtp_num_layers": 1, "softmax_type": "learnable", "window_attn_skip_freq": 2, "no_rope_freq": 4, "spec": ["a", "b"],
+    "experimental_attention_variant": "gated_delta_net", "heterogeneous_layers_config_path": "x.json",
+    "heterogeneous_layers_config_encoded_json": "{}", "hybrid_layer_pattern": "M*", "hybrid_override_pattern": "M*",
+    "hybrid_attention_ratio": 0.5, "hybrid_mlp_ratio": 0.5, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7,
+    "moe_latent_size": 8, "moe_apply_probs_on_input": True, "encoder_num_layers": 2, "decoder_num_layers": 2,
+    "vocab_extra_ids": 100, "mrope_section": [1, 2, 3], "retro_add_retriever": True, "onnx_safe": True, "use_mup": True,
+    "vision_pretraining": True, "moe_router_force_load_balancing": True, "moe_router_force_biased": 1.0,
+    "moe_mlp_glu_interleave_size": 32, "moe_shared_expert_glu_interleave_size": 32, "embed_layernorm": True,
+    "parallel_attn": True, "parallel_layernorm": True, "geglu": True, "glu_activation": "geglu", "use_rms_norm": True,
+    "use_bias": False, "tie_embed_logits": True, "sliding_window_size": 64, "input_embeds_norm": True,
+    "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256, "add_rmsnorm_offset": True,
+    "query_pre_attn_scalar": 144, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "post_norm": True,
+    "output_multiplier_scale": 2.0,
+    "partial_rotary_factor": 0.5, "add_lmhead_bias": True, "first_k_dense_replace": 1, "square_alibi_mask": True,
+    "fill_neg_inf": True, "rope_theta": 1e6, "use_glm_rope": True,
+}  # fmt: skip
+
+
+def test_arguments_of_other_models_are_refused_by_name() -> None:
+    assert REFUSED_VALUES.keys() == KEYS.fixed.keys()
+    for key, value in REFUSED_VALUES.items():
+        with pytest.raises(UserError, match=key) as raised:
+            spec(**{key: value})
+        assert raised.value.field == key
+    more = {"apply_layernorm_1p": True, "rotary_interleaved": True, "rotary_percent": 0.5, "qk_l2_norm": True,
+            "rotary_seq_len_interpolation_factor": 2, "position_embedding_type": "yarn"}  # fmt: skip
+    for key, value in more.items():
+        with pytest.raises(UserError, match=key.replace("_", "-")):
+            spec(**{key: value})
+    with pytest.raises(UserError, match="without positions"):
+        spec(position_embedding_type="learned_absolute", add_position_embedding=False)
+    with pytest.raises(UserError, match="sinkhorn"):
+        spec(num_experts=4, moe_ffn_hidden_size=32, moe_router_load_balancing_type="sinkhorn")
+
+
+def test_unknown_arguments_are_named_with_the_nearest_known_one() -> None:
+    _, notices = spec(norm_epsilom=0.1, a_fork_does_this=True, and_not_this=False, nor_that=None, zero=0)
+    assert len(notices) == 1 and "norm_epsilom (did you mean norm_epsilon?)" in notices[0]
+    assert "a_fork_does_this" in notices[0] and "not_this" not in notices[0] and "zero" not in notices[0]
