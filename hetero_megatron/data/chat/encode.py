@@ -19,6 +19,7 @@ from hetero_megatron.data.chat.conversation import Conversation
 from hetero_megatron.data.chat.keys import RECORD_READ, TURN_READ, near
 from hetero_megatron.data.chat.records import Record
 from hetero_megatron.data.chat.templates import FLAG, Rendered, Template, Templates
+from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.limits import RENDER, TOKENIZE, UNLIMITED, Limits
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, too_costly
 from hetero_megatron.errors import UserError
@@ -79,12 +80,20 @@ class ChatEncoder:
             counts = ~self._mask(found.text, spared, False, where, limits).counts if spared else np.ones_like(counts)
         return Encoded(ids, counts)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], limits: Limits = UNLIMITED) -> list[int]:
-        """Ids of messages, up to where the assistant's turn begins."""
+    def prompts(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+        """Ids of the messages of each, up to where the assistant's turn begins; within limits of time and memory."""
         template = self.templates.choose(False, "")
         told = {"tools": None, "add_generation_prompt": True}
-        text = template.render(messages, told, self.tokenizer.special_tokens, "prompt", limits).text
-        return [int(i) for i in self.tokenizer.encode_offsets(text, False, "prompt", limits)[0]]
+
+        def work(numbered: tuple[int, Sequence[Mapping[str, Any]]], limits: Limits) -> np.ndarray:
+            where = f"prompt {numbered[0]}"
+            text = template.render(numbered[1], told, self.tokenizer.special_tokens, where, limits).text
+            return self.tokenizer.encode_offsets(text, False, where, limits)[0]
+
+        def refuse(numbered: tuple[int, Sequence[Mapping[str, Any]]], call: str, why: str) -> UserError:
+            return self.refuse(Record({}, f"prompt {numbered[0]}"), call, why)
+
+        return [ids.tolist() for _, ids in Guard(work, refuse).map(enumerate(conversations))]
 
     def refuse(self, record: Record, call: str, why: str) -> UserError:
         """The error for a record that a template or tokenizer cannot be let go on with."""

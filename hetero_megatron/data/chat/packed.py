@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from hetero_megatron.data.chat.conversation import read_conversation
 from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
-from hetero_megatron.data.chat.records import Record, RecordSource
+from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
 from hetero_megatron.data.limits import Limits
@@ -76,27 +76,21 @@ def encoded_records(
         log: is told once of each key that nothing reads.
     """
     told: set[str] = set()
-    wheres: deque[str] = deque()  # of the records that the process has
 
-    def read() -> Iterator[Record]:
-        for record in records.read(skip):
-            wheres.append(record.where)
-            yield record
-
-    def work(record: Record, limits: Limits) -> tuple[Encoded, list[str]]:
-        conversation = read_conversation(*record)
-        encoded = encoder.encode(conversation, record.where, limits)
-        check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {record.where}")
+    def work(record: tuple[Any, str], limits: Limits) -> list[Any]:
+        value, where = record
+        conversation = read_conversation(value, where)
+        encoded = encoder.encode(conversation, where, limits)
+        check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {where}")
         new = [key for key in encoder.unread(conversation) if key not in told]
         told.update(new)  # in the process, which knows what it said
-        return encoded, new
+        return [encoded.ids, encoded.counts, new]
 
-    for encoded, unread in Guard(work, encoder.refuse).map(read()):
-        where = wheres.popleft()
+    for record, (ids, counts, unread) in Guard(work, encoder.refuse).map(records.read(skip)):
         if log is not None and (new := [key for key in unread if key not in told]):
             told.update(new)
-            log(f"data: {where}: not read: {', '.join(new)}")
-        yield encoded, where
+            log(f"data: {record.where}: not read: {', '.join(new)}")
+        yield Encoded(ids, counts), record.where
 
 
 def _joined(encoded: Encoded) -> np.ndarray:
