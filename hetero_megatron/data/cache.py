@@ -19,7 +19,7 @@ import numpy as np
 from hetero_megatron.errors import UserError
 from hetero_megatron.files import open_file
 
-FORMAT = 1  # raise it when the meaning of a cached file changes
+FORMAT = 2  # raise it when the meaning of a cached file changes
 Log = Callable[[str], None]
 
 

@@ -210,11 +210,10 @@ class _Turns:
         """Whose each interval of the template is: as many as there are answers, each with its text in it, or else by
         where the turns stand."""
         spans = self._marked
+        texts = [_last_line(self._messages[i].get("content")) for i in answers]
         if len(spans) == len(answers) and all(
-            isinstance(content := self._messages[i].get("content"), str) and content.strip()
-            and content.strip().split("\n")[-1] in self.text[start:end]
-            for i, (start, end) in zip(answers, spans)
-        ):  # fmt: skip
+            text and text in self.text[start:end] for text, (start, end) in zip(texts, spans)
+        ):
             return list(answers)
         turns = {i: self._of_turn(i) for i in answers}
         owners = [[i for i, (start, end) in turns.items() if start <= a and b <= end] for a, b in spans]
@@ -255,3 +254,8 @@ class _Turns:
             "tools": self._given.tools, "documents": self._given.documents, "add_generation_prompt": prompt,
         }  # fmt: skip
         return self._template.render(messages, told, self._names, self._where, self._limits)
+
+
+def _last_line(content: Any) -> str:
+    """Of what is said after thinking, which templates leave out of earlier turns; empty of anything but text."""
+    return content.split("</think>")[-1].strip().split("\n")[-1] if isinstance(content, str) else ""
