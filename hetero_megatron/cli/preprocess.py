@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
     counts = Counts(corpus.num_bytes(), arguments.log_interval)
     with ExitStack() as stack:
         stack.enter_context(counts)
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype, "--output-prefix")) for prefix in prefixes]
         for done, encoded in _encode_all(_records(corpus, arguments.json_keys), arguments, tokenizer):
             for writer, ids in zip(writers, encoded):
                 if len(ids):

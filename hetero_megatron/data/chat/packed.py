@@ -19,7 +19,7 @@ from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
 from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
+from hetero_megatron.data.indexed import IndexedWriter, TokenStore, cannot_write, open_indexed
 from hetero_megatron.data.limits import Limits
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
@@ -108,7 +108,11 @@ def empty(records: RecordSource) -> UserError:
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
     """Others wait here, also in other processes; a lock is gone with the process that holds it."""
-    with path.open("w") as file:
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise cannot_write(error, "--data-cache-path", path) from None
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -130,7 +134,7 @@ class PackedConversations:
         overlong: Overlong, packing: bool = True,
     ) -> None:  # fmt: skip
         self.store, self.seq_length, self.seed, self.packing, self._pad = store, seq_length, seed, packing, pad
-        self.overlong = overlong
+        self.overlong, self.documents = overlong, documents
         count = documents[1] - documents[0]
         found = tracked(range(*documents), f"indexing {store.name}", count, lambda _: 1, bytes=False)
         self._used = [i for i in found if overlong.fit(self._stored(i), f"{store.name}: {i}") is not None]
