@@ -10,6 +10,7 @@ from hetero_megatron.cli import training_flags as training
 from hetero_megatron.cli.adapter_flags import build_adapter, with_adapters
 from hetero_megatron.cli.balance_flags import build_balancing
 from hetero_megatron.cli.checkpoint_flags import build_checkpoint, build_failure
+from hetero_megatron.cli.epochs import take_epochs
 from hetero_megatron.cli.graph_flags import build_graphs
 from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cli.model_flags import build_dropout, build_spec
@@ -66,6 +67,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         plan = with_kernels(plan, args["kernels"])
     fp8_fits(plan, spec, fp8, dtype, cluster)
     balancing = build_balancing(args, spec)
+    take_epochs(args, data, plan.seq_length, plan.global_batch_size, spec.vocab_size)
     return RunConfig(
         spec=spec,
         plan=plan,

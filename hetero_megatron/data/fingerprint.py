@@ -18,8 +18,8 @@ PLACES, WIDTH = 1024, 64  # of stored tokens: windows of so many, spread evenly;
 
 
 def corpus_fingerprint(dataset: Dataset | None, tokenizer: str) -> str:
-    """16 hex digits of what is stored, all over it: how many documents, their sizes and their tokens at about a thousand
-    places each. Empty for data that are not stored (streams, mock data).
+    """16 hex digits of what is stored: how many documents, their sizes and tokens at about a thousand places each, all
+    over it. Empty for data that are not stored (streams, mock data).
 
     Args:
         tokenizer: the tokenizer's fingerprint.
