@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hetero_megatron.cli.epochs import take_epochs
 from hetero_megatron.cli.flags import training as training
 from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
 from hetero_megatron.cli.flags.balance import build_balancing
@@ -66,6 +67,7 @@ def configure(argv: Sequence[str], environment: Mapping[str, str], model: ModelS
         plan = with_kernels(plan, args["kernels"])
     fp8_fits(plan, spec, fp8, dtype, cluster)
     balancing = build_balancing(args, spec)
+    take_epochs(args, data, plan.seq_length, plan.global_batch_size, spec.vocab_size)
     return RunConfig(
         spec=spec,
         plan=plan,
