@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_megatron.cli.collect import Collector
 from hetero_megatron.cli.early import check_data, check_early, check_offload
+from hetero_megatron.cli.epochs import take_epochs
 from hetero_megatron.cli.flags import training as training
 from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
 from hetero_megatron.cli.flags.balance import build_balancing
@@ -82,6 +83,10 @@ def configure_arguments(
         check_early(args, parts)
         part(check_offload, plan)
         part(lambda data, evaluation: check_data(data, evaluation, not args["skip_train"], parts), data, evaluation)
+    part(
+        lambda data, plan, spec: take_epochs(args, data, plan.seq_length, plan.global_batch_size, spec.vocab_size),
+        data, plan, spec,
+    )  # fmt: skip
     schedule = part(lambda plan: training.build_schedule(args, plan.global_batch_size), plan)
     checkpoint, adapter = part(build_checkpoint, args), part(build_adapter, args)
     failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)

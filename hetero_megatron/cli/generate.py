@@ -195,6 +195,8 @@ def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceToke
 
 def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]]:
     """Token ids of all prompts."""
+    from hetero_megatron.data.tokenize import encode_texts
+
     texts = list(args.prompt)
     if args.prompt_file is not None:
         texts += read_lines(args.prompt_file, "--prompt-file")
@@ -206,8 +208,8 @@ def _prompts(args: Namespace, tokenizer: HuggingFaceTokenizer) -> list[list[int]
 
         encoder = ChatEncoder(tokenizer, *read_template(args.chat_template, tokenizer))
         before = [{"role": "system", "content": args.system}] if args.system is not None else []
-        return [encoder.prompt([*before, {"role": "user", "content": text}]) for text in texts]
-    found = [[int(i) for i in tokenizer.encode(text)] for text in texts]
+        return encoder.prompts([[*before, {"role": "user", "content": text}] for text in texts])
+    found = [ids.tolist() for ids in encode_texts(texts, tokenizer)]
     if empty := next((text for text, ids in zip(texts, found) if not ids), None):
         raise UserError("becomes no token", field="--prompt", value=empty, accepted="text")
     return found

@@ -26,14 +26,18 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.data.corpus import Corpus, find_corpus
+from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
+from hetero_megatron.data.limits import UNLIMITED, Limits
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
 from hetero_megatron.data.tokenizers import (
     TOKENIZER_TYPES,
     Tokenizer,
     build_tokenizer,
     choose_type,
+    is_foreign,
     required_eod,
+    too_costly,
     with_end,
 )
 from hetero_megatron.errors import UserError
@@ -49,10 +53,9 @@ _REFUSED = {  # Megatron's flags that this tool does not have, and what to do in
     "--lang": "nothing: it belongs to --split-sentences",
 }
 
-# One element per document: (where it was read, bytes read up to its end, texts by key). Workers return token ids by
-# key, or the error.
+# One element per document: (where it was read, bytes read up to its end, texts by key), and (these bytes, token ids).
 _Record = tuple[str, int, list[str]]
-_Encoded = list[np.ndarray] | UserError
+_Encoded = tuple[int, list[np.ndarray]]
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -119,10 +122,8 @@ def run(arguments: argparse.Namespace) -> None:
     counts = Counts(corpus.num_bytes(), arguments.log_interval)
     with ExitStack() as stack:
         stack.enter_context(counts)
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype, "--output-prefix")) for prefix in prefixes]
         for done, encoded in _encode_all(_records(corpus, arguments.json_keys), arguments, tokenizer):
-            if isinstance(encoded, UserError):
-                raise encoded
             for writer, ids in zip(writers, encoded):
                 if len(ids):
                     writer.add(ids)
@@ -200,19 +201,22 @@ def _records(corpus: Corpus, keys: Sequence[str]) -> Iterator[_Record]:
 
 def _encode_all(
     records: Iterator[_Record], arguments: argparse.Namespace, tokenizer: Tokenizer
-) -> Iterator[tuple[int, _Encoded]]:
+) -> Iterator[_Encoded]:
     """(bytes read by then, token ids) of each document, in order."""
-    chunks = iter(lambda: list(itertools.islice(records, _CHUNK)), [])
+    encoder = _Encoder(tokenizer, arguments.append_eod)
     if arguments.workers == 1:
-        for chunk in chunks:
-            yield from _encode(chunk, tokenizer, arguments.append_eod)
+        yield from encoder.map(records)
         return
+    chunks = iter(lambda: list(itertools.islice(records, _CHUNK)), [])
     # Spawned, not forked: tokenizers have threads.
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.workers, _start_worker, (arguments,)) as pool:
         for part in pool.imap(_work, _throttled(chunks, 4 * arguments.workers, done := [0])):
             done[0] += 1
-            yield from part
+            for encoded in part:
+                if isinstance(encoded, UserError):
+                    raise encoded
+                yield encoded
 
 
 def _throttled(chunks: Iterator[list[_Record]], ahead: int, done: list[int]) -> Iterator[list[_Record]]:
@@ -223,29 +227,54 @@ def _throttled(chunks: Iterator[list[_Record]], ahead: int, done: list[int]) -> 
         yield chunk
 
 
-_worker: dict[str, tuple[Tokenizer, bool]] = {}  # of a worker process, set once at its start
+class _Encoder:
+    """Token ids of each text, empty ones of an empty text, as in Megatron; foreign tokenizers have a process with
+    limits (see ``data.guard``)."""
+
+    def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
+        self._tokenizer, self._eod = tokenizer, tokenizer.eod if append_eod else None
+        self._guard = Guard(self._encode, self._refuse) if is_foreign(tokenizer) else None
+
+    def map(self, records: Iterator[_Record]) -> Iterator[_Encoded]:
+        """Of all records, in order. UserError: of the first that cannot be encoded."""
+        if self._guard is None:
+            return ((record[1], self._encode(record)) for record in records)
+        return ((record[1], ids) for record, ids in self._guard.map(records))
+
+    def run(self, chunk: list[_Record]) -> list[_Encoded | UserError]:
+        """Of a few records, up to an error."""
+        out: list[_Encoded | UserError] = []
+        if self._guard is not None:
+            for (_, done, _), answer in zip(chunk, self._guard.run(chunk)):  # an error is the last answer
+                out.append(answer if isinstance(answer, UserError) else (done, answer))
+            return out
+        try:
+            out += self.map(iter(chunk))
+        except UserError as error:
+            out.append(error)
+        return out
+
+    def _encode(self, record: _Record, limits: Limits = UNLIMITED) -> list[np.ndarray]:
+        where, _, texts = record
+        try:
+            ids = [np.asarray(self._tokenizer.encode(text, limits), dtype=np.int64) for text in texts]
+        except UserError as error:
+            raise UserError(str(error), where=where) from None
+        return [with_end(i, self._eod) if len(i) and self._eod is not None else i for i in ids]
+
+    def _refuse(self, record: _Record, _: str, why: str) -> UserError:
+        return too_costly(self._tokenizer.name, why, record[0])
+
+
+_worker: dict[str, _Encoder] = {}  # of a worker process, set once at its start
 
 
 def _start_worker(arguments: argparse.Namespace) -> None:
-    _worker["state"] = (_tokenizer(arguments), arguments.append_eod)
+    _worker["state"] = _Encoder(_tokenizer(arguments), arguments.append_eod)
 
 
-def _work(chunk: list[_Record]) -> list[tuple[int, _Encoded]]:
-    return _encode(chunk, *_worker["state"])
-
-
-def _encode(chunk: list[_Record], tokenizer: Tokenizer, append_eod: bool) -> list[tuple[int, _Encoded]]:
-    """Token ids of each text; an empty text stays empty, as in Megatron."""
-    out: list[tuple[int, _Encoded]] = []
-    for where, done, texts in chunk:
-        try:
-            ids = [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
-        except UserError as error:
-            out.append((done, UserError(str(error), where=where)))
-            continue
-        eod = tokenizer.eod if append_eod else None
-        out.append((done, [with_end(i, eod) if len(i) and eod is not None else i for i in ids]))
-    return out
+def _work(chunk: list[_Record]) -> list[_Encoded | UserError]:
+    return _worker["state"].run(chunk)
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from hetero_megatron.data.indexed import cannot_write
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import open_file
 
-FORMAT = 1  # raise it when the meaning of a cached file changes
+FORMAT = 2  # raise it when the meaning of a cached file changes
 Log = Callable[[str], None]
 
 
@@ -62,10 +63,17 @@ def cached_arrays(
             return stored
         log(f"data: {path} is damaged, building it again")
     arrays = build()
-    descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    with os.fdopen(descriptor, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(temporary, path)
+    temporary = ""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(descriptor, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(error, "--data-cache-path", path) from None
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
     return arrays
 
 

@@ -5,16 +5,17 @@ cannot be interrupted in this process: 10**10**8, a text that grows tenfold at e
 (it has all that the work needs, and starts at once) does the work on batches, and the kernel ends it when a call takes
 too long or too much memory. Batches are read here while the child works on the one before.
 
-The child never touches a device, keeps no file or socket of its parent open, and ends with it.
+The child never touches a device, keeps no file or socket of its parent open, and ends with it. It is not trusted: what
+it answers is JSON and arrays of numbers.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import mmap
 import os
-import pickle
 import resource
 import signal
 import struct
@@ -26,6 +27,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from hetero_megatron.data.limits import RENDER, TOKENIZE, Limits
 from hetero_megatron.errors import UserError
@@ -39,13 +42,16 @@ SILENCE = 600.0  # seconds that a child may say nothing without using its CPU ti
 BATCH_BYTES, BATCH_ITEMS = 1 << 18, 256
 _STATE = struct.Struct("<qB")  # of the call under way: number of the item in its batch, place in _CALLS
 _CALLS = ("", RENDER, TOKENIZE)
+_LENGTH, _ARRAY = struct.Struct("<q"), "array"
+_DTYPES = {name: np.dtype(name) for name in ("bool", "uint8", "uint16", "int32", "int64")}
 
 
 class Guard(Generic[Item, Result]):
     """A child that does ``work`` on items.
 
     Args:
-        work: raises nothing but UserError; gets an item and the limits to tell of its calls.
+        work: gets an item, which is JSON (tuples arrive as lists), and the limits to tell of its calls; gives JSON and
+            arrays, in lists. Raises nothing but UserError.
         refuse: the error for an item whose call was ended, from its kind (empty: there was none) and what to say of it.
     """
 
@@ -58,8 +64,8 @@ class Guard(Generic[Item, Result]):
         self._pid = 0
         self._pipe: Connection | None = None
 
-    def map(self, items: Iterable[Item]) -> Iterator[Result]:
-        """The results, in order. UserError of the work, of ``items``, or for what exceeds the limits."""
+    def map(self, items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
+        """Each item and its result, in order. UserError of the work, of ``items``, or for what exceeds the limits."""
         batches = _batches(items)
         try:
             batch, last = next(batches)
@@ -93,12 +99,12 @@ class Guard(Generic[Item, Result]):
             self._start()
         assert self._pipe is not None
         with suppress(BrokenPipeError):  # it ended: what it says, or does not, tells why
-            self._pipe.send_bytes(self._packed(batch))
+            self._pipe.send_bytes(self._written(batch))
 
-    def _packed(self, batch: list[Item]) -> bytes:
+    def _written(self, batch: list[Item]) -> bytes:
         for part in (batch, *([item] for item in batch)):
             try:
-                blob = pickle.dumps(part, pickle.HIGHEST_PROTOCOL)
+                blob = json.dumps(part).encode()
             except RecursionError:
                 if len(part) == 1:
                     raise self._refuse(part[0], "", "is nested too deeply") from None
@@ -107,19 +113,19 @@ class Guard(Generic[Item, Result]):
                 return blob
         raise AssertionError("a batch is nested more deeply than each of its items")
 
-    def _receive(self, batch: list[Item]) -> Iterator[Result]:
-        for answer in self._answers(batch):
+    def _receive(self, batch: list[Item]) -> Iterator[tuple[Item, Result]]:
+        for item, answer in zip(batch, self._answers(batch)):  # an error is the last answer
             if isinstance(answer, UserError):
                 raise answer
-            yield answer
+            yield item, answer
 
     def _answers(self, batch: list[Item]) -> Iterator[Result | UserError]:
         assert self._pipe is not None
         try:
             if not self._waited():
                 raise EOFError
-            answers = pickle.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
+            answers = _read(self._pipe.recv_bytes())
+        except (EOFError, OSError, ValueError, TypeError, LookupError):
             yield self._ended(batch)
             return
         if isinstance(answers, str):
@@ -148,7 +154,7 @@ class Guard(Generic[Item, Result]):
         self.close()
         by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if by == signal.SIGPROF:
-            why = f"takes more than {self._seconds:g} s"
+            why = f"takes more than {self._seconds:g} s of CPU time"
         elif by in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
             why = f"needs more than {self._memory >> 20:,} MiB of memory, or crashes ({signal.Signals(by).name})"
         else:
@@ -209,20 +215,20 @@ class _Child:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _answer(self, blob: bytes) -> bytes:
-        answers = []
+        answers: list[tuple[bool, Any]] = []
         try:
-            for self._number, item in enumerate(pickle.loads(blob)):
+            for self._number, item in enumerate(json.loads(blob)):
                 self._state[:] = _STATE.pack(self._number, 0)
                 try:
                     answers.append((False, self._work(item, self)))
                 except UserError as error:
                     answers.append((True, str(error)))
                     break
-            return pickle.dumps(answers, pickle.HIGHEST_PROTOCOL)
+            return _written(answers)
         except MemoryError:
             os.abort()
         except BaseException:  # a fault of ours: shown by the parent
-            return pickle.dumps(traceback.format_exc())
+            return _written(traceback.format_exc())
 
     def _become_a_child(self) -> None:
         for name in (signal.SIGTERM, signal.SIGPROF, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM):
@@ -235,11 +241,44 @@ class _Child:
         for number in (0, 1, 2):  # libraries write there when they fail
             os.dup2(nothing, number)
         kept = {0, 1, 2, self._pipe.fileno()}
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in kept:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number not in kept:
                 with suppress(OSError):
-                    os.close(int(name))
+                    os.close(number)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _written(value: Any) -> bytes:
+    """JSON, and behind it the bytes of the arrays that are in it."""
+    arrays: list[np.ndarray] = []
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, np.ndarray):
+            arrays.append(one)
+            return {_ARRAY: [one.dtype.name, one.size]}
+        return [plain(inner) for inner in one] if isinstance(one, (list, tuple)) else one
+
+    text = json.dumps(plain(value)).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *(np.ascontiguousarray(array).tobytes() for array in arrays)])
+
+
+def _read(blob: bytes) -> Any:
+    """The value that was written. ValueError and others: it was none."""
+    (length,) = _LENGTH.unpack_from(blob)
+    at = _LENGTH.size + length
+
+    def found(one: Any) -> Any:
+        nonlocal at
+        if isinstance(one, list):
+            return [found(inner) for inner in one]
+        if not isinstance(one, dict):
+            return one
+        kind, size = one[_ARRAY]
+        array = np.frombuffer(blob, _DTYPES[kind], size, at)
+        at += array.nbytes
+        return array
+
+    return found(json.loads(blob[_LENGTH.size : at]))
 
 
 def _batches(items: Iterable[Item]) -> Iterator[tuple[list[Item], Exception | None]]:

@@ -60,31 +60,49 @@ class IndexedWriter:
 
     Both appear under their names only when complete: first .bin, then .idx. Safe with concurrent writers of the same
     content.
+
+    Args:
+        field: the flag that says where, for refusals.
+
+    Raises:
+        UserError: they cannot be written (a disk that is full); then no file is left of them. Also while entered.
     """
 
-    def __init__(self, prefix: str, dtype: type[np.generic]) -> None:
-        self._prefix, self._dtype = prefix, np.dtype(dtype).newbyteorder("<")
+    def __init__(self, prefix: str, dtype: type[np.generic], field: str = "--data-cache-path") -> None:
+        self._prefix, self._dtype, self._field = prefix, np.dtype(dtype).newbyteorder("<"), field
         self._code = next(code for code, known in _CODES.items() if known is dtype)
         self._lengths: list[int] = []
         self._temporary = f"{prefix}.{os.uname().nodename}.{os.getpid()}.{id(self):x}.tmp"
-        self._bin = open(self._temporary + ".bin", "wb")  # noqa: SIM115 - closed by __exit__
+        try:
+            self._bin = open(self._temporary + ".bin", "wb")  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise cannot_write(error, field, prefix) from None
 
     def add(self, tokens: np.ndarray) -> None:
         """Append one document."""
-        self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        try:
+            self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        except OSError as error:
+            raise cannot_write(error, self._field, self._prefix) from None
         self._lengths.append(len(tokens))
 
     def __enter__(self) -> IndexedWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._bin.close()
-        if kind is None:
-            Path(self._temporary + ".idx").write_bytes(self._index())
-            os.replace(self._temporary + ".bin", self._prefix + ".bin")
-            os.replace(self._temporary + ".idx", self._prefix + ".idx")
-        else:
-            os.unlink(self._temporary + ".bin")
+        try:
+            with self._bin:  # closed, although its last bytes may find no place
+                self._bin.flush()
+            if kind is None:
+                Path(self._temporary + ".idx").write_bytes(self._index())
+                os.replace(self._temporary + ".bin", self._prefix + ".bin")
+                os.replace(self._temporary + ".idx", self._prefix + ".idx")
+        except OSError as error:
+            if kind is None:
+                raise cannot_write(error, self._field, self._prefix) from None
+        finally:
+            for suffix in (".bin", ".idx"):
+                Path(self._temporary + suffix).unlink(missing_ok=True)
 
     def _index(self) -> bytes:
         lengths = np.array(self._lengths, dtype="<i4")
@@ -93,6 +111,13 @@ class IndexedWriter:
         documents = np.arange(len(lengths) + 1, dtype="<i8")
         header = _HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents))
         return header + lengths.tobytes() + pointers.tobytes() + documents.tobytes()
+
+
+def cannot_write(error: OSError, field: str, path: str | Path) -> UserError:
+    """The refusal of a place that takes no more."""
+    return UserError(
+        f"cannot be written: {error.strerror}", field=field, value=str(path), accepted="a folder with enough space",
+    )  # fmt: skip
 
 
 def write_indexed(prefix: str, documents: Iterable[np.ndarray], dtype: type[np.generic]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -59,6 +59,15 @@ def tokenize(
     return TokenStore(corpus.name, key, store.tokens, store.offsets)
 
 
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Token ids of a few texts, within limits of time and memory (see :mod:`hetero_megatron.data.guard`)."""
+
+    def refuse(text: str, _: str, why: str) -> UserError:
+        return too_costly(tokenizer.name, why, f"text {text[:40]!r}")
+
+    return [ids for _, ids in Guard(tokenizer.encode, refuse).map(texts)]
+
+
 def encode_document(text: str, tokenizer: Tokenizer, limits: Limits = UNLIMITED) -> np.ndarray:
     """Token ids with one ``eod`` at the end."""
     ids = tokenizer.encode(text, limits)
@@ -86,14 +95,16 @@ def encoded_documents(
     A tokenizer that others wrote works in a process with limits: see :mod:`hetero_megatron.data.guard`.
     """
 
-    def work(document: tuple[str, Cursor], limits: Limits = UNLIMITED) -> tuple[np.ndarray | None, Cursor]:
+    def work(document: tuple[str, Cursor], limits: Limits = UNLIMITED) -> np.ndarray | None:
         text, after = document
-        return encode_checked(text, tokenizer, corpus, after, limit, limits) if text else None, after
+        return encode_checked(text, tokenizer, corpus, tuple(after), limit, limits) if text else None
 
     def refuse(document: tuple[str, Cursor], _: str, why: str) -> UserError:
         return too_costly(tokenizer.name, why, corpus.place(document[1]))
 
-    return Guard(work, refuse).map(documents) if is_foreign(tokenizer) else map(work, documents)
+    if not is_foreign(tokenizer):
+        return ((work(document), document[1]) for document in documents)
+    return ((tokens, document[1]) for document, tokens in Guard(work, refuse).map(documents))
 
 
 def _documents(corpus: Corpus, tokenizer: Tokenizer, log: Log, limit: int | None) -> Iterator[np.ndarray]:

@@ -7,16 +7,22 @@ kinds of errors, some of which (panics of Rust code) are not even an ``Exception
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+from hetero_megatron.data.guard import Guard
+from hetero_megatron.data.limits import TOKENIZE, Limits
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import open_file, read_json_object, require_regular, require_text
 
 LIMIT = 256 << 20  # bytes of a tokenizer.json; the largest in use have some 35 MB
+_LONGER = 64  # times that a decoder may make a text longer
+_LOAD_SECONDS, _LOAD_MEMORY = 10.0, 4 << 30
 _FIELD = "--tokenizer-model"
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.vocab", "*.py")
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "added_tokens.json", "special_tokens_map.json",
@@ -49,8 +55,52 @@ def check_directory(model: str) -> str:
         if any(fnmatch(name, pattern) for pattern in _FILES) and not os.path.isdir(path / name):
             require_regular(path / name, _FIELD)
             if name.endswith(".json"):
-                read_json_object(path / name, _FIELD, LIMIT)
+                found = read_json_object(path / name, _FIELD, LIMIT)
+                if name == "tokenizer.json":
+                    _require_end(found, path / name)
     return str(path)
+
+
+def _require_end(tokenizer: Mapping[str, Any], path: Path) -> None:
+    """UserError for a tokenizer.json whose decoder makes text longer without end, or whose normaliser does not come to
+    an end with the tokens that it is applied to when the file is loaded."""
+    grown = _growth(tokenizer.get("decoder"))
+    if grown > _LONGER:
+        raise UserError(
+            f"the decoder makes text up to {grown:,.0f} times as long", field=f"{_FIELD}.decoder", value=str(path),
+            accepted=f"at most {_LONGER} times",
+        )  # fmt: skip
+    added = tokenizer.get("added_tokens")
+    if tokenizer.get("normalizer") is None or not isinstance(added, list):
+        return
+    if any(isinstance(token, dict) and token.get("normalized") for token in added):
+        guard = Guard(_load, lambda file, _, why: UserError(
+            f"loading it {why}", field=_FIELD, value=file, accepted="a tokenizer.json whose normaliser comes to an end"
+        ), _LOAD_SECONDS, _LOAD_MEMORY)  # fmt: skip
+        list(guard.map([str(path)]))
+
+
+def _load(path: str, limits: Limits) -> None:
+    """Whether a file is damaged is found by who needs it."""
+    from tokenizers import Tokenizer
+
+    limits.begin(TOKENIZE)
+    with suppress(Exception), refuse_panics():
+        Tokenizer.from_file(path)
+    limits.end()
+
+
+def _growth(decoder: Any, levels: int = 8) -> float:
+    """How many times as long a decoder may make a text, by what it replaces."""
+    if not isinstance(decoder, dict) or not levels:
+        return 1.0
+    if isinstance(inner := decoder.get("decoders"), list):
+        return math.prod(_growth(one, levels - 1) for one in inner)
+    content, pattern = decoder.get("content"), decoder.get("pattern")
+    if decoder.get("type") != "Replace" or not isinstance(content, str) or not isinstance(pattern, dict):
+        return 1.0
+    text = pattern.get("String")
+    return max(1.0, len(content) / max(1, len(text) if isinstance(text, str) else 1))
 
 
 def cannot_load(model: str, error: Exception) -> UserError:

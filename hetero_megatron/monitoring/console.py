@@ -32,6 +32,7 @@ class ConsoleLine:
     grad_norm: float | None
     loss_scale: float = 1.0
     tokens_per_second: float | None = None
+    loss_tokens_per_second: float | None = None
     tflops: float | None = None
     mfu: float | None = None
     skipped: int = 0
@@ -55,6 +56,8 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {p.tflops:.{1 if p.tflops >= 10 else 4}f}")
     if p.tokens_per_second is not None:
         parts.append(f"tokens/s: {p.tokens_per_second:.0f}")
+    if p.loss_tokens_per_second is not None:
+        parts.append(f"tokens/s in the loss: {p.loss_tokens_per_second:.0f}")
     if p.mfu is not None:
         parts.append(f"MFU: {100 * p.mfu:.1f}%")
     eta = p.eta_seconds if p.eta_seconds is not None else (p.iterations - p.iteration) * p.seconds
@@ -87,7 +90,8 @@ def format_short(p: ConsoleLine) -> str:
     parts += [f"skipped {p.skipped}"] if p.skipped else []
     parts += [f"not finite {p.nan}"] if p.nan else []
     parts.append(f"{p.seconds:.3g} s" if p.seconds >= 1 else f"{1000 * p.seconds:.3g} ms")
-    parts += [f"{p.tokens_per_second:,.0f} tokens/s"] if p.tokens_per_second is not None else []
+    counting = f" ({p.loss_tokens_per_second:,.0f} in the loss)" if p.loss_tokens_per_second is not None else ""
+    parts += [f"{p.tokens_per_second:,.0f} tokens/s{counting}"] if p.tokens_per_second is not None else []
     parts += [f"MFU {100 * p.mfu:.1f}%"] if p.mfu is not None else []
     parts.append(f"ETA {format_duration(eta)}")
     parts += [f"experts {p.busiest:.2f}x"] if p.busiest is not None else []

@@ -51,6 +51,7 @@ class StepMetrics:
     communication_seconds: Sequence[float] = ()
     tgs_per_chip: Mapping[str, float] | None = None
     experts: ExpertFigures | None = None
+    loss_tokens: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,6 +76,8 @@ class StepMetrics:
             "bubble_seconds": list(self.bubble_seconds),
             "communication_seconds": list(self.communication_seconds),
         }
+        if self.loss_tokens is not None:
+            out["loss_tokens"] = self.loss_tokens
         if self.tgs_per_chip is not None:
             out["tgs_per_chip"] = dict(self.tgs_per_chip)
         if self.experts is not None:

@@ -71,7 +71,7 @@ class Reporter:
             self.writer.emulation(first_step - 1, facts)
         self.first_loss: float | None = None
         self.last_loss = 0.0
-        self._since: list[tuple[float, float, int]] = []  # (loss, seconds, tokens) since the last line
+        self._since: list[tuple[float, float, int, int]] = []  # loss, seconds, tokens, those in the loss
         self._busy: deque[Sequence[float]] = deque(maxlen=SPREAD_STEPS)  # of full steps, by rank
         self._skipped = self._nan = 0
         self._experts = ExpertTotals()
@@ -140,7 +140,8 @@ class Reporter:
         self.last_loss = stats.loss
         self._skipped += stats.skipped
         self._nan += not math.isfinite(stats.loss)
-        self._since.append((stats.loss, seconds, stats.tokens))
+        tokens = size * self.config.plan.seq_length
+        self._since.append((stats.loss, seconds, tokens, stats.tokens))
         self._timeline(step, stats, seconds)
         if size == self.config.plan.global_batch_size:
             self._busy.append(stats.busy)
@@ -149,7 +150,7 @@ class Reporter:
         if stats.routing is not None:
             self._experts.add(stats.routing)
         experts = figures_of(stats.routing) if stats.routing is not None else None
-        tgs = tokens_per_chip_second(self.shares, self.chips, stats.tokens / seconds)
+        tgs = tokens_per_chip_second(self.shares, self.chips, tokens / seconds)
         self.writer.step(
             StepMetrics(
                 step,
@@ -157,7 +158,7 @@ class Reporter:
                 stats.loss,
                 stats.grad_norm,
                 lr,
-                stats.tokens,
+                tokens,
                 seconds,
                 predicted_step_seconds=self.predicted if size == self.config.plan.global_batch_size else None,
                 loss_scale=scale,
@@ -168,6 +169,7 @@ class Reporter:
                 communication_seconds=stats.communication,
                 tgs_per_chip=tgs,
                 experts=experts,
+                loss_tokens=stats.tokens,
             )  # fmt: skip
         )
         if step % self.config.logging.interval == 0 or step == self.config.steps or stats.stop:
@@ -177,7 +179,7 @@ class Reporter:
         self, step: int, consumed: int, size: int, lr: float, scale: float, stats: StepStats,
         experts: ExpertFigures | None,
     ) -> None:  # fmt: skip
-        losses, seconds, tokens = map(sum, zip(*self._since, strict=True))
+        losses, seconds, tokens, counting = map(sum, zip(*self._since, strict=True))
         count = len(self._since)
         rate = self.flops * size * count / seconds
         progress = ConsoleLine(
@@ -185,6 +187,7 @@ class Reporter:
             tokens_per_second=tokens / seconds, tflops=rate / len(self.config.plan.ranks) / 1e12, mfu=rate / self.peak,
             skipped=self._skipped, nan=self._nan, busiest=experts.worst if experts is not None else None,
             balance=experts.losses if experts is not None else {},
+            loss_tokens_per_second=counting / seconds if counting != tokens else None,
         )  # fmt: skip
         print((format_line if self.config.logging.log_format == "megatron" else format_short)(progress), flush=True)
         self._since.clear()

@@ -52,7 +52,9 @@ def set_up(
     # Before weights are read and the model is built: a mistyped path is known at once.
     node_data = NodeData(config, comm, world)
     data = node_data.datasets
-    check_agreement(world, {f"data ({name})": mark for name, mark in data.fingerprints.items()})
+    check_agreement(
+        world, {f"data ({name})": f"{mark} {data.corpora[name]}" for name, mark in data.fingerprints.items()}
+    )
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
     runtime = build_runtime(config, comm, platform, plugins, weights, alignment)

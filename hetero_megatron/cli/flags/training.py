@@ -32,7 +32,8 @@ def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
     """
     by_sample = args["train_samples"] is not None
     if args["train_iters"] is None and not by_sample and not (args["dry_run"] or args["skip_train"]):
-        raise flag_error("train_iters", None, "missing: how long to train", "--train-iters or --train-samples")
+        accepted = "--train-iters or --train-samples" + (", or --epochs" if args["sft"] else "")
+        raise flag_error("train_iters", None, "missing: how long to train", accepted)
     for key in _BY_ITERATION if by_sample else _BY_SAMPLE:
         if key in args.given:
             other = "--train-samples" if by_sample else "--train-iters"

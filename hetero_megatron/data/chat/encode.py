@@ -19,6 +19,7 @@ from hetero_megatron.data.chat.conversation import Conversation
 from hetero_megatron.data.chat.keys import RECORD_READ, TURN_READ, near
 from hetero_megatron.data.chat.records import Record
 from hetero_megatron.data.chat.templates import FLAG, Rendered, Template, Templates
+from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.limits import RENDER, TOKENIZE, UNLIMITED, Limits
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, too_costly
 from hetero_megatron.errors import UserError
@@ -79,12 +80,20 @@ class ChatEncoder:
             counts = ~self._mask(found.text, spared, False, where, limits).counts if spared else np.ones_like(counts)
         return Encoded(ids, counts)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], limits: Limits = UNLIMITED) -> list[int]:
-        """Ids of messages, up to where the assistant's turn begins."""
+    def prompts(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+        """Ids of the messages of each, up to where the assistant's turn begins; within limits of time and memory."""
         template = self.templates.choose(False, "")
         told = {"tools": None, "add_generation_prompt": True}
-        text = template.render(messages, told, self.tokenizer.special_tokens, "prompt", limits).text
-        return [int(i) for i in self.tokenizer.encode_offsets(text, False, "prompt", limits)[0]]
+
+        def work(numbered: tuple[int, Sequence[Mapping[str, Any]]], limits: Limits) -> np.ndarray:
+            where = f"prompt {numbered[0]}"
+            text = template.render(numbered[1], told, self.tokenizer.special_tokens, where, limits).text
+            return self.tokenizer.encode_offsets(text, False, where, limits)[0]
+
+        def refuse(numbered: tuple[int, Sequence[Mapping[str, Any]]], call: str, why: str) -> UserError:
+            return self.refuse(Record({}, f"prompt {numbered[0]}"), call, why)
+
+        return [ids.tolist() for _, ids in Guard(work, refuse).map(enumerate(conversations))]
 
     def refuse(self, record: Record, call: str, why: str) -> UserError:
         """The error for a record that a template or tokenizer cannot be let go on with."""
@@ -201,11 +210,10 @@ class _Turns:
         """Whose each interval of the template is: as many as there are answers, each with its text in it, or else by
         where the turns stand."""
         spans = self._marked
+        texts = [_last_line(self._messages[i].get("content")) for i in answers]
         if len(spans) == len(answers) and all(
-            isinstance(content := self._messages[i].get("content"), str) and content.strip()
-            and content.strip().split("\n")[-1] in self.text[start:end]
-            for i, (start, end) in zip(answers, spans)
-        ):  # fmt: skip
+            text and text in self.text[start:end] for text, (start, end) in zip(texts, spans)
+        ):
             return list(answers)
         turns = {i: self._of_turn(i) for i in answers}
         owners = [[i for i, (start, end) in turns.items() if start <= a and b <= end] for a, b in spans]
@@ -246,3 +254,8 @@ class _Turns:
             "tools": self._given.tools, "documents": self._given.documents, "add_generation_prompt": prompt,
         }  # fmt: skip
         return self._template.render(messages, told, self._names, self._where, self._limits)
+
+
+def _last_line(content: Any) -> str:
+    """Of what is said after thinking, which templates leave out of earlier turns; empty of anything but text."""
+    return content.split("</think>")[-1].strip().split("\n")[-1] if isinstance(content, str) else ""

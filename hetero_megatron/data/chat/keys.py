@@ -27,7 +27,7 @@ HARMLESS = frozenset(
 _TOOLS = ("functions", "available_tools", "tool_definitions", "tools_json")
 _SYSTEMS = ("system_prompt", "system_message")
 _MARK_WORDS = (*MARKS, *LISTS, *UNCLEAR)
-_NEAR = 0.8
+_NEAR, _LIKE = 0.8, 0.7  # how alike a key is that was meant to be a mark, or another known one
 
 
 def refuse_record_keys(record: Mapping[str, Any], first: Mapping[str, Any] | None, where: str) -> None:
@@ -81,7 +81,7 @@ def unread_record_keys(record: Mapping[str, Any], form: str, where: str) -> list
 
 def near(key: str, known: Iterable[str]) -> str:
     """`` (NAME?)`` for the known key that is most like this one; empty if none is."""
-    found = get_close_matches(key.lower(), list(known), 1, _NEAR)
+    found = get_close_matches(key.lower(), list(known), 1, _LIKE)
     return f" ({found[0]}?)" if found else ""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from hetero_megatron.data.chat.conversation import read_conversation
 from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
-from hetero_megatron.data.chat.records import Record, RecordSource
+from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed
+from hetero_megatron.data.indexed import IndexedWriter, TokenStore, cannot_write, open_indexed
 from hetero_megatron.data.limits import Limits
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
@@ -76,27 +76,21 @@ def encoded_records(
         log: is told once of each key that nothing reads.
     """
     told: set[str] = set()
-    wheres: deque[str] = deque()  # of the records that the process has
 
-    def read() -> Iterator[Record]:
-        for record in records.read(skip):
-            wheres.append(record.where)
-            yield record
-
-    def work(record: Record, limits: Limits) -> tuple[Encoded, list[str]]:
-        conversation = read_conversation(*record)
-        encoded = encoder.encode(conversation, record.where, limits)
-        check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {record.where}")
+    def work(record: tuple[Any, str], limits: Limits) -> list[Any]:
+        value, where = record
+        conversation = read_conversation(value, where)
+        encoded = encoder.encode(conversation, where, limits)
+        check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {where}")
         new = [key for key in encoder.unread(conversation) if key not in told]
         told.update(new)  # in the process, which knows what it said
-        return encoded, new
+        return [encoded.ids, encoded.counts, new]
 
-    for encoded, unread in Guard(work, encoder.refuse).map(read()):
-        where = wheres.popleft()
+    for record, (ids, counts, unread) in Guard(work, encoder.refuse).map(records.read(skip)):
         if log is not None and (new := [key for key in unread if key not in told]):
             told.update(new)
-            log(f"data: {where}: not read: {', '.join(new)}")
-        yield encoded, where
+            log(f"data: {record.where}: not read: {', '.join(new)}")
+        yield Encoded(ids, counts), record.where
 
 
 def _joined(encoded: Encoded) -> np.ndarray:
@@ -114,7 +108,11 @@ def empty(records: RecordSource) -> UserError:
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
     """Others wait here, also in other processes; a lock is gone with the process that holds it."""
-    with path.open("w") as file:
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise cannot_write(error, "--data-cache-path", path) from None
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -136,7 +134,7 @@ class PackedConversations:
         overlong: Overlong, packing: bool = True,
     ) -> None:  # fmt: skip
         self.store, self.seq_length, self.seed, self.packing, self._pad = store, seq_length, seed, packing, pad
-        self.overlong = overlong
+        self.overlong, self.documents = overlong, documents
         count = documents[1] - documents[0]
         found = tracked(range(*documents), f"indexing {store.name}", count, lambda _: 1, bytes=False)
         self._used = [i for i in found if overlong.fit(self._stored(i), f"{store.name}: {i}") is not None]

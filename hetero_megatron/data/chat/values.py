@@ -84,7 +84,12 @@ def _parsed(value: Any, field: str, where: str) -> Any:
     """The value of JSON text; empty text is none."""
     if not isinstance(value, str):
         return value
-    return parse_json(value, where, field) if value.strip() else None
+    if not value.strip():
+        return None
+    try:
+        return parse_json(value, where)
+    except UserError as error:  # which counts lines of the text, not of the file
+        raise UserError(error.problem, field=field, value=shown(value), where=where) from None
 
 
 def _object(value: Any, field: str, where: str, accepted: str) -> Mapping[str, Any]:

@@ -13,7 +13,8 @@ FLAGS = (
         "hetero-megatron finetune sets it",
     ),
     value(
-        "--chat-template", str, None, "file with a Jinja template, instead of the tokenizer's own", needs=_SFT,
+        "--chat-template", str, None, "file with a Jinja template, or the name of one of the tokenizer's; if left out, "
+        "the tokenizer's own, as transformers chooses", needs=_SFT,
     ),
     value(
         "--sft-loss", str, "assistant", "what counts in the loss: what the assistant wrote, or all of a conversation",
@@ -23,6 +24,10 @@ FLAGS = (
         "--overlong-samples", str, "keep-start", "conversations longer than --seq-length: cut at their end or start, "
         "left out, or refused; the run says how many there were",
         choices=POLICIES, needs=_SFT,
+    ),
+    value(
+        "--epochs", float, None, "instead of --train-iters: how often to go through the conversations, in whole steps",
+        least=1e-6, most=1e6, needs=_SFT,
     ),
     switch("--no-packing", "every conversation has a sample of its own, filled with padding", needs=_SFT),
     count(
