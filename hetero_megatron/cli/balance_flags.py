@@ -27,9 +27,6 @@ def build_balancing(args: Arguments, spec: ModelSpec) -> Balancing:
     if kind == "seq_aux_loss" and coefficient is None:
         problem = f"missing: --moe-router-load-balancing-type {kind} needs it"
         raise flag_error("moe_aux_loss_coeff", None, problem, "a number, e.g. 1e-4")
-    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
-        if args[key] is not None and args[key] < 0:
-            raise flag_error(key, args[key], "too small", "0 or more")
     moves = args["moe_router_enable_expert_bias"]
     if moves and not spec.moe.score_bias:
         problem, other = "the router of this model has no bias", "--moe-router-load-balancing-type seq_aux_loss"

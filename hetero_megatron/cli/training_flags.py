@@ -67,8 +67,6 @@ def _learning_rate(args: Arguments, train_samples: int, unit: int) -> LearningRa
     if fraction is not None:
         if warmup:
             raise flag_error("lr_warmup_fraction", fraction, f"it contradicts --lr-warmup-{kind}", "one of the two")
-        if not 0 <= fraction < 1:
-            raise flag_error("lr_warmup_fraction", fraction, "out of range", "0 or more and less than 1")
         warmup = fraction * decay
     elif warmup and args["lr_decay_style"] != "constant" and warmup >= decay:
         key = f"lr_warmup_{kind}"
@@ -106,12 +104,6 @@ def _weight_decay(args: Arguments, train_samples: int) -> WeightDecay:
 
 
 def build_optimizer(args: Arguments) -> OptimizerConfig:
-    for key in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-        if not 0 <= args[key] < 1:
-            raise flag_error(key, args[key], "out of range", "0 or more and less than 1")
-    for key, good in (("adam_eps", args["adam_eps"] > 0), ("clip_grad", args["clip_grad"] >= 0)):
-        if not good:
-            raise flag_error(key, args[key], "out of range", "more than 0" if key == "adam_eps" else "0 or more")
     return OptimizerConfig(
         args["optimizer"],
         args["adam_beta1"],
@@ -220,7 +212,6 @@ def build_alignment(args: Arguments) -> AlignmentConfig:
 
 
 def build_distributed(args: Arguments) -> DistributedConfig:
-    minutes = args["distributed_timeout_minutes"]
-    if not minutes > 0:
-        raise flag_error("distributed_timeout_minutes", minutes, "out of range", "a number > 0")
-    return DistributedConfig(args["distributed_backend"], minutes, args["transport"])
+    return DistributedConfig(
+        args["distributed_backend"], args["distributed_timeout_minutes"], args["transport"]
+    )
