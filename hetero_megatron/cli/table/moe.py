@@ -41,9 +41,9 @@ FLAGS = (
             "fp32", nargs=1),
     refused("--moe-layer-recompute", "layers are recomputed as wholes", "--recompute-granularity full"),
     only(
-        "--moe-router-load-balancing-type", str, ("none", "seq_aux_loss"),
-        "aux_loss is of each micro-batch, so another plan would train otherwise; global_aux_loss and sinkhorn need all "
-        "tokens of a step at once",
+        "--moe-router-load-balancing-type", str, ("none", "seq_aux_loss", "aux_loss"),
+        "global_aux_loss and sinkhorn need all tokens of a step at once; aux_loss is taken where it is seq_aux_loss: "
+        "micro-batches of one sequence, without tensor and context parallelism",
         "seq_aux_loss (of each sequence), or --moe-router-enable-expert-bias (no loss)", default="none",
         differs="aux_loss with a coefficient of 0, which adds nothing",
         summary="what levels the load of experts: a loss of each sequence (a row of the batch), or nothing",
@@ -51,7 +51,8 @@ FLAGS = (
     value(
         "--moe-aux-loss-coeff", float, None, "coefficient of the loss of --moe-router-load-balancing-type",
         least=0.0, most=1e6,
-        needs=needs("--moe-router-load-balancing-type seq_aux_loss"), differs="0",
+        needs=needs("--moe-router-load-balancing-type seq_aux_loss", "--moe-router-load-balancing-type aux_loss"),
+        differs="0",
     ),
     value(
         "--moe-z-loss-coeff", float, None, "coefficient of the z-loss of the router's logits, e.g. 1e-3",

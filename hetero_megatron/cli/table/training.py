@@ -24,7 +24,7 @@ TRAINING = (
         most=_MOST_SEQUENCES,
     ),
     count(
-        "--rampup-batch-size", None, "START INCREMENT SAMPLES: grow the batch; needs --train-samples", nargs=3, least=0,
+        "--rampup-batch-size", None, "START INCREMENT SAMPLES: grow the batch in the first SAMPLES", nargs=3, least=0,
     ),
     count("--train-iters", None, "steps"),
     count("--train-samples", None, "sequences, instead of --train-iters"),
