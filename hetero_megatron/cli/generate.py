@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import Number, count
 from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
@@ -49,7 +50,7 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument_group("model").add_argument
     add("--load", metavar="DIR", help="directory of checkpoints (--save of a training run), instead of --load-hf")
-    add("--ckpt-step", type=int, metavar="N", help="which checkpoint; the latest if left out")
+    add("--ckpt-step", type=count(0, 10**12), metavar="N", help="which checkpoint; the latest if left out")
     add("--load-hf", metavar="DIR", help="directory of a Hugging Face model, or its name on the hub; base of adapters")
     add("--load-adapter", metavar="DIR", help="adapters in PEFT's form")
     add("--tokenizer-model", metavar="DIR", help="tokenizer, if not that of --load-hf or the checkpoint")
@@ -60,11 +61,13 @@ def _parser() -> ArgumentParser:
     add("--chat-template", metavar="FILE", help="another Jinja template; implies --chat")
     add("--system", metavar="TEXT", help="message of the system before each prompt; implies --chat")
     add = parser.add_argument_group("answers").add_argument
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (64)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: always the most likely token (default)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="from the most likely tokens with this probability (1)")
-    add("--seed", type=int, default=1234, metavar="N", help="of draws (1234)")
-    add("--batch-size", type=int, default=8, metavar="N", help="prompts of a pipeline at a time (8)")
+    add("--max-new-tokens", type=count(1, MAX_TOKENS), default=64, metavar="N", help="most tokens of an answer (64)")
+    add("--temperature", type=Number(float, 0, 1e6), default=0.0, metavar="T",
+        help="0: always the most likely token (default)")  # fmt: skip
+    add("--top-p", type=Number(float, None, 1, above=0), default=1.0, metavar="P",
+        help="from the most likely tokens with this probability (1)")  # fmt: skip
+    add("--seed", type=count(0, 2**32 - 1), default=1234, metavar="N", help="of draws (1234)")
+    add("--batch-size", type=count(1, MAX_TOKENS), default=8, metavar="N", help="prompts of a pipeline at a time (8)")
     add("--ignore-eos", action="store_true", help="go on after the end of the sequence")
     add("--json", action="store_true", help="print one JSON object")
     return parser
