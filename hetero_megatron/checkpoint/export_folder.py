@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.outputs import ASIDE, inside, move_up, try_export
+from hetero_megatron.utils.outputs import ASIDE, inside, move_up, try_export
 
 _MARK = ".hetero-megatron-export"  # in every folder that was made here; gone when the export is complete
 

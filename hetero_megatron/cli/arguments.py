@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hetero_megatron import __version__
 from hetero_megatron.errors import UserError
 
+# What argparse makes of an error of ``numbers.Number``.
+_NUMBER = re.compile(
+    r"argument (?P<flag>[^:]+): '(?P<word>.*)' (?P<problem>is (not an? \w+|not finite|too small|too large))"
+    r"(; accepted: (?P<accepted>.*))?",
+    re.DOTALL,
+)
 MANY = 12  # options that a usage line no longer lists
 
 
@@ -29,6 +36,9 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
+        if found := _NUMBER.fullmatch(message):
+            problem, flag, accepted = found["problem"], found["flag"], found["accepted"] or ""
+            raise UserError(problem, field=flag, value=found["word"], accepted=accepted, where=self.prog)
         raise UserError(message, where=self.prog, accepted=f"`{self.prog} --help` lists the flags")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]

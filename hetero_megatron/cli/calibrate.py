@@ -19,6 +19,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import count
 from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
@@ -87,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--attention-lengths", default="", help="where to time attention alone (default: --seq-length)")
     p.add_argument("--dtype", default="", help="fp64, fp32, bf16, fp16, comma-separated (default fp32 on the CPU,\n"
                    "else bf16)")  # fmt: skip
-    p.add_argument("--steps", type=int, default=1, help="measured steps per pipeline (default 1)")
+    p.add_argument("--steps", type=count(1, 10**6), default=1, help="measured steps per pipeline (default 1)")
     p.add_argument("--transport", choices=("auto", "bridge"), default="auto", help="between islands (default:\n"
                    "auto, or what the cluster file says)")  # fmt: skip
     p.add_argument("--from-runs", metavar="FILE", help="fit the rates to measured runs: CSV with the columns\n"
@@ -181,8 +182,6 @@ def _wanted(cluster: Cluster, spec: ModelSpec, options: argparse.Namespace) -> t
     from hetero_megatron.calibration.pipelines import degrees
     from hetero_megatron.cluster.neighbours import tp_groups
 
-    if options.steps < 1:
-        raise UserError("too small", field="--steps", value=options.steps, accepted="an integer >= 1")
     tp = _numbers(options.tp, "--tp") if options.tp else degrees(cluster, spec)
     if options.tp and (large := [n for n in tp if not tp_groups(cluster, n)]):
         raise UserError("no chip type has so many chips", field="--tp", value=large[0], accepted="smaller degrees")

@@ -18,6 +18,7 @@ from hetero_megatron.cli.configure import configure_arguments
 from hetero_megatron.cli.flags.flag import NOTICE
 from hetero_megatron.cli.flags.parse import Arguments, index, parse_all
 from hetero_megatron.cli.foreign_launch import Launch, launches_of
+from hetero_megatron.cli.numbers import count
 from hetero_megatron.cli.shell_script import shown, unresolved
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.utils.files import read_text
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     p = ArgumentParser("check", "Say of every flag of a launch script whether it is honoured, noticed or refused; "
                        "nothing is run. Exit code 2 if anything is refused.")  # fmt: skip
     p.add_argument("script", metavar="SCRIPT", help="shell script, or FlagScale's YAML; - for standard input")
-    p.add_argument("--ranks", type=int, help="how many there are, where the script does not say so")
+    p.add_argument("--ranks", type=count(1, 1 << 16), help="how many there are, where the script does not say so")
     p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable that the script is "
                    "given from outside; 1=VALUE for its first argument")  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one JSON object")
@@ -70,8 +71,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
-    if options.ranks is not None and not 1 <= options.ranks <= 1 << 16:
-        raise UserError("out of range", field="--ranks", value=options.ranks, accepted="1 to 65536")
     given = dict(_pair(word) for word in options.set)
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded to judge a script
     text = read_text("/dev/stdin" if options.script == "-" else options.script, "SCRIPT")

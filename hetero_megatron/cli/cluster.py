@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import cluster_from_dict
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ssh-command", default=SSH, metavar="WORDS", help="in place of ssh and its options")
     p.add_argument("--user", default="", help="of ssh")
     p.add_argument("--python", default="", help="the interpreter on the hosts (default: this one's path)")
-    p.add_argument("--timeout", type=float, default=60.0, help="seconds for all hosts to answer (default 60)")
+    p.add_argument("--timeout", type=seconds(), default=60.0, help="seconds for all hosts to answer (default 60)")
     return p
 
 
@@ -84,8 +85,6 @@ def _addresses(options: argparse.Namespace) -> list[str]:
         if address in found[:index]:
             raise UserError("is there twice", field="HOST", value=address, accepted="each host once")
         HOST.check(address, "HOST")
-    if not 0 < options.timeout < 1e6:
-        raise UserError("out of range", field="--timeout", value=options.timeout, accepted="seconds above 0")
     return found
 
 

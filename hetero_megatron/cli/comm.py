@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import count, seconds
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
@@ -37,8 +38,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", help="preset, config.json or directory of the plan's model")
     p.add_argument("--platform", help="of this rank (default: the accelerator that is here, or cpu)")
     p.add_argument("--transport", choices=("auto", "bridge"), default="auto", help="between islands (default auto)")
-    p.add_argument("--bytes", type=int, default=8 << 20, help="size of the large messages (default 8 MiB)")
-    p.add_argument("--timeout", type=float, default=60.0, help="seconds for any transfer (default 60)")
+    p.add_argument("--bytes", type=count(1, MOST_BYTES), default=8 << 20,
+        help="size of the large messages (default 8 MiB)")  # fmt: skip
+    p.add_argument("--timeout", type=seconds(), default=60.0, help="seconds for any transfer (default 60)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
@@ -52,10 +54,6 @@ def main(argv: Sequence[str]) -> int:
         parser().print_help()
         return 0 if words else 2
     options = parser().parse_args(words[1:])
-    if not 1 <= options.bytes <= MOST_BYTES:
-        raise UserError("no size of a message", field="--bytes", value=options.bytes, accepted=f"1 to {MOST_BYTES:,}")
-    if not 0 < options.timeout < 1e6:
-        raise UserError("no time-out", field="--timeout", value=options.timeout, accepted="seconds above 0")
     if (options.plan is None) != (options.model is None):
         raise UserError("go together", field="--plan and --model", accepted="both or none")
     launcher = read_launcher()

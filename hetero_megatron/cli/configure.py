@@ -78,7 +78,7 @@ def configure_arguments(
     cluster = part(_cluster, args)
     plan = part(_plan, args, spec, launcher, cluster, dtype, fp8)
     part(fp8_fits, plan, spec, fp8, dtype, cluster)
-    balancing = part(build_balancing, args, spec)
+    balancing = part(build_balancing, args, spec, plan)
     if early:
         check_early(args, parts)
         part(check_offload, plan)

@@ -18,9 +18,9 @@ from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
 from hetero_megatron.data.sources import stdlib
 from hetero_megatron.data.splits import SplitPaths, find_split
 from hetero_megatron.errors import UserError
-from hetero_megatron.outputs import try_export, try_file, try_folder
 from hetero_megatron.plan import Plan
 from hetero_megatron.training.config import EvaluationConfig
+from hetero_megatron.utils.outputs import try_export, try_file, try_folder
 
 # Every flag that names a place to write.
 OUTPUTS: dict[str, Callable[[str, str], None]] = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import Number, count
 from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
@@ -51,7 +52,7 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument_group("model").add_argument
     add("--load", metavar="DIR", help="directory of checkpoints (--save of a training run), instead of --load-hf")
-    add("--ckpt-step", type=int, metavar="N", help="which checkpoint; the latest if left out")
+    add("--ckpt-step", type=count(0, 10**12), metavar="N", help="which checkpoint; the latest if left out")
     add("--load-hf", metavar="DIR", help="directory of a Hugging Face model, or its name on the hub; base of adapters")
     add("--load-adapter", metavar="DIR", help="adapters in PEFT's form")
     add("--tokenizer-model", metavar="DIR", help="tokenizer, if not that of --load-hf or the checkpoint")
@@ -62,13 +63,14 @@ def _parser() -> ArgumentParser:
     add("--chat-template", metavar="FILE", help="another Jinja template; implies --chat")
     add("--system", metavar="TEXT", help="message of the system before each prompt; implies --chat")
     add = parser.add_argument_group("answers").add_argument
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (64)")
-    add("--temperature", type=float, metavar="T", help="0: always the most likely token (default)")
-    add("--top-p", type=float, metavar="P", help="from the most likely tokens with this probability (1)")
-    add("--top-k", type=int, metavar="K", help="from the K most likely tokens (0: all)")
+    add("--max-new-tokens", type=count(1, MAX_TOKENS), default=64, metavar="N", help="most tokens of an answer (64)")
+    add("--temperature", type=Number(float, 0, 1e6), metavar="T", help="0: always the most likely token (default)")
+    add("--top-p", type=Number(float, None, 1, above=0), metavar="P",
+        help="from the most likely tokens with this probability (1)")  # fmt: skip
+    add("--top-k", type=count(0, MAX_TOKENS), metavar="K", help="from the K most likely tokens (0: all)")
     add("--ignore-generation-config", action="store_true", help="take only the ends from generation_config.json")
-    add("--seed", type=int, default=1234, metavar="N", help="of draws (1234)")
-    add("--batch-size", type=int, default=8, metavar="N", help="prompts of a pipeline at a time (8)")
+    add("--seed", type=count(0, 2**32 - 1), default=1234, metavar="N", help="of draws (1234)")
+    add("--batch-size", type=count(1, MAX_TOKENS), default=8, metavar="N", help="prompts of a pipeline at a time (8)")
     add("--ignore-eos", action="store_true", help="go on after the end of the sequence")
     add("--json", action="store_true", help="print one JSON object")
     return parser
@@ -77,22 +79,10 @@ def _parser() -> ArgumentParser:
 def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """(own flags, words for the model and the plan)."""
     args, rest = _parser().parse_known_args(list(argv))
-    whole = {"--max-new-tokens": args.max_new_tokens, "--batch-size": args.batch_size}
-    for flag, number in whole.items():
-        if not 1 <= number <= MAX_TOKENS:
-            raise UserError("out of range", field=flag, value=number, accepted=f"1 to {MAX_TOKENS:,}")
-    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        raise UserError("out of range", field="--temperature", value=args.temperature, accepted="0 or more")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise UserError("out of range", field="--top-p", value=args.top_p, accepted="more than 0, at most 1")
-    if args.top_k is not None and not 0 <= args.top_k < 2**31:
-        raise UserError("out of range", field="--top-k", value=args.top_k, accepted="0 (all) to 2147483647")
     for flag, number in {"--top-p": args.top_p, "--top-k": args.top_k}.items():
         if number not in (None, 0, 1.0) and not args.temperature:
             accepted = "--temperature 1 beside it, or leave the flag out"
             raise UserError("has no effect at temperature 0", field=flag, value=number, accepted=accepted)
-    if not 0 <= args.seed < 2**32:
-        raise UserError("out of range", field="--seed", value=args.seed, accepted="0 to 4294967295")
     if not args.prompt and args.prompt_file is None:
         accepted = "--prompt TEXT or --prompt-file FILE"
         raise UserError("missing: nothing to continue", field="--prompt", accepted=accepted)

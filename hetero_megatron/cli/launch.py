@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import count, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.environment.foreign_launcher import find_task
@@ -25,14 +26,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--via", choices=WAYS, help="ssh (default): one torchrun per host; print: the lines to run by hand; "
                    "slurm: submit a heterogeneous job; kubernetes: a manifest; srun (default inside an srun step): "
                    "this process is the task of one host")  # fmt: skip
-    p.add_argument("--max-restarts", type=int, default=0, help="of torchrun: all ranks again after a failure")
+    p.add_argument("--max-restarts", type=count(0), default=0, help="of torchrun: all ranks again after a failure")
     p.add_argument("--out", metavar="FILE", help="print, slurm, kubernetes: write it there instead")
     ssh = p.add_argument_group("ssh")
     ssh.add_argument("--ssh-command", default=SSH, metavar="WORDS", help="e.g. with other options; it is given the "
                      "host and a shell line")  # fmt: skip
-    ssh.add_argument("--grace", type=float, default=30.0, help="seconds that the other hosts have to end (default 30)")
-    ssh.add_argument("--connect-timeout", type=float, default=30.0, help="seconds for all hosts to answer (default 30)")
-    ssh.add_argument("--lease", type=float, default=LEASE, help="seconds without a word after which a host, or this "
+    ssh.add_argument("--grace", type=seconds(), default=30.0,
+        help="seconds that the other hosts have to end (default 30)")  # fmt: skip
+    ssh.add_argument("--connect-timeout", type=seconds(), default=30.0,
+        help="seconds for all hosts to answer (default 30)")  # fmt: skip
+    ssh.add_argument("--lease", type=seconds(), default=LEASE,
+        help="seconds without a word after which a host, or this "
                      "launcher, counts as lost (default 30)")  # fmt: skip
     ssh.add_argument("--log-dir", help="write each host's output to DIR/NODE.log, too")
     slurm = p.add_argument_group("slurm")
@@ -80,13 +84,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("grace", "connect_timeout", "lease"):
-        value = getattr(options, name)
-        if not 0 < value < 1e6:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError("out of range", field=flag, value=value, accepted="seconds above 0")
-    if options.max_restarts < 0:
-        raise UserError("too small", field="--max-restarts", value=options.max_restarts, accepted="0 or more")
     if options.submit and options.via != "slurm":
         raise UserError("it is of --via slurm", field="--submit", accepted="--via slurm --submit")
     if options.out is not None and options.via not in ("print", "slurm", "kubernetes"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_megatron.outputs import try_file, unwritable, write_text
+from hetero_megatron.utils.outputs import try_file, unwritable, write_text
 
 __all__ = ["check_writable", "unwritable", "write_text"]
 

@@ -16,6 +16,7 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.flags.lora import add_lora, with_lora
+from hetero_megatron.cli.numbers import SHARE, Number, count, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
@@ -116,8 +117,8 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="M", help="preset, Hugging Face directory or config.json")
     add("--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any")
-    add("--seq-length", required=True, type=int, metavar="S", help="tokens per sequence")
-    add("--global-batch-size", required=True, type=int, metavar="B", help="sequences per optimizer step")
+    add("--seq-length", required=True, type=count(), metavar="S", help="tokens per sequence")
+    add("--global-batch-size", required=True, type=count(), metavar="B", help="sequences per optimizer step")
     add("--context-only", action="store_true",
         help="only divide the tokens and heads of one stage on all chips: plan --context-only --help")  # fmt: skip
     add("--out", metavar="FILE", help="write the plan file (and FILE.cluster.yaml where it is for another cluster)")
@@ -128,7 +129,7 @@ def _parser() -> ArgumentParser:
     add("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
     add_fp8(parser)
     add_lora(parser)
-    add("--micro-batch-size", type=int, metavar="N", help="only this one (default: all that make sense)")
+    add("--micro-batch-size", type=count(), metavar="N", help="only this one (default: all that make sense)")
     add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
     add("--context", default="auto", choices=("auto", "always", "never"),
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
@@ -140,15 +141,17 @@ def _parser() -> ArgumentParser:
         help="zero-bubble, interleaved, adaptive for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
-    add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
+    add("--memory-margin", type=SHARE, default=CostOptions.margin, metavar="X",
         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
-    add("--time-limit", type=float, metavar="SECONDS",
+    add("--time-limit", type=seconds(1e9), metavar="SECONDS",
         help="end the search after this with the best plan so far (as Ctrl-C does)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="of graph partitioning; the search itself has no randomness")
+    add("--seed", type=count(0, 2**31 - 1), default=0, metavar="N",
+        help="of graph partitioning; the search itself has no randomness")  # fmt: skip
     add("--objective", default="tokens", choices=("tokens", "cost", "deadline"),
         help="tokens per second, tokens per currency unit, or the cheapest plan that meets a deadline")  # fmt: skip
-    add("--deadline-hours", type=float, metavar="H", help="for --objective deadline")
-    add("--train-tokens", type=float, metavar="T", help="tokens to train in all, for --objective deadline")
+    add("--deadline-hours", type=Number(float, 1e-3, 1e9), metavar="H", help="for --objective deadline")
+    add("--train-tokens", type=Number(float, 1, 1e30), metavar="T",
+        help="tokens to train in all, for --objective deadline")  # fmt: skip
     add("--without", action="append", metavar="NODE", help="what if these nodes were gone (NODE or NODE,NODE)")
     add("--fallbacks", metavar="DIR",
         help="also write a plan for the loss of any one node, as run --fallback-plan takes them")  # fmt: skip
@@ -162,12 +165,6 @@ def _parser() -> ArgumentParser:
 
 
 def _check(args: Namespace) -> None:
-    for name in ("micro_batch_size", "time_limit", "deadline_hours", "train_tokens"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError("out of range", field="--" + name.replace("_", "-"), value=value, accepted="above 0")
-    if not 0 <= args.memory_margin < 1:
-        raise UserError("out of range", field="--memory-margin", value=args.memory_margin, accepted="0 to below 1")
     wants = args.objective == "deadline"
     for name in ("deadline_hours", "train_tokens"):
         if (getattr(args, name) is None) == wants:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.companion import Companion
+from hetero_megatron.cli.numbers import count
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import format_bytes, load_cluster
@@ -32,10 +33,10 @@ def parser() -> ArgumentParser:
     new.add_argument("--context-only", action="store_true")
     new.add_argument("--model", required=True)
     new.add_argument("--cluster", required=True)
-    new.add_argument("--seq-length", type=int, required=True)
-    new.add_argument("--global-batch-size", type=int, default=1)
-    new.add_argument("--micro-batch-size", type=int, default=1)
-    new.add_argument("--tensor-model-parallel-size", type=int, default=1, help="ranks per context member")
+    new.add_argument("--seq-length", type=count(), required=True)
+    new.add_argument("--global-batch-size", type=count(), default=1)
+    new.add_argument("--micro-batch-size", type=count(), default=1)
+    new.add_argument("--tensor-model-parallel-size", type=count(1, 1 << 16), default=1, help="ranks per context member")
     new.add_argument("--dtype", type=dtype_name, choices=DTYPES, default="bf16")
     new.add_argument("--recompute", choices=("none", "selective", "full"), default="full")
     new.add_argument("--out")
@@ -76,10 +77,6 @@ def _problem(args: argparse.Namespace) -> tuple[ContextProblem, list[str]]:
             f"the model has {model.max_position_embeddings} learned positions", field="--seq-length",
             value=args.seq_length, accepted=f"at most {model.max_position_embeddings}",
         )  # fmt: skip
-    for name in ("micro_batch_size", "tensor_model_parallel_size"):
-        if getattr(args, name) < 1:
-            field = "--" + name.replace("_", "-")
-            raise UserError("too small", field=field, value=getattr(args, name), accepted="an integer >= 1")
     options = ContextOptions(recompute=args.recompute, micro_batch=args.micro_batch_size)
     problem = problem_from_cluster(
         model, load_cluster(args.cluster), args.seq_length, tp=args.tensor_model_parallel_size, dtype=args.dtype,

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import refuse_empty
+from hetero_megatron.cli.numbers import Number, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import import_torch
@@ -42,30 +43,24 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--operators", help="only these, separated by commas")
     check.add_argument("--quick", action="store_true", help="leave out the largest cases")
     check.add_argument("--no-speed", action="store_true", help="do not time anything")
-    check.add_argument("--time-limit", type=_positive, default=300.0, metavar="SECONDS",
+    check.add_argument("--time-limit", type=seconds(1e9), default=300.0, metavar="SECONDS",
                        help="of one check, which is ended and fails when it takes longer; default 300")  # fmt: skip
-    check.add_argument("--memory-limit", type=_positive, default=4.0, metavar="GIB",
+    check.add_argument("--memory-limit", type=Number(float, 1e-3, 1e6), default=4.0, metavar="GIB",
                        help="by which the process of a kernel's checks may grow; default 4")  # fmt: skip
     check.add_argument("--profile", help="write measured rates for the planner to this file (JSON)")
     check.add_argument("--chip", default="", help="name of the chip in cluster files, for --profile")
     compare = commands.add_parser("compare", help="first diverging layer of two dumps of --dump-layers")
     compare.add_argument("one")
     compare.add_argument("other")
-    compare.add_argument("--tolerance", type=float, default=1e-3, help="largest relative error per tensor")
+    compare.add_argument("--tolerance", type=Number(float, 0, 1e6), default=1e-3,
+        help="largest relative error per tensor")  # fmt: skip
     compare.add_argument("--json", action="store_true")
     drift = commands.add_parser("drift", help="mean relative error between the losses of two runs")
     drift.add_argument("one", help="metrics.jsonl, or the --save directory that holds it")
     drift.add_argument("other")
-    drift.add_argument("--threshold", type=float, default=0.015)
+    drift.add_argument("--threshold", type=Number(float, 0, 1e6), default=0.015)
     drift.add_argument("--json", action="store_true")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError("must be a number above 0")
-    return value
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.flags.lora import add_lora, with_lora
+from hetero_megatron.cli.numbers import SHARE, count
 from hetero_megatron.cli.output import write_text
 from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
@@ -46,21 +47,18 @@ def main(argv: Sequence[str]) -> int:
                         help="for its state (what the plan was made for, else adam)")  # fmt: skip
     add_fp8(parser)
     add_lora(parser)
-    parser.add_argument("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
+    parser.add_argument("--memory-margin", type=SHARE, default=CostOptions.margin, metavar="X",
                         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Perfetto trace (ui.perfetto.dev)")
     parser.add_argument("--schedule", action="store_true",
                         help="also print what every stage does in a step, and which ranks meet in what")  # fmt: skip
-    parser.add_argument("--width", type=int, default=100, metavar="N", help="columns of the printed timeline (100)")
+    parser.add_argument("--width", type=count(10, 10_000), default=100, metavar="N",
+        help="columns of the printed timeline (100)")  # fmt: skip
     parser.add_argument("--routing-stats", metavar="FILE",
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
     args = parser.parse_args(list(argv))
-    if not 0 <= args.memory_margin < 1:
-        raise UserError("out of range", field="--memory-margin", value=args.memory_margin, accepted="0 to below 1")
-    if args.width < 10:
-        raise UserError("too narrow", field="--width", value=args.width, accepted="10 or more")
     document = read_document(args.plan)
     made = made_for_of(document)
     name = args.model or (made.known_model() if made is not None else None)

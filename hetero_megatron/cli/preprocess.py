@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import count
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
@@ -71,21 +72,18 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokenizer-type", metavar="TYPE", help=f"{', '.join(TOKENIZER_TYPES)}; by the files given if left out")
     add("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: vocab.json")
     add("--merge-file", metavar="FILE", help="GPT2BPETokenizer: merges.txt")
-    add("--vocab-size", type=int, metavar="N", help="NullTokenizer: number of ids")
+    add("--vocab-size", type=count(1, 2**31 - 2), metavar="N", help="NullTokenizer: number of ids")
     add("--trust-remote-code", action="store_true", help="run code that comes with a tokenizer")
     add = parser.add_argument_group("running").add_argument
-    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize (1)")
+    add("--workers", type=count(1, 1 << 12), default=1, metavar="N", help="processes that tokenize (1)")
     add(
-        "--log-interval", type=int, default=10_000, metavar="N",
+        "--log-interval", type=count(), default=10_000, metavar="N",
         help="without a terminal: documents between progress lines, besides one every 5 s (10000)",
     )  # fmt: skip
     arguments, unknown = parser.parse_known_args(words)
     for extra in unknown:
         flag = extra.split("=")[0]
         raise UserError("not a flag of this tool", field=flag, accepted=_REFUSED.get(flag, "see --help"))
-    for flag, value in (("--workers", arguments.workers), ("--log-interval", arguments.log_interval)):
-        if not 1 <= value < 2**31:
-            raise UserError("out of range", field=flag, value=value, accepted="an integer >= 1")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         shown = " ".join(arguments.json_keys)
         raise UserError("a key stands twice", field="--json-keys", value=shown, accepted="each key once")

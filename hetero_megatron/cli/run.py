@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hetero_megatron.cli.arguments import refuse_empty
+from hetero_megatron.cli.numbers import beyond, read_number
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
@@ -60,6 +61,7 @@ _SINGLE = (
     *("--via", *_VIA_SSH),
 )
 WORTH = 0.03  # a new plan must save this share of the step, else the old one stays
+_MOST = 1e9  # of numbers of seconds and restarts
 _ENOUGH = 1 << 16  # ranks: how many there are is not asked yet
 _POLICIES = ("stop", "restart", "replan")
 PRETRAIN = (sys.executable, "-m", "hetero_megatron", "pretrain")
@@ -276,11 +278,11 @@ def _same_work(other: RunConfig, config: RunConfig, path: Path) -> None:
 def _number(options: Mapping[str, str], name: str, default: float) -> float:
     text = options.get(name, str(default))
     try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise UserError("is not a number", field=name, value=text, accepted="0 or more")
+        value = read_number(float, text)
+    except ValueError as error:
+        raise UserError(str(error), field=name, value=text, accepted="0 or more") from None
+    if (wrong := beyond(value, 0, _MOST)) is not None:
+        raise UserError(wrong[0], field=name, value=text, accepted=wrong[1])
     return value
 
 

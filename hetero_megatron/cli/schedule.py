@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.numbers import Number, count
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Schedule, generate, lower, schedule_names, simulate
@@ -22,6 +23,7 @@ from hetero_megatron.utils.text import plural
 # Over the chunks that interleaved has.
 CHUNKED_ZERO_BUBBLE, CHUNKED_ADAPTIVE = "zero-bubble-chunks", "adaptive-chunks"
 MOST_ACTIONS = 100_000  # of one schedule: pictures of more are of no use
+_SECONDS = Number(float, 0, 1e9)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,8 +63,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _cut(times: PipelineTimes, chunks: int) -> ChunkedTimes:
     """Every stage cut into equal chunks; the way from the last stage to the first takes no time."""
-    if chunks < 1:
-        raise UserError("too few", field="--chunks", value=chunks, accepted="1 or more")
     stages = []
     for stage in times.stages:
         seconds = (stage.forward_seconds, stage.input_gradient_seconds, stage.weight_gradient_seconds)
@@ -79,35 +79,34 @@ def _generated(name: str, args: Any, times: PipelineTimes, chunks: int) -> Sched
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("schedule", "One pipeline under every schedule: step time, bubble, memory, and a picture.")
     add = parser.add_argument
-    add("--stages", type=int, required=True, metavar="P")
-    add("--micro-batches", type=int, required=True, metavar="M")
+    add("--stages", type=count(1, MOST_ACTIONS), required=True, metavar="P")
+    add("--micro-batches", type=count(0, MOST_ACTIONS), required=True, metavar="M")
     per_stage = "one number for all stages, or one per stage"
-    add("--forward", type=float, nargs="+", default=[1.0], metavar="S", help=f"seconds of F: {per_stage} (1)")
-    add("--input-gradient", type=float, nargs="+", metavar="S", help=f"seconds of B_INPUT: {per_stage} (those of F)")
-    add("--weight-gradient", type=float, nargs="+", metavar="S", help=f"seconds of W: {per_stage} (those of F)")
-    add("--link", type=float, nargs="+", default=[0.0], metavar="S", help="seconds of a transfer: one number, or P - 1")
+    add("--forward", type=_SECONDS, nargs="+", default=[1.0], metavar="S", help=f"seconds of F: {per_stage} (1)")
+    add("--input-gradient", type=_SECONDS, nargs="+", metavar="S", help=f"seconds of B_INPUT: {per_stage} (those of F)")
+    add("--weight-gradient", type=_SECONDS, nargs="+", metavar="S", help=f"seconds of W: {per_stage} (those of F)")
+    add("--link", type=_SECONDS, nargs="+", default=[0.0], metavar="S",
+        help="seconds of a transfer: one number, or P - 1")  # fmt: skip
     add(
         "--in-flight",
-        type=int,
+        type=count(1, MOST_ACTIONS),
         nargs="+",
         metavar="N",
         help=f"memory of adaptive and zero-bubble, in micro-batches: {per_stage} (P)",
     )
     chunked = f"interleaved, {CHUNKED_ZERO_BUBBLE} and {CHUNKED_ADAPTIVE}"
-    add("--chunks", type=int, default=2, metavar="N", help=f"runs of layers per stage of {chunked} (2)")
+    add("--chunks", type=count(1, MOST_ACTIONS), default=2, metavar="N",
+        help=f"runs of layers per stage of {chunked} (2)")  # fmt: skip
     names = ", ".join((*schedule_names(), "adaptive", CHUNKED_ZERO_BUBBLE, CHUNKED_ADAPTIVE))
     add("--schedules", nargs="+", metavar="NAME", help=f"of {names} (all)")
-    add("--effort", type=int, default=1_000_000, metavar="N", help="actions that adaptive may time (1,000,000)")
+    add("--effort", type=count(0, 10**12), default=1_000_000, metavar="N",
+        help="actions that adaptive may time (1,000,000)")  # fmt: skip
     add("--out", metavar="FILE.svg", help="write the pictures")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def _times(args: Any) -> PipelineTimes:
-    if args.stages < 1:
-        raise UserError("too few stages", field="--stages", value=args.stages, accepted="1 or more")
-    if args.micro_batches < 0:
-        raise UserError("is negative", field="--micro-batches", value=args.micro_batches, accepted="0 or more")
     if 3 * args.stages * args.micro_batches > MOST_ACTIONS:
         raise UserError(
             "is too large a schedule for a picture",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetero_megatron.cli.numbers import read_number
 from hetero_megatron.cluster import load_cluster, quantity
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import faults, machine, process, state
@@ -106,9 +107,9 @@ def _seconds(text: str) -> float:
 
 def _number(field: str, text: str, accepted: str, least: float) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+        value = read_number(float, text)
+    except ValueError as error:
+        raise UserError(str(error), field=field, value=text, accepted=accepted) from None
     if not least <= value < 1e9:
         raise UserError("out of range", field=field, value=text, accepted=accepted)
     return value

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.live import Live
 
 from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.errors import UserError, printable
+from hetero_megatron.cli.numbers import Number
+from hetero_megatron.errors import printable
 from hetero_megatron.monitoring.live_view import LiveView, live_view, render
 from hetero_megatron.monitoring.metrics import FILE
 from hetero_megatron.monitoring.run_files import read_run
@@ -21,11 +22,10 @@ from hetero_megatron.monitoring.run_files import read_run
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser("top", "A run while it goes on: loss, time left, and what its ranks do. Ctrl-C ends it.")
     parser.add_argument("run", metavar="RUN_DIR", help="the --save directory of a run")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between looks (default 2)")
+    parser.add_argument("--interval", type=Number(float, 0.1, 3600), default=2.0, metavar="SECONDS",
+        help="between looks (default 2)")  # fmt: skip
     parser.add_argument("--once", action="store_true", help="look once (default where the output is no terminal)")
     args = parser.parse_args(list(argv))
-    if not 0.1 <= args.interval <= 3600:
-        raise UserError("out of range", field="--interval", value=args.interval, accepted="0.1 to 3600 seconds")
     console = Console()
     name = printable(str(args.run))
     if args.once or not sys.stdout.isatty():

@@ -18,6 +18,7 @@ EVERY_TARGET = TARGETS + LATENT_TARGETS
 BASE_DTYPES = ("int8",)
 RESIDUALS = ("pissa", "olora")
 MAX_RANK = 1 << 14
+LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e9  # so that alpha / rank times a product is a number in fp32 and bf16
 
 
 def all_linear(gated: bool) -> tuple[str, ...]:
@@ -52,8 +53,9 @@ class Lora:
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
             raise UserError("out of range", field="rank", value=self.rank, accepted=f"1 to {MAX_RANK:,}")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise UserError("out of range", field="alpha", value=self.alpha, accepted="a number > 0")
+        if isinstance(self.alpha, bool) or not LEAST_ALPHA <= self.alpha <= MOST_ALPHA:
+            accepted = f"a number > 0, from {LEAST_ALPHA:g} to {MOST_ALPHA:g}"
+            raise UserError("out of range", field="alpha", value=self.alpha, accepted=accepted)
         unknown = [name for name in self.targets if name not in EVERY_TARGET]
         if unknown or not self.targets:
             value = unknown[0] if unknown else "none"

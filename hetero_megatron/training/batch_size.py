@@ -55,6 +55,16 @@ class BatchSize:
         more = max(0, samples - consumed) // self.final
         return steps + more, consumed + more * self.final
 
+    def samples_after(self, steps: int) -> int:
+        """Samples that so many steps consume from the beginning."""
+        consumed = 0
+        while self.start and steps and consumed <= self.ramp_samples:
+            size = self.at(consumed)
+            same = min(steps, (self._last_of_size(consumed) - consumed) // size + 1)
+            consumed += same * size
+            steps -= same
+        return consumed + steps * self.final
+
     def _last_of_size(self, consumed: int) -> int:
         """The most consumed samples at which the size is still that at ``consumed``, which is within the ramp."""
         increments = (self.final - self.start) // self.increment

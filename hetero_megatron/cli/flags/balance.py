@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
+from hetero_megatron.plan import Plan
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.balance import Balancing
 
@@ -12,7 +13,7 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def build_balancing(args: Arguments, spec: ModelSpec) -> Balancing:
+def build_balancing(args: Arguments, spec: ModelSpec, plan: Plan) -> Balancing:
     """What the flags ask for; says what the loss that is printed includes.
 
     Raises:
@@ -24,12 +25,11 @@ def build_balancing(args: Arguments, spec: ModelSpec) -> Balancing:
                 raise flag_error(key, args[key], "the model has no mixture of experts")
         return Balancing()
     kind, coefficient = args["moe_router_load_balancing_type"], args["moe_aux_loss_coeff"]
+    if kind == "aux_loss" and coefficient:
+        _check_aux_loss(plan)
     if kind == "seq_aux_loss" and coefficient is None:
         problem = f"missing: --moe-router-load-balancing-type {kind} needs it"
         raise flag_error("moe_aux_loss_coeff", None, problem, "a number, e.g. 1e-4")
-    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
-        if args[key] is not None and args[key] < 0:
-            raise flag_error(key, args[key], "too small", "0 or more")
     moves = args["moe_router_enable_expert_bias"]
     if moves and not spec.moe.score_bias:
         problem, other = "the router of this model has no bias", "--moe-router-load-balancing-type seq_aux_loss"
@@ -42,3 +42,19 @@ def build_balancing(args: Arguments, spec: ModelSpec) -> Balancing:
     )
     args.notices.append(found.describe(spec.moe))
     return found
+
+
+def _check_aux_loss(plan: Plan) -> None:
+    """Megatron's aux_loss is of the tokens of a micro-batch on a rank: the sequence loss, where those are a sequence."""
+    key, loss = "moe_router_load_balancing_type", "aux_loss is of each micro-batch, so another plan would train otherwise"
+    other = "seq_aux_loss; or --micro-batch-size 1 without tensor and context parallelism, where the two are the same"
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for unit in stage.units:
+                rows = unit.sequences[1] - unit.sequences[0]
+                reason = f"a rank has {rows} sequences of a micro-batch" if rows > 1 else (
+                    f"tensor parallelism {unit.tp} divides a sequence" if unit.tp > 1 else
+                    "context parallelism divides a sequence" if unit.num_tokens < plan.seq_length else ""
+                )  # fmt: skip
+                if reason:
+                    raise flag_error(key, "aux_loss", f"{loss}: here {reason}", other)

@@ -37,8 +37,6 @@ def build_failure(args: Arguments, supervised: bool) -> FailureConfig:
     """``supervised``: ``hetero-megatron run`` started this process, or is about to."""
     drift, key = args["replan_on_drift"], "replan_on_drift"
     if drift is not None:
-        if not 1.05 <= drift < float("inf"):
-            raise flag_error(key, drift, "out of range", "a factor of 1.05 or more, e.g. 1.5")
         if not supervised:
             raise flag_error(key, drift, "nobody is here to plan again", "hetero-megatron run ... -- these flags")
         missing = [flag_name(k) for k in ("cluster", "save", "load") if args[k] is None]

@@ -45,7 +45,7 @@ class Flag:
         aliases: other spellings.
         says: printed when the flag is given, where an accepted value has no effect.
         needs: what it has no effect without; all of them have to hold.
-        least, most: bounds of a number.
+        least, most, above, below: bounds of a number; the number itself may be ``least`` or ``most``.
         summary: what it does, for ``--help``, where ``help`` says why other values are refused.
     """
 
@@ -64,6 +64,8 @@ class Flag:
     least: float | None = None
     most: float | None = None
     summary: str = ""
+    above: float | None = None
+    below: float | None = None
 
     @property
     def key(self) -> str:
@@ -84,9 +86,14 @@ def value(
     needs: tuple[Need, ...] = (),
     least: float | None = None,
     most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Flag:
     """A supported flag with one value (or ``nargs`` of them)."""
-    return Flag(name, SUPPORTED, nargs, type, default, help, "", choices, differs, aliases, "", needs, least, most)
+    return Flag(
+        name, SUPPORTED, nargs, type, default, help, "", choices, differs, aliases, "", needs, least, most, "", above,
+        below,
+    )  # fmt: skip
 
 
 def count(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from hetero_megatron.cli.numbers import SHARE, count
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.made_for import LORA_KEYS, MadeFor
 from hetero_megatron.spec import Lora, ModelSpec, adapted
-from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, all_linear
+from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, MAX_RANK, all_linear
 
 
 def add_lora(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--lora-rank", type=int, metavar="N", help="adapters of this rank are trained beside a frozen base")
+    add("--lora-rank", type=count(1, MAX_RANK), metavar="N",
+        help="adapters of this rank are trained beside a frozen base")  # fmt: skip
     help = "projections with one (all linear layers)"
     add("--lora-targets", nargs="+", choices=EVERY_TARGET, metavar="NAME", help=help)
-    add("--lora-dropout", type=float, metavar="RATE", help="with which they drop elements of their inputs (0)")
+    add("--lora-dropout", type=SHARE, metavar="RATE", help="with which they drop elements of their inputs (0)")
     add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
     help = "in which the frozen projections are stored (the run's dtype)"
     add("--lora-base-dtype", choices=BASE_DTYPES, help=help)

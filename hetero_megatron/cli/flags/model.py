@@ -29,9 +29,6 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
     for key in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
-    for key in ("norm_epsilon", "rotary_base", "rope_scaling_factor", "init_method_std"):
-        if args[key] <= 0:
-            raise flag_error(key, args[key], "out of range", "a number above 0")
     try:
         return _spec(args, _vocabulary(args, data))
     except UserError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, Flag
 from hetero_megatron.cli.flags.table import ALL
+from hetero_megatron.cli.numbers import beyond, read_number
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import require_text
 
@@ -18,10 +18,6 @@ WHERE = "command line"
 MAX_WORD = 4096  # as long as a path can be
 _TYPES = {int: "an integer", float: "a number", str: "a word"}
 _OPTION = re.compile(r"--?[A-Za-z_]")
-_NUMBERS = {  # Python's own int() and float() also take "1_000", "infinity" and digits of other scripts
-    int: re.compile(r"[+-]?[0-9]{1,4000}"),
-    float: re.compile(r"[+-]?([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?"),
-}
 
 
 class Unknown(Exception):
@@ -228,16 +224,13 @@ def _convert(flag: Flag, word: str) -> Any:
 
 
 def _value(flag: Flag, word: str) -> Any:
-    spelling = _NUMBERS.get(flag.type)  # type: ignore[call-overload]
     try:
-        if spelling is not None and not spelling.fullmatch(word.strip()):
-            raise ValueError("not a number")
-        value = flag.type(word)
-    except ValueError:
+        value = read_number(flag.type, word) if flag.type in (int, float) else flag.type(word)  # type: ignore[arg-type]
+    except ValueError as error:
         accepted = _TYPES.get(flag.type, "JSON: a list of lists")  # type: ignore[call-overload]
-        raise UserError(f"is not {accepted}", field=flag.name, value=word, accepted=accepted, where=WHERE) from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError("is not finite", field=flag.name, value=word, accepted="a finite number", where=WHERE)
+        problem = str(error) if flag.type is float else f"is not {accepted}"
+        accepted = "a finite number" if "finite" in problem else accepted
+        raise UserError(problem, field=flag.name, value=word, accepted=accepted, where=WHERE) from None
     if isinstance(value, int) and abs(value) >= 2**63:
         shown = word if len(word) <= 40 else f"{word[:40]}..."
         raise UserError("is out of range", field=flag.name, value=shown, accepted="an integer of 64 bits", where=WHERE)
@@ -245,11 +238,8 @@ def _value(flag: Flag, word: str) -> Any:
 
 
 def _check_bounds(flag: Flag, value: float, word: str) -> None:
-    kind = _TYPES[int if isinstance(value, int) else float]
-    for low, bound in ((True, flag.least), (False, flag.most)):
-        if bound is not None and (value < bound if low else value > bound):
-            problem, accepted = ("too small", f"{kind} >= {bound:,}") if low else ("too large", f"at most {bound:,}")
-            raise UserError(problem, field=flag.name, value=word, accepted=accepted, where=WHERE)
+    if (wrong := beyond(value, flag.least, flag.most, flag.above, flag.below)) is not None:
+        raise UserError(wrong[0], field=flag.name, value=word, accepted=wrong[1], where=WHERE)
 
 
 def _unknown(name: str, flags: Mapping[str, Flag]) -> UserError:

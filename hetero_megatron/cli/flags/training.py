@@ -22,11 +22,12 @@ from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
 
 _BY_ITERATION = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
-_BY_SAMPLE = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size")
+_BY_SAMPLE = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
 
 
 def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
-    """Length, batch size, learning rate and weight decay. Iterations and samples cannot be mixed, as in Megatron.
+    """Length, batch size, learning rate and weight decay. Iterations and samples cannot be mixed, as in Megatron. While
+    the batch grows, iterations count for the samples that they take.
 
     A dry run needs neither a length nor a learning rate.
     """
@@ -43,37 +44,36 @@ def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
     if args["rampup_batch_size"] is not None and not any(ramp):
         raise flag_error("rampup_batch_size", "0 0 0", "a batch cannot start at 0", "START INCREMENT SAMPLES")
     batch = BatchSize(global_batch_size, *ramp)
-    samples = args["train_samples"] if by_sample else (args["train_iters"] or 0) * global_batch_size
+    samples = args["train_samples"] if by_sample else batch.samples_after(args["train_iters"] or 0)
     length = batch.steps_for(samples)
     if by_sample and not length[0]:
         raise flag_error("train_samples", samples, "less than a step takes", f"{batch.at(0)} or more")
-    rate = _learning_rate(args, samples, 1 if by_sample else global_batch_size)
+    rate = _learning_rate(args, samples, None if by_sample else batch)
     return ScheduleConfig(*length, batch, rate, _weight_decay(args, samples), args["train_samples"])
 
 
-def _learning_rate(args: Arguments, train_samples: int, unit: int) -> LearningRate:
-    """``unit``: samples that one unit of the flags stands for (1, or the batch size for iterations)."""
+def _learning_rate(args: Arguments, train_samples: int, batch: BatchSize | None) -> LearningRate:
+    """``batch``: of iterations, where flags count those; None: they count samples."""
     idle = args["dry_run"] or args["skip_train"]
     if args["lr"] is None:
         if not idle:
             raise flag_error("lr", None, "missing: the learning rate", "a number, e.g. 3e-4")
         return LearningRate(0.0, style="constant")
-    kind = "samples" if unit == 1 else "iters"
-    counts = ("lr_decay", "lr_warmup", "lr_wsd_decay")
-    decay, warmup, wsd = (
-        (args[f"{key}_{kind}"] * unit if args[f"{key}_{kind}"] is not None else None) for key in counts
-    )
+    kind = "samples" if batch is None else "iters"
+    counts = [args[f"{key}_{kind}"] for key in ("lr_decay", "lr_warmup", "lr_wsd_decay")]
+    decay, warmup, wsd = (n if n is None or batch is None else batch.samples_after(n) for n in counts)
     decay = train_samples if decay is None else decay
+    if batch is not None and wsd is not None:  # the last steps of the decay, which are of full batches
+        wsd = counts[2] * batch.final
     fraction = args["lr_warmup_fraction"]
     if fraction is not None:
         if warmup:
             raise flag_error("lr_warmup_fraction", fraction, f"it contradicts --lr-warmup-{kind}", "one of the two")
-        if not 0 <= fraction < 1:
-            raise flag_error("lr_warmup_fraction", fraction, "out of range", "0 or more and less than 1")
         warmup = fraction * decay
     elif warmup and args["lr_decay_style"] != "constant" and warmup >= decay:
         key = f"lr_warmup_{kind}"
-        raise flag_error(key, args[key], "warm-up is as long as the whole decay", f"less than {decay // unit}")
+        most = decay if batch is None else batch.steps_for(decay)[0]
+        raise flag_error(key, args[key], "warm-up is as long as the whole decay", f"less than {most}")
     if idle and not decay:
         return LearningRate(args["lr"], style="constant")
     if args["lr_decay_style"] == "WSD" and wsd is None:
@@ -107,12 +107,6 @@ def _weight_decay(args: Arguments, train_samples: int) -> WeightDecay:
 
 
 def build_optimizer(args: Arguments) -> OptimizerConfig:
-    for key in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-        if not 0 <= args[key] < 1:
-            raise flag_error(key, args[key], "out of range", "0 or more and less than 1")
-    for key, good in (("adam_eps", args["adam_eps"] > 0), ("clip_grad", args["clip_grad"] >= 0)):
-        if not good:
-            raise flag_error(key, args[key], "out of range", "more than 0" if key == "adam_eps" else "0 or more")
     return OptimizerConfig(
         args["optimizer"],
         args["adam_beta1"],
@@ -221,7 +215,6 @@ def build_alignment(args: Arguments) -> AlignmentConfig:
 
 
 def build_distributed(args: Arguments) -> DistributedConfig:
-    minutes = args["distributed_timeout_minutes"]
-    if not minutes > 0:
-        raise flag_error("distributed_timeout_minutes", minutes, "out of range", "a number > 0")
-    return DistributedConfig(args["distributed_backend"], minutes, args["transport"])
+    return DistributedConfig(
+        args["distributed_backend"], args["distributed_timeout_minutes"], args["transport"]
+    )

@@ -71,7 +71,8 @@ BAD = [
     (f"{MOE} --moe-layer-freq {'[' * 3000}", "--moe-layer-freq", "each of 2 layers"),
     (f"{MOE} --moe-layer-freq 9**9**9*[1]", "--moe-layer-freq", "each of 2 layers"),
     (f"{FLAGS} --moe-router-topk 2", "--moe-router-topk", "no effect without --num-experts"),
-    (f"{MOE} --moe-router-load-balancing-type aux_loss", "--moe-router-load-balancing-type", "seq_aux_loss"),
+    (f"{MOE} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2", "--moe-router-load-balancing-type",
+     "a rank has 2 sequences"),
     (f"{MOE} --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type", "seq_aux_loss"),
     (f"{MOE} --moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type", "seq_aux_loss"),
     (f"{MOE} --moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff", "missing"),
@@ -85,7 +86,7 @@ BAD = [
     (f"{MOE} --routing-stats /nowhere/x.json", "--routing-stats", "not there"),
     (f"{TINY} --moe-z-loss-coeff 1e-3", "--moe-z-loss-coeff", "no mixture of experts"),
     (f"{TINY} --routing-stats x.json", "--routing-stats", "no mixture of experts"),
-    (f"{TINY} --hidden-dropout 1.0", "--hidden-dropout", "no probability below 1. Accepted: 0 <= rate < 1"),
+    (f"{TINY} --hidden-dropout 1.0", "--hidden-dropout", "0 or more, less than 1"),
     (f"{TINY} --attention-dropout -0.1", "--attention-dropout", "too small"),
     (f"{TINY} --attention-dropout nan", "--attention-dropout", "not a number"),
     (f"{TINY} --context-parallel-size 2", "--context-parallel-size", "not a multiple of 1 x 2 x 1"),
@@ -113,10 +114,9 @@ BAD = [
     (f"{TINY} --model huge", "--model", "llama3-8b"),
     (f"{TINY} --bf16 --fp16", "--fp16", "contradicts bf16"),
     (f"{TINY} --bf16 --loss-scale 8", "--loss-scale", "needs no loss scale"),
-    (f"{TINY} --fp16 --loss-scale 0", "--loss-scale", "more than 0"),
+    (f"{TINY} --fp16 --loss-scale 0", "--loss-scale", "above 0"),
     (f"{TINY} --fp16 --hysteresis 0", "--hysteresis", ">= 1"),
     (f"{TINY} --train-samples 100", "--train-iters", "counts samples"),
-    (f"{TINY} --rampup-batch-size 1 1 10", "--rampup-batch-size", "counts iterations"),
     (f"{TINY} --rampup-batch-size 1 1", "--rampup-batch-size", "3 values"),
     (f"{TINY} --lr-warmup-samples 5", "--lr-warmup-samples", "counts iterations"),
     (f"{TINY} --lr-warmup-fraction 0.1 --lr-warmup-iters 2", "--lr-warmup-fraction", "one of the two"),
@@ -257,6 +257,35 @@ def test_samples_and_ramp_up() -> None:
     assert [got.batch_size.at(n) for n in (0, 8, 16, 24, 25)] == [2, 4, 6, 8, 8]
     assert got.steps == 4 + 2 + 2 + 9 and got.train_samples == 8 + 8 + 12 + 9 * 8
     assert got.learning_rate.at(5) == pytest.approx(5e-4)
+
+
+def test_aux_loss_is_the_sequence_loss_where_a_micro_batch_is_a_sequence_on_a_rank() -> None:
+    line = MOE.replace("--micro-batch-size 2", "--micro-batch-size 1 --moe-router-load-balancing-type aux_loss")
+    told = f"{line} --moe-aux-loss-coeff 1e-2"
+    same = told.replace(" aux_loss", " seq_aux_loss")
+    for more, ranks in (("", 1), ("", 2), ("--pipeline-model-parallel-size 2", 2)):
+        assert config(f"{told} {more}", ranks).balancing == config(f"{same} {more}", ranks).balancing
+        assert config(f"{told} {more}", ranks).balancing.sequence_loss == 1e-2
+    assert config(line).balancing.sequence_loss == 0.0
+    for more, reason in (("--tensor-model-parallel-size 2", "tensor parallelism 2"),
+                         ("--context-parallel-size 2", "context parallelism")):  # fmt: skip
+        with refused("--moe-router-load-balancing-type", reason):
+            config(f"{told} {more} --sequence-parallel" if "tensor" in more else f"{told} {more}", 2)
+
+
+def test_ramp_up_with_iterations() -> None:
+    """A step is a step: as long as by samples, and rates at the steps that flags name."""
+    line = f"{TINY.replace('--train-iters 10', '--train-iters 17')} --global-batch-size 8 --rampup-batch-size 2 2 24"
+    got = config(f"{line} --lr-warmup-iters 6 --lr-decay-iters 12")
+    consumed, sizes = [0], []
+    for _ in range(17):
+        sizes.append(got.batch_size.at(consumed[-1]))
+        consumed.append(consumed[-1] + sizes[-1])
+    assert sizes == [2] * 4 + [4] * 2 + [6] * 2 + [8] * 9
+    assert (got.steps, got.train_samples) == (17, sum(sizes))
+    assert (got.learning_rate.warmup, got.learning_rate.decay) == (consumed[6], consumed[12])
+    for steps in range(40):
+        assert got.batch_size.steps_for(got.batch_size.samples_after(steps))[0] == steps
 
 
 def test_iterations_count_in_batches() -> None:

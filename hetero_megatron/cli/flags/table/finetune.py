@@ -2,7 +2,7 @@
 
 from hetero_megatron.cli.flags.flag import count, needs, switch, value
 from hetero_megatron.data.chat.overlong import POLICIES
-from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, MAX_RANK
+from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MAX_RANK, MOST_ALPHA
 
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
@@ -34,13 +34,16 @@ FLAGS = (
         "--lora-rank", None, "train adapters of this rank beside a frozen base (LoRA); the base is --load-hf",
         most=MAX_RANK,
     ),
-    value("--lora-alpha", float, None, "adapters count alpha / rank; the rank if left out", needs=_LORA),
+    value(
+        "--lora-alpha", float, None, "adapters count alpha / rank; the rank if left out",
+        least=LEAST_ALPHA, most=MOST_ALPHA, needs=_LORA,
+    ),
     value(
         "--lora-targets", str, None, "projections with an adapter; all linear layers if left out", choices=EVERY_TARGET,
         nargs="+", needs=_LORA,
     ),
     value(
-        "--lora-dropout", float, None, "dropout of adapters' inputs; if left out --load-adapter's, or 0",
+        "--lora-dropout", float, None, "dropout of adapters' inputs; if left out --load-adapter's, or 0", below=1.0,
         least=0.0, needs=_ADAPTERS,
     ),
     value(

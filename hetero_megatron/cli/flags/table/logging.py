@@ -47,7 +47,7 @@ FLAGS = (
     value(
         "--replan-on-drift", float, None,
         "where a rank computes more than this many times as long as it should: save, stop, and let the launcher "
-        "(hetero-megatron run) plan again with what was measured",
+        "(hetero-megatron run) plan again with what was measured", least=1.05, most=1e6,
     ),
     notice("--timing-log-level", _SECONDS, nargs=1, type=int),
     notice("--timing-log-option", _SECONDS, nargs=1),

@@ -33,7 +33,7 @@ FLAGS = (
     ),
     switch("--use-rotary-position-embeddings", "the same as --position-embedding-type rope"),
     switch("--no-position-embedding", "no learned positions; needs --position-embedding-type rope"),
-    value("--rotary-base", float, 10000.0, "base of the rotary frequencies", most=1e18),
+    value("--rotary-base", float, 10000.0, "base of the rotary frequencies", least=1e-3, most=1e18),
     only(
         "--rotary-percent",
         float,
@@ -45,9 +45,12 @@ FLAGS = (
     refused("--rotary-interleaved", "rotary embedding of neighbouring features is not supported"),
     refused("--rotary-seq-len-interpolation-factor", "linear interpolation by flag is not supported", nargs=1),
     switch("--use-rope-scaling", "Llama 3.1's stretching of rotary frequencies"),
-    value("--rope-scaling-factor", float, 8.0, "its factor; needs --use-rope-scaling", most=1e9),
+    value("--rope-scaling-factor", float, 8.0, "its factor; needs --use-rope-scaling", least=1e-3, most=1e9),
     value("--normalization", str, "LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm")),
-    value("--norm-epsilon", float, 1e-5, "added under the root of the norm", aliases=("--layernorm-epsilon",)),
+    value(
+        "--norm-epsilon", float, 1e-5, "added under the root of the norm",
+        least=1e-30, most=1.0, aliases=("--layernorm-epsilon",),
+    ),
     refused("--apply-layernorm-1p", "a norm weight stored as w - 1 is not supported"),
     refused("--apply-residual-connection-post-layernorm", "this residual connection is not supported"),
     refused("--fp32-residual-connection", "the residual stream has the dtype of the model", "fp32 for the whole model"),
@@ -70,16 +73,17 @@ FLAGS = (
         differs="128 in Megatron; padding would make the model depend on the plan",
     ),
     count("--vocab-size", None, "size of the vocabulary; read from the tokenizer if left out", most=2**31 - 2),
-    value("--init-method-std", float, 0.02, "standard deviation of initial weights", most=1e3),
+    value("--init-method-std", float, 0.02, "standard deviation of initial weights", least=1e-30, most=1e3),
     refused("--init-method-xavier-uniform", "initial weights are normal", "--init-method-std"),
     value(
         "--attention-dropout", float, 0.0, "probability with which attention probabilities are dropped in training",
+        below=1.0,
         least=0.0, differs=_DROPOUT_DIFFERS,
     ),
     value(
         "--hidden-dropout", float, 0.0,
         "probability with which elements of the embeddings, and of what attention and MLP add to the residual stream, "
-        "are dropped in training",
+        "are dropped in training", below=1.0,
         least=0.0, differs=_DROPOUT_DIFFERS,
     ),
     notice("--attention-softmax-in-fp32", "the softmax is always computed in fp32 or better"),

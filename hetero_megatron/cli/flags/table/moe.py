@@ -27,7 +27,10 @@ FLAGS = (
           needs=needs("--moe-router-group-topk", "--model", "--load-hf")),
     count("--moe-router-group-topk", None, "groups that a token chooses its experts from", most=2**16,
           needs=needs("--moe-router-num-groups", "--model", "--load-hf")),
-    value("--moe-router-topk-scaling-factor", float, None, "multiplies the weights of a token's experts", needs=_MODEL),
+    value(
+        "--moe-router-topk-scaling-factor", float, None, "multiplies the weights of a token's experts",
+        least=1e-6, most=1e6, needs=_MODEL,
+    ),
     notice("--moe-grouped-gemm", "the products of all experts are always grouped"),
     notice("--moe-token-dispatcher-type", "tokens go by a ragged all-to-all of the ranks that divide the experts, over "
            "the islands of a plan in two hops", nargs=1),
@@ -38,24 +41,29 @@ FLAGS = (
             "fp32", nargs=1),
     refused("--moe-layer-recompute", "layers are recomputed as wholes", "--recompute-granularity full"),
     only(
-        "--moe-router-load-balancing-type", str, ("none", "seq_aux_loss"),
-        "aux_loss is of each micro-batch, so another plan would train otherwise; global_aux_loss and sinkhorn need all "
-        "tokens of a step at once",
+        "--moe-router-load-balancing-type", str, ("none", "seq_aux_loss", "aux_loss"),
+        "global_aux_loss and sinkhorn need all tokens of a step at once; aux_loss is taken where it is seq_aux_loss: "
+        "micro-batches of one sequence, without tensor and context parallelism",
         "seq_aux_loss (of each sequence), or --moe-router-enable-expert-bias (no loss)", default="none",
         differs="aux_loss with a coefficient of 0, which adds nothing",
         summary="what levels the load of experts: a loss of each sequence (a row of the batch), or nothing",
     ),
     value(
         "--moe-aux-loss-coeff", float, None, "coefficient of the loss of --moe-router-load-balancing-type",
-        needs=needs("--moe-router-load-balancing-type seq_aux_loss"), differs="0",
+        least=0.0, most=1e6,
+        needs=needs("--moe-router-load-balancing-type seq_aux_loss", "--moe-router-load-balancing-type aux_loss"),
+        differs="0",
     ),
-    value("--moe-z-loss-coeff", float, None, "coefficient of the z-loss of the router's logits, e.g. 1e-3"),
+    value(
+        "--moe-z-loss-coeff", float, None, "coefficient of the z-loss of the router's logits, e.g. 1e-3",
+        least=0.0, most=1e6,
+    ),
     switch(
         "--moe-router-enable-expert-bias",
         "after every step, move the router's bias of each expert against its load in the whole step",
     ),
     value(
-        "--moe-router-bias-update-rate", float, 1e-3, "by how much the bias moves in a step",
+        "--moe-router-bias-update-rate", float, 1e-3, "by how much the bias moves in a step", least=0.0, most=1e6,
         needs=needs("--moe-router-enable-expert-bias"),
     ),
     *(refused(name, _DROPS, _LEVEL, nargs=1) for name in (

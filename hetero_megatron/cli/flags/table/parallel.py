@@ -50,7 +50,8 @@ PLAN = (
         needs=needs("--dry-run"),
     ),
     value(
-        "--world-size", int, None, "number of ranks, for --dry-run without torchrun", needs=needs("--dry-run"),
+        "--world-size", int, None, "number of ranks, for --dry-run without torchrun",
+        least=1, most=1 << 16, needs=needs("--dry-run"),
     ),
     value(
         "--schedule", str, None,
@@ -140,6 +141,7 @@ FLAGS = (
         choices=("auto", "bridge"),
     ),
     value("--distributed-timeout-minutes", float, 10.0, "how long a rank waits for another before the job ends",
+        least=1e-3,
           most=1e6),
     switch("--use-tp-pp-dp-mapping", "number the ranks through pipeline before data parallelism"),
     notice("--ddp-bucket-size", "buckets are cut by layers and size in bytes", nargs=1, type=int),
