@@ -22,6 +22,7 @@ from hetero_megatron.schedule.list_scheduling import ListRule
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 
 FEWEST, FEWEST_KNOWN = 6, 2  # schedules that are made for an estimate; where the rule of a similar template is known
+MOST_CHUNKED = 15_000  # actions of these schedules with several chunks, which take longer
 PRICED, CHUNKED = 1_000, 5  # work of all but the schedule; of an action of several chunks
 Rules = tuple[ListRule | ChunkRule, ...]  # of the parts of a template
 
@@ -85,7 +86,8 @@ class ScheduleScorer:
     ) -> tuple[float, ListRule | ChunkRule]:
         """(seconds, rule) of a schedule made for one pipeline."""
         chunks = times.chunks if isinstance(times, ChunkedTimes) else 1
-        effort = max(effort, (FEWEST_KNOWN if rule else FEWEST) * 3 * len(times.stages) * chunks * count)
+        size, least = 3 * len(times.stages) * chunks * count, FEWEST_KNOWN if rule else FEWEST
+        effort = max(effort, FEWEST_KNOWN * size, min(least * size, MOST_CHUNKED if chunks > 1 else least * size))
         if isinstance(times, PipelineTimes):
             own = rule if isinstance(rule, ListRule) else None
             seconds, found, actions = adaptive_seconds(times, count, effort, own)

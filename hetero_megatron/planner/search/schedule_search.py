@@ -38,7 +38,7 @@ from hetero_megatron.schedule.stored import stored_orders
 
 STARTS = 2  # plans that are tried under other schedules
 FEW = 64  # chips, up to which this is done without being asked for
-CHUNKS = (1, 2)  # of layers per stage, that schedules are made for
+CHUNKS = (2, 3)  # of layers per stage, that schedules are made for beside one; of the best plan
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CHUNKED_EFFORT = 200_000, 40_000  # actions that may be timed for one pipeline of a plan; with several chunks
 FIRST = 0.2  # of that, before it is known which plan is the fastest
@@ -77,7 +77,7 @@ class ScheduleSearch:
             return True
         starts = [p for p in incumbent.plans if any(len(pipeline.stages) > 1 for pipeline in p.plan.pipelines)]
         for start in starts[:STARTS]:
-            for chunks in CHUNKS if not start.template.parts else ():
+            for chunks in (1, *CHUNKS) if not start.template.parts else ():
                 if incumbent.should_stop():
                     return False
                 self._try(start, chunks, 1.0, problem, incumbent)
@@ -106,7 +106,8 @@ class ScheduleSearch:
             if start.seconds < limit:
                 best.append(self._climbed(start, scorer, problem, incumbent, OTHER_WORK if i else WORK))
                 near = NEAR * min(best).seconds
-                cut += [_estimate(scorer, best[-1].template, n, effort, near) for n in CHUNKS if n > 1]
+                also = CHUNKS if best[-1] is min(best) else CHUNKS[:1]
+                cut += [_estimate(scorer, best[-1].template, n, effort, near) for n in also]
         if cut and min(cut).seconds < NEAR * min(best).seconds:
             best.append(self._climbed(min(cut), scorer, problem, incumbent, CHUNKED_WORK))
         return sorted(best)
