@@ -95,9 +95,6 @@ def shapes_near(shape: PipelineTemplate, space: SearchSpace) -> Iterator[Pipelin
     """Pipelines that differ by one move of a stage or a layer."""
     stages = shape.stages
     last = len(stages) - 1
-    if space.offload == "always":
-        for i, stage in enumerate(stages):
-            yield shape.with_stages({i: replace(stage, offload=not stage.offload)})
     for i in range(last):
         if (i == 0 or stages[i + 1].layers) and (i + 1 == last or stages[i].layers):  # inner stages need layers
             yield shape.with_stages({i: stages[i + 1], i + 1: stages[i]})
@@ -107,6 +104,9 @@ def shapes_near(shape: PipelineTemplate, space: SearchSpace) -> Iterator[Pipelin
             if i != j and giver.layers > least and (abs(i - j) <= 2 or len(stages) <= 8):
                 moved = {i: replace(giver, layers=giver.layers - 1), j: replace(taker, layers=taker.layers + 1)}
                 yield shape.with_stages(moved)
+    if space.offload == "always":
+        for i, stage in enumerate(stages):
+            yield shape.with_stages({i: replace(stage, offload=not stage.offload)})
 
 
 def _fitted(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) -> PlanTemplate | None:

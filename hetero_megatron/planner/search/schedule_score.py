@@ -21,7 +21,9 @@ from hetero_megatron.schedule.list_scheduling import ListRule
 from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.utils.cached_method import cached_method
 
-FEWEST, FEWEST_KNOWN = 6, 3  # schedules that are made for an estimate; where the rule of a similar template is known
+FEWEST, FEWEST_KNOWN = 6, 2  # schedules that are made for an estimate; where the rule of a similar template is known
+MOST_CHUNKED = 15_000  # actions of these schedules with several chunks, which take longer
+PRICED, CHUNKED = 1_000, 5  # work of all but the schedule; of an action of several chunks
 Rules = tuple[ListRule | ChunkRule, ...]  # of the parts of a template
 
 
@@ -40,11 +42,11 @@ class _ChunkWork:
 
 
 class ScheduleScorer:
-    """Estimates templates under schedules made for them. ``actions``: timed so far."""
+    """Estimates templates under schedules made for them. ``work``: done so far, in the time that one action takes."""
 
     def __init__(self, scorer: TemplateScorer) -> None:
         self.scorer, self.tables, self.costs = scorer, scorer.tables, scorer.costs
-        self.actions = 0
+        self.work = 0
 
     def estimate(
         self, template: PlanTemplate, chunks: int, effort: int, limit: float = math.inf, rules: Rules = ()
@@ -58,6 +60,7 @@ class ScheduleScorer:
             rules: of a similar template, tried first.
         """
         nothing = math.inf, Rules()
+        self.work += PRICED
         ends = None if not _can_have(template, chunks) else self.scorer.ends(template)
         if ends is None:
             return nothing
@@ -83,15 +86,16 @@ class ScheduleScorer:
     ) -> tuple[float, ListRule | ChunkRule]:
         """(seconds, rule) of a schedule made for one pipeline."""
         chunks = times.chunks if isinstance(times, ChunkedTimes) else 1
-        effort = max(effort, (FEWEST_KNOWN if rule else FEWEST) * 3 * len(times.stages) * chunks * count)
+        size, least = 3 * len(times.stages) * chunks * count, FEWEST_KNOWN if rule else FEWEST
+        effort = max(effort, FEWEST_KNOWN * size, min(least * size, MOST_CHUNKED if chunks > 1 else least * size))
         if isinstance(times, PipelineTimes):
             own = rule if isinstance(rule, ListRule) else None
             seconds, found, actions = adaptive_seconds(times, count, effort, own)
-            self.actions += actions
+            self.work += actions
             return seconds, found
         known = rule if isinstance(rule, ChunkRule) else None
         seconds, best, actions = adaptive_chunks_seconds(times, count, effort, known)
-        self.actions += actions
+        self.work += CHUNKED * actions
         return seconds, best
 
     def _saved(self, shape: PipelineTemplate) -> float:
@@ -131,10 +135,10 @@ class ScheduleScorer:
 
     @cached_method
     def _room(self, stage: StageTemplate, size: int, embed: bool, head: bool, replicas: float) -> float:
-        """Bytes for activations and what backward works with."""
+        """Bytes for activations and what backward works with; negative where buckets do not fit."""
         choice = self.tables.choice(stage, embed, head)
-        taken = self.costs.memory_bytes(choice, size, 0, replicas).total - self.costs.activation_bytes(choice, size)[1]
-        return self.costs.memory_limit(choice.chip) - taken
+        needs, limit = self.costs.memory_bytes(choice, size, 0, replicas), self.costs.memory_limit(choice.chip)
+        return limit - needs.lasting if needs.lasting + needs.buffers <= limit else -1.0
 
     @cached_method
     def _work(self, stage: StageTemplate, size: int, embed: bool, head: bool, chunks: int) -> tuple[_ChunkWork, ...]:

@@ -38,14 +38,17 @@ from hetero_megatron.schedule.stored import stored_orders
 
 STARTS = 2  # plans that are tried under other schedules
 FEW = 64  # chips, up to which this is done without being asked for
-CHUNKS = (1, 2)  # of layers per stage, that schedules are made for
+CHUNKS = (2, 3)  # of layers per stage, that schedules are made for beside one; of the best plan
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
-EFFORT, CHUNKED_EFFORT = 100_000, 30_000  # actions that may be timed for one pipeline of a plan; with several chunks
+EFFORT, CHUNKED_EFFORT = 200_000, 40_000  # actions that may be timed for one pipeline of a plan; with several chunks
+FIRST = 0.2  # of that, before it is known which plan is the fastest
 TRIED, CHUNKED_TRIED = 12_000, 6_000  # the same for an estimate
 CLIMBING, CHUNKED_CLIMBING = 4_000, 3_000  # and where the rules of a similar template are known
-MOVES, OTHER_MOVES, LEAST_GAIN = 90, 45, 1e-6  # templates that climbing estimates: from the best, from others
+WORK, OTHER_WORK, CHUNKED_WORK = 300_000, 120_000, 200_000  # of climbing, in actions timed: from the best, from others
+MOST_MOVES, LEAST_GAIN = 2_000, 1e-6
 STRUCTURES, SETS, OTHERS = 12, 6, 3  # that are tried: structures, sets of node groups; those climbed from
-NEAR, SIMULATED = 1.05, 3  # climbing starts from what is so near to the best; plans that are simulated in the end
+NEAR, ALIKE = 1.05, 1.002  # climbing starts from what is so near to the best; estimates that say no difference
+SIMULATED, WITHIN = 3, 1.01  # plans that are simulated in the end; the others only if so near to the best estimate
 
 
 @dataclass(frozen=True, order=True)
@@ -74,8 +77,10 @@ class ScheduleSearch:
             return True
         starts = [p for p in incumbent.plans if any(len(pipeline.stages) > 1 for pipeline in p.plan.pipelines)]
         for start in starts[:STARTS]:
-            if not start.template.parts and not self._try(start, CHUNKS, problem, incumbent):
-                return False
+            for chunks in (1, *CHUNKS) if not start.template.parts else ():
+                if incumbent.should_stop():
+                    return False
+                self._try(start, chunks, 1.0, problem, incumbent)
         templates = [start.template for start in starts[:STARTS] if start.template.parts]
         return self._try_best(self._best(templates, problem, incumbent), problem, incumbent)
 
@@ -93,40 +98,50 @@ class ScheduleSearch:
         for templates in others:
             if incumbent.should_stop():
                 break
-            rows = [_estimate(scorer, x, n, effort, limit) for x in templates for n in CHUNKS]
+            rows = [_estimate(scorer, x, 1, effort, limit) for x in templates]
             found += [x for x in rows if x.seconds < math.inf]
             limit = NEAR * min((x.seconds for x in found), default=math.inf)
-        found.sort()
-        best = list[_Candidate]()
+        best, cut = list[_Candidate](), list[_Candidate]()
         for i, start in enumerate(_unlike(found)[:OTHERS]):
-            moves = int(effort * (OTHER_MOVES if i else MOVES))
-            if start.seconds < NEAR * found[0].seconds:
-                best.append(self._climbed(start, scorer, problem, incumbent, moves))
+            if start.seconds < limit:
+                best.append(self._climbed(start, scorer, problem, incumbent, OTHER_WORK if i else WORK))
+                near = NEAR * min(best).seconds
+                also = CHUNKS if best[-1] is min(best) else CHUNKS[:1]
+                cut += [_estimate(scorer, best[-1].template, n, effort, near) for n in also]
+        if cut and min(cut).seconds < NEAR * min(best).seconds:
+            best.append(self._climbed(min(cut), scorer, problem, incumbent, CHUNKED_WORK))
         return sorted(best)
 
     @staticmethod
     def _climbed(
-        start: _Candidate, scorer: ScheduleScorer, problem: PlanningProblem, incumbent: Incumbent, moves: int
+        start: _Candidate, scorer: ScheduleScorer, problem: PlanningProblem, incumbent: Incumbent, work: int
     ) -> _Candidate:
-        """The best of so many other templates at most."""
-        best, space = start, problem.space
+        """The best of other templates, tried with so much work at most."""
+        best, space, most = start, problem.space, scorer.work + int(work * problem.space.schedule_effort)
 
         def improves(template: PlanTemplate) -> bool:
             nonlocal best
             limit = best.seconds * (1 - LEAST_GAIN)
-            if incumbent.should_stop() or _least_seconds(template, scorer.scorer) >= limit:
+            if scorer.work >= most or incumbent.should_stop() or _least_seconds(template, scorer.scorer) >= limit:
                 return False
             found = _estimate(scorer, template, best.chunks, space.schedule_effort, limit, best.rules)
             if found.seconds < limit:
                 best = found
             return best is found
 
-        climb(best.template, partial(_near, space=space), improves, moves)
+        def neighbours(template: PlanTemplate) -> Iterator[PlanTemplate]:
+            """First those whose busiest stage leaves them the best chance."""
+            return iter(sorted(_near(template, space), key=partial(_least_seconds, scorer=scorer.scorer)))
+
+        climb(best.template, neighbours, improves, MOST_MOVES)
         return best
 
     def _try_best(self, best: Sequence[_Candidate], problem: PlanningProblem, incumbent: Incumbent) -> bool:
         """Simulate the best candidates; False where the incumbent said to stop."""
+        fastest: tuple[JudgedPlan, int] | None = None
         for candidate in best[:SIMULATED]:
+            if candidate.seconds > WITHIN * best[0].seconds:
+                break
             if incumbent.should_stop():
                 return False
             start = judge_template(candidate.template, problem, incumbent.scorer)
@@ -134,23 +149,24 @@ class ScheduleSearch:
                 continue
             if not start.prediction.over and start.step_seconds < incumbent.plans[0].step_seconds:
                 incumbent.take_plan(start)
-            if not self._try(start, (candidate.chunks,), problem, incumbent):
-                return False
-        return True
+            if self._try(start, candidate.chunks, FIRST, problem, incumbent):
+                fastest = start, candidate.chunks
+        if fastest is not None and not incumbent.should_stop():
+            self._try(*fastest, 1.0, problem, incumbent)
+        return not incumbent.should_stop()
 
     @staticmethod
-    def _try(start: JudgedPlan, chunks: Sequence[int], problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        """A plan under schedules made for it; False where the incumbent said to stop."""
-        costs, effort = incumbent.scorer.costs, problem.space.schedule_effort
-        for count in chunks:
-            if incumbent.should_stop():
-                return False
-            cut = start.plan if count == 1 else interleaved(start.plan, count)
-            most = int(effort * (EFFORT if count == 1 else CHUNKED_EFFORT))
-            made = None if cut is None else adapted(cut, start.prediction, costs, most)
-            found = None if made is None else _judged(start, made, problem, costs)
-            if found is not None and found.step_seconds < incumbent.plans[0].step_seconds:
-                incumbent.take_plan(found)
+    def _try(
+        start: JudgedPlan, chunks: int, effort: float, problem: PlanningProblem, incumbent: Incumbent
+    ) -> bool:
+        """Whether a plan is the fastest under a schedule made for it; ``effort``: the part of what may be taken."""
+        costs, cut = incumbent.scorer.costs, start.plan if chunks == 1 else interleaved(start.plan, chunks)
+        most = effort * problem.space.schedule_effort * (EFFORT if chunks == 1 else CHUNKED_EFFORT)
+        made = None if cut is None else adapted(cut, start.prediction, costs, int(most))
+        found = None if made is None else _judged(start, made, problem, costs)
+        if found is None or found.step_seconds >= incumbent.plans[0].step_seconds:
+            return False
+        incumbent.take_plan(found)
         return True
 
     def _on_other_groups(self, incumbent: Incumbent) -> Iterator[list[PlanTemplate]]:
@@ -174,10 +190,15 @@ class ScheduleSearch:
 
 
 def _unlike(found: Sequence[_Candidate]) -> list[_Candidate]:
-    """The best of each structure and number of chunks, the best first."""
-    best: dict[tuple[Structure, int], _Candidate] = {}
-    for candidate in found:
-        best.setdefault((structure(candidate.template), candidate.chunks), candidate)
+    """The best that differ in more than in how their replicas are spelled, the best first. Of those which only differ
+    in that, and hardly in seconds, the one with most pipelines."""
+    best: dict[str, _Candidate] = {}
+    for candidate in sorted(found):
+        parts = [(part.copies, part.shape.micro_batch_size, part.shape.stages) for part in candidate.template.parts]
+        key = repr([(n * x[0].dp, size // x[0].dp, [(s.group, s.tp, s.layers) for s in x]) for n, size, x in parts])
+        known = best.setdefault(key, candidate)
+        if candidate.template.pipelines > known.template.pipelines and candidate.seconds < ALIKE * known.seconds:
+            best[key] = candidate
     return list(best.values())
 
 
