@@ -21,6 +21,7 @@ from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.plan.memory.states import ITEM_BYTES, moments_of
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.plan.routing import routing_of
+from hetero_megatron.planner.report.question import format_question, question
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.report.prediction import as_json, format_prediction
 from hetero_megatron.predictor.report.prediction_page import html_page
@@ -90,14 +91,15 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     costs = CostModel(model, cluster, plan.seq_length, args.dtype, options)
     found = predict(plan, model, cluster, args.dtype, costs, prepared=PreparedPlan(compiled))
+    asked = question(costs, plan.global_batch_size)
     if args.html:
-        write_text(args.html, "--html", html_page(found, model.name, cluster))
+        write_text(args.html, "--html", html_page(found, model.name, cluster, asked))
     if args.trace:
         write_text(args.trace, "--trace", json.dumps(perfetto_trace(found)))
     if args.json:
-        print(json.dumps(as_json(found)))
+        print(json.dumps({"asked": asked.as_json(), **as_json(found)}))
     else:
-        print(format_prediction(found))
+        print(format_question(asked), "", format_prediction(found), sep="\n")
         if plan.islands:
             print(format_islands(compiled))
         print(format_timeline(found, args.width))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_megatron.html.pictures import STYLE, legend
+from hetero_megatron.html.pictures import STYLE, ink, legend
 from hetero_megatron.schedule import Action
 
 LATER = ", later chunk"  # of an action: its layers are not the first run of its stage
@@ -42,10 +42,6 @@ canvas { width: 100%; border: 1px solid var(--line); cursor: grab; touch-action:
 """
 
 _SCRIPT = """
-const ink = (color) => {  // dark on pale colors, else white
-  const [r, g, b] = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
-  return 0.3 * r + 0.6 * g + 0.1 * b > 155 ? '#111' : '#fff';
-};
 const row = 22, left = 10, head = 18;
 for (const chart of DATA.charts) {
   const canvas = document.getElementById(chart.id), tip = document.getElementById('tip');
@@ -72,7 +68,7 @@ for (const chart of DATA.charts) {
         if (b < 0 || a > canvas.clientWidth) continue;
         c.fillStyle = DATA.colors[kind];
         c.fillRect(a, y + 2, Math.max(b - a - 0.5, 0.5), row - 4);
-        if (b - a > 22 && label >= 0) { c.fillStyle = ink(DATA.colors[kind]); c.fillText(label, a + 4, y + 15); }
+        if (b - a > 22 && label >= 0) { c.fillStyle = DATA.inks[kind]; c.fillText(label, a + 4, y + 15); }
       }
     });
   }
@@ -147,7 +143,8 @@ def charts_html(charts: Sequence[Mapping[str, Any]], seconds: float, prefix: str
     }
     numbered = [{**chart, "id": f"{prefix}{i}"} for i, chart in enumerate(charts)]
     canvases = "".join(f"<h3>{html.escape(c['title'])}</h3><canvas id='{c['id']}'></canvas>" for c in numbered)
-    known = {"step": seconds, "kinds": KINDS, "colors": [*KIND_COLORS.values()], "charts": numbered}
+    colors = [*KIND_COLORS.values()]
+    known = {"step": seconds, "kinds": KINDS, "colors": colors, "inks": [*map(ink, colors)], "charts": numbered}
     data = json.dumps(known, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # in names: neither an end nor a comment of HTML inside the script
     script = f"<script>const DATA = {data};{_SCRIPT}</script>"

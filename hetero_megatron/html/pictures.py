@@ -20,19 +20,22 @@ GIB = 2**30
 STYLE = """
 .pipe { display: flex; gap: 3px; margin: 2px 0 14px; overflow-x: auto }
 .stage { min-width: 5.2em; padding: 6px 8px; border-radius: 5px; font-size: 12px; line-height: 1.35;
-  border: 1px solid var(--c); background: color-mix(in srgb, var(--c) 22%, var(--bg)); overflow-wrap: anywhere }
+  border: 1px solid var(--c); background: color-mix(in srgb, var(--c) 22%, var(--bg)); overflow-wrap: anywhere;
+  white-space: pre-line }
 .stage b { display: block } .caption { margin: 6px 0 2px; font-weight: 600 }
 .nodes { display: flex; flex-wrap: wrap; gap: 10px }
 .node { border: 1px solid var(--line); border-radius: 6px; padding: 6px 8px; font-size: 12px; max-width: 100% }
 .node i { display: inline-block; width: 14px; height: 14px; margin: 2px 2px 0 0; background: var(--c) }
 .node i.idle { opacity: .25 }
-.bars { display: grid; grid-template-columns: minmax(5em, max-content) 1fr; gap: 5px 10px; align-items: center }
+.bars { display: grid; grid-template-columns: minmax(5em, max-content) 1fr max-content; gap: 5px 10px;
+  align-items: center }
 .bars > span { font-size: 13px; overflow-wrap: anywhere; max-width: 34vw }
+.bars > b { font-size: 12px; font-weight: 500; overflow-wrap: anywhere; max-width: 30vw }
+.asked { display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; margin: 0 }
+.asked dt { color: var(--dim) } .asked dd { margin: 0; overflow-wrap: anywhere }
 .track { position: relative; height: 20px; background: var(--panel); border-radius: 3px; overflow: hidden }
 .track i { position: absolute; top: 0; bottom: 0; left: 0; background: var(--c) }
 .track u { position: absolute; top: 0; bottom: 0; border-left: 2px dashed #d33 }
-.track b { position: absolute; left: 6px; top: 0; font-size: 12px; line-height: 20px; font-weight: 500;
-  white-space: nowrap; text-shadow: 0 0 3px var(--bg), 0 0 3px var(--bg), 0 0 3px var(--bg) }
 .chart { position: relative; height: 230px; margin: 4px 0 26px 58px }
 .chart svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible }
 .chart polyline, .chart line { vector-effect: non-scaling-stroke }
@@ -69,13 +72,38 @@ class PipelineBlock:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of bars; ``text``: written on it; ``parts``: (color, value) from the left; ``limit``: a mark."""
+    """A row of bars; ``text``: written beside it, on the page's own color; ``parts``: (color, value) from the left;
+    ``limit``: a mark."""
 
     name: str
     text: str
     parts: tuple[tuple[str, float], ...]
     limit: float | None = None
     tips: tuple[str, ...] = field(default_factory=tuple)
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of ``#rrggbb``, 0 to 1 (WCAG 2)."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(color: str, other: str) -> float:
+    """1 to 21 (WCAG 2); small text is readable from 4.5."""
+    low, high = sorted((luminance(color), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def ink(color: str) -> str:
+    """Black or white, what is better read on the color: at least 4.5 on any."""
+    return max(("#000000", "#ffffff"), key=lambda text: contrast(text, color))
+
+
+def asked_list(rows: Sequence[tuple[str, str]]) -> str:
+    """What was asked: (what, in words)."""
+    found = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in rows)
+    return f"<dl class='asked'>{found}</dl>"
 
 
 def chip_colors(kinds: Sequence[str]) -> dict[str, str]:
@@ -149,7 +177,7 @@ def bars(rows: Sequence[Bar]) -> str:
             at += value
         mark = f"<u style='left:calc({100 * row.limit / longest:.3f}% - 2px)'></u>" if row.limit is not None else ""
         text = f"<b>{html.escape(row.text)}</b>"
-        out.append(f"<span>{html.escape(row.name)}</span><div class='track'>{''.join(pieces)}{mark}{text}</div>")
+        out.append(f"<span>{html.escape(row.name)}</span><div class='track'>{''.join(pieces)}{mark}</div>{text}")
     more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
     return f"<div class='bars'>{''.join(out)}</div>{more}"
 

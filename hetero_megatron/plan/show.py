@@ -79,7 +79,7 @@ def _box(
     kinds = list(dict.fromkeys(chips[rank] for rank in ranks)) if chips is not None else []
     chip = ", ".join(kinds) or stage.chip or ""
     lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, spec.num_layers)]
-    lines += [_content(stage), _degrees(stage), f"recompute {stage.recompute}"]
+    lines += [_content(stage), degrees(stage), f"recompute {stage.recompute}"]
     if any(s.dtype is not None for p in plan.pipelines for s in p.stages):
         lines.append(f"products in {stage.dtype}" if stage.dtype else "")
     if any(len(set(u.tp_split)) > 1 for p in plan.pipelines for s in p.stages for u in s.units):
@@ -112,7 +112,9 @@ def _content(stage: Stage) -> str:
     return " ".join([*(["E"] if stage.embed else []), layers, *(["L"] if stage.head else [])])
 
 
-def _degrees(stage: Stage) -> str:
+def degrees(stage: Stage) -> str:
+    """``tp 2  dp 2 (3:1)  context 3+1``."""
+
     def ratio(numbers: Sequence[int]) -> str:
         return (
             f"{len(numbers)}" if len(set(numbers)) == 1 else f"{len(numbers)} ({':'.join(map(str, numbers))})"

@@ -43,6 +43,10 @@ class LowerBound:
     seconds: float
     method: str
 
+    def reached(self, step_seconds: float) -> float:
+        """Share of the tokens per second of the bound that a plan reaches, at most 1."""
+        return min(1.0, self.seconds / step_seconds)
+
     def gap(self, step_seconds: float) -> float:
         """Optimality gap of a plan: ``step_seconds / seconds - 1`` (inf without a bound)."""
         return step_seconds / self.seconds - 1 if self.seconds > 0 else math.inf

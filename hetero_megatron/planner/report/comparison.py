@@ -15,7 +15,9 @@ from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.report.experts import ExpertGain, expert_gain
+from hetero_megatron.planner.report.question import Question, question
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
+from hetero_megatron.planner.report.roomier import Roomier, roomier
 from hetero_megatron.planner.search.driver import SearchResult, search_types_alone
 from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress, judge_template
 from hetero_megatron.planner.search.uniform import UniformPlan, top_uniform_plans, uniform_plans
@@ -92,6 +94,8 @@ class Summary:
     losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
     tighter: bool = False  # whether the bound by prices, which was not computed, may be tighter
     experts: ExpertGain | None = None  # where the plan divides experts
+    asked: Question | None = None
+    roomier: Roomier | None = None  # where the plan nearly fills a chip
     seconds: float = 0.0  # that the comparisons took
 
     @property
@@ -130,6 +134,7 @@ def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline |
         unusable={chip: ranks for chip, ranks in lacking.items() if ranks},
         left_out=tuple(name for name in nodes if name not in there),
         experts=expert_gain(result.best, result.scorer.costs),
+        asked=question(result.scorer.costs, problem.global_batch_size),
     )  # fmt: skip
 
 
@@ -158,6 +163,8 @@ def compare(
         progress("bound by prices")
     summary.bound, summary.assumptions = _bound(result, problem, prices, what.bound, budget)
     summary.variants = variants(result, problem)
+    chips = [group.chip for group in result.pool.groups]
+    summary.roomier = roomier(result, problem, lambda plan: choice_text(plan, chips))
     if what.baselines:
         summary.uniform, summary.rejected = best_uniform(result, problem, what.every)
         # A type that was not searched to its end would look slower than it is.

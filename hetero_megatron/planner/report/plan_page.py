@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 
+from hetero_megatron.cluster import format_bytes
 from hetero_megatron.html.page import page, section
-from hetero_megatron.html.pictures import Bar, bars
+from hetero_megatron.html.pictures import Bar, asked_list, bars
 from hetero_megatron.planner.report.comparison import Summary
 from hetero_megatron.planner.report.text import format_summary
 from hetero_megatron.predictor.report.prediction_page import prediction_pictures
@@ -17,11 +18,14 @@ def plan_page(summary: Summary) -> str:
     """Self-contained HTML: comparison bars, cluster, pipelines, memory, timeline, the report as text."""
     best = summary.result.best
     heading = f"{summary.model}: the best plan found"
-    parts = [f"<h1>{html.escape(heading)}</h1>", prediction_pictures(best.prediction, best.cluster)]
+    parts = [f"<h1>{html.escape(heading)}</h1>"]
+    if summary.asked is not None:
+        parts.append(asked_list(summary.asked.rows()))
     rows = comparison_rows(summary)
     if len(rows) > 1:
-        parts.insert(1, section("Beside other plans", "predicted tokens per second under the same rates"))
-        parts.insert(2, bars(rows))
+        parts.append(section("Beside other plans", "predicted tokens per second under the same rates"))
+        parts.append(bars(rows))
+    parts.append(prediction_pictures(best.prediction, best.cluster, summary.result.scorer.costs.model))
     parts += [section("The report"), f"<pre>{html.escape(format_summary(summary))}</pre>"]
     return page(heading, "".join(parts))
 
@@ -39,5 +43,10 @@ def comparison_rows(summary: Summary) -> list[Bar]:
         rows.append(Bar(name, text, ((_OTHER, found),)))
     if summary.bound is not None and summary.bound.seconds > 0:
         most = rate * best.step_seconds / summary.bound.seconds
-        rows.append(Bar("bound", f"no plan above {most:,.0f}", ((_BOUND, most),)))
+        reached = summary.bound.reached(best.step_seconds)
+        rows.append(Bar("bound", f"{most:,.0f}: this plan reaches {reached:.1%}", ((_BOUND, most),)))
+    if summary.roomier is not None and summary.roomier.text:
+        tokens = rate * best.step_seconds / summary.roomier.step_seconds
+        text = f"{tokens:,.0f} ({tokens / rate:.0%}), {format_bytes(summary.roomier.free)} free on every rank"
+        rows.insert(1, Bar("a roomier plan", text, ((_OTHER, tokens),)))
     return rows

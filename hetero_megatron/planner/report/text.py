@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
+from hetero_megatron.plan.show import degrees
 from hetero_megatron.planner.report.comparison import Summary, choice_text
+from hetero_megatron.planner.report.holdings import holdings
+from hetero_megatron.planner.report.question import format_question
 from hetero_megatron.planner.search.incumbent import JudgedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
@@ -23,6 +26,7 @@ from hetero_megatron.predictor.report.prediction import (
     split_notice,
 )
 from hetero_megatron.predictor.report.timeline import format_layers
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural, rank_ranges, word
 
 SHOWN = 8  # names of idle nodes in the report
@@ -39,7 +43,8 @@ def format_plan(summary: Summary) -> str:
     found = best.prediction
     chips = [g.chip for g in result.pool.groups]
     share = f", {found.mfu:.1%} of the peak of the chips used (aggregate MFU)" if found.mfu is not None else ""
-    lines = [
+    lines = [] if summary.asked is None else [format_question(summary.asked), ""]
+    lines += [
         f"best plan: {format_step_seconds(found)} per step, {found.tokens_per_second:,.0f} tokens/s{share}",
         f"  {choice_text(best, chips)}",
         f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
@@ -64,7 +69,7 @@ def format_plan(summary: Summary) -> str:
     if result.rejected:
         words = {"memory": "over memory after exact evaluation", "packing": "TP groups that do not pack into nodes"}
         lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
-    lines += ["", *_memory_lines(best)]
+    lines += ["", *_memory_lines(best, result.scorer.costs.model)]
     if found.assumed:
         lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured: run calibrate"]
     lines += ["", *split_notice(found)] if found.unsplit else []
@@ -74,7 +79,7 @@ def format_plan(summary: Summary) -> str:
 def format_comparisons(summary: Summary) -> str:
     """The part of the report computed after the search: bound, other plans, plans for node losses."""
     best = summary.result.best
-    parts = [_bound_lines(summary), _comparison_lines(summary)]
+    parts = [_bound_lines(summary), _comparison_lines(summary), _roomier_lines(summary)]
     if summary.variants:
         parts.append(["why not"])
         for v in summary.variants:
@@ -95,15 +100,30 @@ def _bound_lines(summary: Summary) -> list[str]:
     bound, best = summary.bound, summary.result.best
     if bound is None:
         return []
-    gap = max(0.0, bound.gap(best.step_seconds))
     tokens = best.prediction.tokens_per_second * best.step_seconds / bound.seconds if bound.seconds else 0.0
     tighter = "; --bound computes a tighter one" if summary.tighter else ""
     return [
-        f"no plan of this space does more than {tokens:,.0f} tokens/s under these rates: within {gap:.1%} of the bound "
-        f"(by {bound.method}{tighter})",
+        f"no plan of this space does more than {tokens:,.0f} tokens/s under these rates: this one reaches "
+        f"{bound.reached(best.step_seconds):.1%} of the bound (by {bound.method}{tighter})",
         *textwrap.wrap(
             "it covers: " + "; ".join(summary.assumptions), 118, initial_indent=" " * 2, subsequent_indent=" " * 4
         ),
+    ]
+
+
+def _roomier_lines(summary: Summary) -> list[str]:
+    """Another plan beside one that nearly fills a chip."""
+    other, best = summary.roomier, summary.result.best
+    if other is None:
+        return []
+    margin = f"plan --memory-margin {other.margin:.2f}"
+    if not other.text:
+        return [f"tight: the best plan leaves {format_bytes(other.before)} on one rank; {margin} finds more room"]
+    slower = other.step_seconds / best.step_seconds - 1
+    return [
+        f"roomier: with at least {format_bytes(other.free)} free on each rank, where the best plan leaves "
+        f"{format_bytes(other.before)} on one, a step takes {format_seconds(other.step_seconds)} ({slower:+.1%})",
+        f"  {other.text}; {margin} finds such plans",
     ]
 
 
@@ -189,9 +209,10 @@ def _why_idle(summary: Summary) -> str:
     return "no plan that was tried is faster with them"
 
 
-def _memory_lines(best: JudgedPlan) -> list[str]:
-    lines = [f"{'stage':<10}{'chip':<18}{'ranks':<20}{'layers':<12}{'recompute':<12}{'memory':>12}{'of':>12}"]
-    seen: dict[object, int] = {}
+def _memory_lines(best: JudgedPlan, model: ModelSpec) -> list[str]:
+    """A table of the stages, and below it who holds which tokens and heads where a stage has several ranks."""
+    rows = [("stage", "chip", "ranks", "layers", "divided", "recompute", "memory", "of")]
+    held, seen = [], dict[object, int]()
     for p, pipeline in enumerate(best.plan.pipelines):
         stages = tuple(
             (s.layers, s.chip, s.recompute, s.optimizer, tuple((u.sequences, u.tokens, u.tp_split) for u in s.units))
@@ -203,14 +224,23 @@ def _memory_lines(best: JudgedPlan) -> list[str]:
             continue
         for s, stage in enumerate(pipeline.stages):
             worst = max(stage.ranks, key=lambda r: best.prediction.memory[r].total)
-            layers = format_layers(stage)
-            lines.append(
-                f"{f'{p}.{s}':<10}{stage.chip or '':<18}{rank_ranges(stage.ranks):<20}{layers:<12}"
-                f"{str(stage.recompute):<12}{format_bytes(best.prediction.memory[worst].total):>12}"
-                f"{format_bytes(best.prediction.limits[worst]):>12}"
-            )
+            rows.append((
+                f"{p}.{s}", stage.chip or "", rank_ranges(stage.ranks), format_layers(stage), degrees(stage),
+                str(stage.recompute), format_bytes(best.prediction.memory[worst].total),
+                format_bytes(best.prediction.limits[worst]),
+            ))  # fmt: skip
+            held += [f"  {p}.{s}  {line}" for line in holdings(best.plan, stage, model)]
     more = sum(n - 1 for n in seen.values())
-    return lines + ([f"and {more} more pipelines like these"] if more else [])
+    lines = _table(rows, right=2) + ([f"and {more} more pipelines like these"] if more else [])
+    return lines + (["", "who holds what", *held] if held else [])
+
+
+def _table(rows: Sequence[Sequence[str]], right: int) -> list[str]:
+    """Columns as wide as they need to be; the last ``right`` ones end at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    left = len(widths) - right
+    ends = ["<" if i < left else ">" for i in range(len(widths))]
+    return ["  ".join(f"{cell:{end}{width}}" for cell, end, width in zip(row, ends, widths)).rstrip() for row in rows]
 
 
 def _comparison_lines(summary: Summary) -> list[str]:
@@ -249,9 +279,11 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
             "step_seconds": summary.bound.seconds, "method": summary.bound.method,
             "assumptions": list(summary.assumptions),
             "gap": max(0.0, summary.bound.gap(best.step_seconds)) if summary.bound.seconds else None,
+            "reached": summary.bound.reached(best.step_seconds) if summary.bound.seconds else None,
         }  # fmt: skip
     return {
         "model": summary.model,
+        "asked": None if summary.asked is None else summary.asked.as_json(),
         "plan": to_dict(best.plan),
         "fingerprint": best.plan.fingerprint(),
         "step_seconds": best.step_seconds,
@@ -274,6 +306,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "uniform": vars(summary.uniform) if summary.uniform else None,
         "alone": [vars(b) for b in summary.alone],
         "alone_skipped": summary.skipped,
+        "roomier": vars(summary.roomier) if summary.roomier else None,
         "losses": [
             {k: getattr(x, k) for k in ("node", "alike", "warm", "problem")} | {
                 "step_seconds": x.step_seconds if x.plan else None, "replan_seconds": x.seconds,

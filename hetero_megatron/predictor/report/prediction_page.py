@@ -9,6 +9,7 @@ from hetero_megatron.html.page import charts_html, figures, page, section
 from hetero_megatron.html.pictures import (
     PipelineBlock,
     StageBlock,
+    asked_list,
     chip_colors,
     cluster_blocks,
     legend,
@@ -16,22 +17,30 @@ from hetero_megatron.html.pictures import (
     plan_blocks,
     share_caption,
 )
+from hetero_megatron.plan.show import degrees
+from hetero_megatron.planner.report.holdings import holdings
+from hetero_megatron.planner.report.question import Question
 from hetero_megatron.predictor.report.prediction import format_prediction, format_seconds
 from hetero_megatron.predictor.report.timeline import format_layers, groups, prediction_charts
 from hetero_megatron.predictor.simulate.step import Prediction
-from hetero_megatron.utils.text import plural, rank_ranges
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.utils.text import plural, rank_ranges, word
 
 
-def html_page(found: Prediction, title: str, cluster: Cluster | None = None) -> str:
+def html_page(
+    found: Prediction, title: str, cluster: Cluster | None = None, asked: Question | None = None
+) -> str:
     """The page of one plan: its blocks, memory, and a chart per distinct pipeline (wheel zooms, dragging moves, double
     click resets); all figures as text at the end."""
     heading = f"{title}: predicted step"
-    body = f"<h1>{html.escape(heading)}</h1>{prediction_pictures(found, cluster)}"
+    rows = asked_list(asked.rows()) if asked is not None else ""
+    model = asked.model if asked is not None else None
+    body = f"<h1>{html.escape(heading)}</h1>{rows}{prediction_pictures(found, cluster, model)}"
     return page(heading, body + section("All figures") + f"<pre>{html.escape(format_prediction(found))}</pre>")
 
 
-def prediction_pictures(found: Prediction, cluster: Cluster | None = None) -> str:
-    """The sections about a predicted plan."""
+def prediction_pictures(found: Prediction, cluster: Cluster | None = None, model: ModelSpec | None = None) -> str:
+    """The sections about a predicted plan; with the model also who holds which tokens and heads."""
     colors = chip_colors([found.chips[rank] for rank in sorted(found.chips)])
     mfu = [("of the chips' peak (MFU)", f"{found.mfu:.1%}")] if found.mfu is not None else []
     free = min(found.limits[rank] - memory.total for rank, memory in found.memory.items())
@@ -50,7 +59,7 @@ def prediction_pictures(found: Prediction, cluster: Cluster | None = None) -> st
         parts += [section("Cluster", "a square per chip; pale ones are idle"), legend(kinds)]
         parts.append(cluster_blocks(nodes, set(found.plan.ranks), kinds))
     parts += [section("Pipelines", "blocks as wide as their layers, colored by chip"), legend(colors)]
-    parts.append(plan_blocks(_pipeline_blocks(found), colors))
+    parts.append(plan_blocks(_pipeline_blocks(found, model), colors))
     parts.append(section("Memory of each rank", "against its limit, the dashed line"))
     memory = {rank: m.parts() for rank, m in found.memory.items()}
     parts.append(memory_bars(memory, found.limits, found.chips))
@@ -59,7 +68,7 @@ def prediction_pictures(found: Prediction, cluster: Cluster | None = None) -> st
     return "".join(parts)
 
 
-def _pipeline_blocks(found: Prediction) -> list[PipelineBlock]:
+def _pipeline_blocks(found: Prediction, model: ModelSpec | None) -> list[PipelineBlock]:
     blocks = []
     for group in groups(found):
         number = group[0]
@@ -69,7 +78,11 @@ def _pipeline_blocks(found: Prediction) -> list[PipelineBlock]:
             count = sum(b - a for a, b in stage.chunks)
             chips = tuple(dict.fromkeys(found.chips[rank] for rank in stage.ranks))
             more = [f"recompute {stage.recompute}"] if str(stage.recompute) != "none" else []
-            details = ", ".join([plural(count, "layer"), f"ranks {rank_ranges(stage.ranks)}", "+".join(chips), *more])
+            ranks = f"{word(len(stage.ranks), 'rank')} {rank_ranges(stage.ranks)}"
+            divided = [degrees(stage)] if len(stage.ranks) > 1 else []
+            details = ", ".join([plural(count, "layer"), ranks, "+".join(chips), *divided, *more])
+            if model is not None:
+                details = "\n".join([details, *holdings(found.plan, stage, model)])
             stages.append(StageBlock(count, f"layers {format_layers(stage)}" if count else "no layers", details, chips))
         caption = share_caption(number, len(group), pipeline.num_micro_batches, pipeline.micro_batch_size)
         blocks.append(PipelineBlock(caption, tuple(stages)))
