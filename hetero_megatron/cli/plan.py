@@ -27,6 +27,7 @@ from hetero_megatron.plan.made_for import MadeFor, made_for
 from hetero_megatron.plan.memory.states import ITEM_BYTES, moments_of
 from hetero_megatron.plan.routing import routing_of
 from hetero_megatron.planner.cost.layer_cost import CostOptions
+from hetero_megatron.planner.cost.rates import capped_bridges
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
 from hetero_megatron.planner.report.plan_page import plan_page
@@ -58,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
     for text in args.add or ():
         cluster = with_more(cluster, text)
+    for said in capped_bridges(cluster):
+        print(notice_line(said), file=sys.stderr)
     problem = PlanningProblem(model, cluster, args.seq_length, args.global_batch_size, _options(args, model))
     budget = TimeBudget(args.time_limit)
     deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
