@@ -146,7 +146,8 @@ def run(rate: float, rounds: int) -> None:
 
 
 WAYS = {  # stripes, largest chunk
-    "512 KiB": (1, 512 << 10), "4 MiB": (1, 4 << 20), "4 MiB, 2 stripes": (2, 4 << 20), "4 MiB, 4 stripes": (4, 4 << 20),
+    "512 KiB": (1, 512 << 10), "4 MiB": (1, 4 << 20), "4 MiB, 2 stripes": (2, 4 << 20),
+    "4 MiB, 4 stripes": (4, 4 << 20),
 }  # fmt: skip
 
 
