@@ -1,6 +1,7 @@
 """The bridge between unlike chips: messages in chunks against copying a whole message and then sending it.
 
     python benchmarks/bench_bridge.py [--rate 400] [--rounds 9]
+    python benchmarks/bench_bridge.py --loopback    # chunks and stripes, as fast as this host is
 
 Two processes over gloo. The link, and the copies between device and host, are emulated at ``--rate`` MB/s each: what is
 carried is over no earlier than that, and the next waits for it. "one end": the receiver is a CPU, so copy and link are
@@ -74,6 +75,13 @@ class PacedCopies:
         return Copied(stream.due(source.nbytes))
 
 
+class Dma(PacedCopies):
+    """A device whose engine copies at once, and takes nothing of the processor for it."""
+
+    def copy(self, target: Any, source: Any, stream: Leg, after: Any) -> Copied:
+        return Copied(0.0)
+
+
 class Arriving:
     """A transfer whose bytes the emulated link carries once gloo has them, one after the other."""
 
@@ -88,8 +96,8 @@ def paced(bridge: Any, rate: float) -> Any:
     """``bridge``, whose receives come over a link of ``rate`` bytes/s."""
     link, plain, line = Leg(rate), bridge._transfer, ThreadPoolExecutor(1)
 
-    def transfer(peer: int, sends: bool) -> Callable[[Any, int], Any]:
-        start = plain(peer, sends)
+    def transfer(peer: int, sends: bool, stripe: int) -> Callable[[Any, int], Any]:
+        start = plain(peer, sends, stripe)
 
         def carry(work: Any, size: int) -> float:
             work.wait()
@@ -119,7 +127,7 @@ def run(rate: float, rounds: int) -> None:
             copies = PacedCopies(rate if comm.rank == 0 or ends == "both ends" else float("inf"))
             for way, chunk in (("whole", size), ("chunks", BRIDGE_CHUNK)):
                 # The buffers of the whole message are all of it, so chunks of it are the message itself.
-                sides[f"{ends}, {way}"] = paced(Bridge(dist.new_group([0, 1]), copies, 120, chunk), rate)
+                sides[f"{ends}, {way}"] = paced(Bridge([dist.new_group([0, 1])], copies, 120, chunk), rate)
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for i in range(rounds + 1):
             for name, bridge in sides.items():
@@ -137,12 +145,77 @@ def run(rate: float, rounds: int) -> None:
     stop_comm()
 
 
+WAYS = {  # stripes, largest chunk
+    "512 KiB": (1, 512 << 10), "4 MiB": (1, 4 << 20), "4 MiB, 2 stripes": (2, 4 << 20),
+    "4 MiB, 4 stripes": (4, 4 << 20),
+}  # fmt: skip
+
+
+def run_loopback(rounds: int) -> None:
+    """Seconds and CPU seconds of both processes, per message, by size and way."""
+    import torch
+    import torch.distributed as dist
+
+    from hetero_megatron.comm import start_comm, stop_comm
+    from hetero_megatron.comm.bridge import Bridge
+    from hetero_megatron.platform import Platform
+
+    torch.set_num_threads(1)
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 120)
+    sides = {
+        way: Bridge([dist.new_group([0, 1]) for _ in range(stripes)], Dma(float("inf")), 120, chunk)
+        for way, (stripes, chunk) in WAYS.items()
+    }
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for size in (1 << 20, 64 << 20):
+        message, count = torch.zeros(size, dtype=torch.uint8), max((64 << 20) // size, 1)
+        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in sides}
+        for i in range(rounds + 1):
+            for way, bridge in sides.items():
+                dist.barrier()
+                start, busy = time.perf_counter(), time.process_time()
+                move = bridge.isend if comm.rank == 0 else bridge.irecv
+                for _ in range(count):
+                    for work in move(message, 1 - comm.rank):
+                        work.wait()
+                took = torch.tensor([time.process_time() - busy], dtype=torch.float64)
+                elapsed = time.perf_counter() - start
+                dist.all_reduce(took)
+                if i:
+                    seconds[way].append((elapsed / count, took.item() / count))
+        found[str(size)] = seconds
+    if comm.rank == 1:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    stop_comm()
+
+
+def loopback(rounds: int) -> None:
+    words = ["--side", "loopback", "--rounds", str(rounds)]
+    (found,) = alternate({"run": ranks(2, __file__, *words)}, 1, rank_env())["run"]
+    print(f"{machine()}; loopback, medians of {rounds} rounds in turn; CPU seconds of both ends\n")
+    print("| message | chunks | GB/s | ratio | CPU s per GB | share of it |\n|---|---|---|---|---|---|")
+    for size, seconds in found.items():
+        before = None
+        for way, times in seconds.items():
+            rate = int(size) / median([t for t, _ in times]) / 1e9
+            busy = median([cpu for _, cpu in times]) / int(size) * 1e9
+            before = before or (rate, busy)
+            ratios = f"{rate:.2f} | {rate / before[0]:.2f} | {busy:.2f} | {busy / before[1]:.2f}"
+            print(f"| {int(size) >> 20} MiB | {way} | {ratios} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=400.0, help="MB/s of the link and of copies (default 400)")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--side", choices=["run"])
+    parser.add_argument("--side", choices=["run", "loopback"])
+    parser.add_argument("--loopback", action="store_true", help="chunks and stripes, as fast as this host is")
     args = parser.parse_args()
+    if args.side == "loopback":
+        return run_loopback(args.rounds)
+    if args.loopback:
+        return loopback(args.rounds)
     if args.side:
         run(args.rate * 1e6, args.rounds)
         return

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from first_run_training import platform_of
+from parts import emit
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.conformance.speed import best_seconds
@@ -24,13 +27,14 @@ from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import resolve
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import load_plugins
+from hetero_megatron.plugin_check.check import check_plugin
 
 SHAPES = {  # batch, tokens, heads, KV heads, head size
     "full": [(1, 16384, 32, 8, 128), (4, 4096, 32, 8, 128), (8, 2048, 32, 8, 64)],
     "small": [(1, 64, 4, 2, 16)],
 }
 HERE = Path(__file__).resolve().parent
-
+FIRST = ("nvidia", "amd", "ascend", "sdpa", "triton")  # plugins, in the order in which they are checked
 
 WITHOUT = (None, None, None, 0, 0, None, None)  # attention's arguments from sinks on
 
@@ -97,6 +101,7 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
                 **row, "forward ms": f"{forward * 1e3:.3f}", "TFLOP/s": f"{flops / forward / 1e12:.3g}",
                 "backward ms": f"{backward * 1e3:.3f}", "backward TFLOP/s": f"{2.5 * flops / backward / 1e12:.3g}",
             })  # fmt: skip
+            emit({"rows": rows, "wrong": wrong})
     return {"rows": rows, "wrong": wrong}
 
 
@@ -125,22 +130,55 @@ def plugins_to_check(options: argparse.Namespace) -> list[str]:
     return names
 
 
+class Findings:
+    """Counts findings as they come, and says them now and then: a check that does not end has said what it found.
+
+    Raises:
+        TimeoutError: at a finding after ``end``.
+    """
+
+    def __init__(self, end: float) -> None:
+        self.end, self.said = end, 0.0
+        self.rows: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+
+    def start(self, report: Any) -> None:
+        self.rows.append({"plugin": report.plugin, "checks": 0, "failed": 0, "skipped": 0})
+
+    def under_way(self, kernel: str, place: Sequence[str]) -> None:
+        """Nobody looks."""
+
+    def add(self, f: Mapping[str, str]) -> None:
+        row = self.rows[-1]
+        row["checks"] += 1
+        row["skipped"] += f["status"] == "skip"
+        if f["status"] == "FAIL":
+            row["failed"] += 1
+            if row["failed"] <= 5:
+                self.wrong.append(f"{f['kernel']} {f['check']} {f['dtype']} {f['case']}: {f['detail'][:200]}")
+        if time.monotonic() > self.said + 1:
+            emit(self.found())
+            self.said = time.monotonic()
+        if time.monotonic() > self.end:
+            raise TimeoutError
+
+    def found(self) -> dict[str, Any]:
+        return {"plugins": self.rows, "wrong": self.wrong}
+
+
 def conformance(options: argparse.Namespace) -> dict[str, Any]:
-    rows, wrong, end = list[dict[str, Any]](), list[str](), time.monotonic() + options.seconds
-    for plugin in plugins_to_check(options):
-        if (left := end - time.monotonic() - 5) < 5:
-            wrong.append(f"{plugin}: no time was left")
-            continue
-        try:
-            report = check(options, plugin, left, False)
-        except subprocess.TimeoutExpired:
-            wrong.append(f"{plugin}: it did not end in {left:.0f} s")
-            continue
-        states = [f["status"] for f in report["findings"]]
-        failed = [f for f in report["findings"] if f["status"] == "FAIL"]
-        rows.append({"plugin": plugin, "checks": len(states), "failed": len(failed), "skipped": states.count("skip")})
-        wrong += [f"{f['kernel']} {f['check']} {f['dtype']} {f['case']}: {f['detail'][:200]}" for f in failed[:5]]
-    return {"plugins": rows, "wrong": wrong}
+    """Of small cases; the plugins of fused attention first, for they train by themselves."""
+    findings, small = Findings(time.monotonic() + options.seconds - 5), options.size == "small"
+    dtypes, operators = (["fp32"], ["rms_norm", "gemm"]) if small else (["bf16", "fp32"], None)
+    names = sorted(plugins_to_check(options), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    left = deque(names)
+    try:
+        while left:
+            check_plugin(left[0], options.platform, dtypes, operators, True, False, show=findings)  # type: ignore[arg-type]
+            left.popleft()
+    except TimeoutError:
+        findings.wrong.append(f"no time was left for what remained of {', '.join(left)}")
+    return findings.found()
 
 
 def kernels(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,8 +189,9 @@ def kernels(options: argparse.Namespace) -> dict[str, Any]:
             out = Path(folder) / "kernels.json"
             words = [sys.executable, str(HERE / "bench_kernels.py"), "--out", str(out)]
             words += ["--seconds", str(max(options.seconds - 30, 1))]
-            subprocess.run(words, capture_output=True, text=True, timeout=options.seconds - 5)
-            cases = json.loads(out.read_text())["cases"]
+            with suppress(subprocess.TimeoutExpired):  # what it has written by then counts
+                subprocess.run(words, capture_output=True, text=True, timeout=max(options.seconds - 5, 1))
+            cases = json.loads(out.read_text())["cases"] if out.exists() else {}
         wrong = [f"{case['op']} {case['shape']}: {text}" for case in cases.values() for text in case["wrong"]]
         return {"rows": [row for case in cases.values() for row in bench_rows(case)], "wrong": wrong}
     rows = []
@@ -186,7 +225,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args()
     parts = {"attention": attention, "conformance": conformance, "kernels": kernels}
-    print(json.dumps(parts[options.part](options)))
+    emit(parts[options.part](options))
 
 
 if __name__ == "__main__":

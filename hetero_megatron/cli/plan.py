@@ -38,6 +38,7 @@ from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.rates import capped_bridges
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
 from hetero_megatron.utils.progress import WorkLine
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         cluster = without(cluster, [name for word in args.without for name in word.split(",")])
     for text in args.add or ():
         cluster = with_more(cluster, text)
+    for said in capped_bridges(cluster):
+        print(notice_line(said), file=sys.stderr)
     problem = PlanningProblem(model, cluster, args.seq_length, args.global_batch_size, _options(args, model))
     budget = TimeBudget(args.time_limit)
     deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None

@@ -3,6 +3,9 @@
 from hetero_megatron.cluster.catalogue import CHIPS, Chip
 from hetero_megatron.cluster.cluster import (
     BRIDGE_CHUNK,
+    BRIDGE_RATE,
+    BRIDGE_SMALLEST_CHUNK,
+    BRIDGE_STRIPES,
     Cluster,
     Link,
     NodeGroup,
@@ -14,6 +17,9 @@ from hetero_megatron.cluster.units import format_bytes, format_rate, quantity
 
 __all__ = [
     "BRIDGE_CHUNK",
+    "BRIDGE_RATE",
+    "BRIDGE_SMALLEST_CHUNK",
+    "BRIDGE_STRIPES",
     "CHIPS",
     "Chip",
     "Cluster",

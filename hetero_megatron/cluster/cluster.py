@@ -33,8 +33,13 @@ CHIP_KEYS = (
 )  # fmt: skip
 LINK_KEYS = ("bandwidth", "latency", "transport", "emulate")
 DIRECT, BRIDGE, STAGED = TRANSPORTS = ("direct", "bridge", "host-staged")
-# Bytes that the bridge copies and sends at a time: of 8 MiB, both overlap in 15 of 16; smaller ones cost gloo more.
-BRIDGE_CHUNK = 512 << 10
+# Most bytes that the bridge copies and sends at a time: smaller ones cost gloo more (benchmarks/bench_bridge.py).
+BRIDGE_CHUNK = 4 << 20
+BRIDGE_STRIPES = 4  # gloo groups that it sends over at a time, between hosts
+# Bytes/s of one of them: one connection and one thread, which reach 15 to 25 Gb/s (pytorch issue 9389).
+BRIDGE_STRIPE_RATE = 2e9
+BRIDGE_RATE = BRIDGE_STRIPES * BRIDGE_STRIPE_RATE  # of all of them between two ranks
+BRIDGE_SMALLEST_CHUNK = 512 << 10  # of a message that is no smaller
 MAX_RANKS = 1 << 17  # of a cluster or a plan
 
 
@@ -192,6 +197,8 @@ class Cluster:
         way, wire = self.transport(link, a, b), 1 / (rate or link.bandwidth)
         if way == DIRECT:
             return wire
+        if way == BRIDGE and link.emulated is None:  # what several connections and threads of the host reach
+            wire = max(wire, 1 / BRIDGE_RATE / (a.chips_per_node if shared else 1))
         copies = []
         for group in (a, b):
             known = self.chips[group.chip].host_bandwidth
@@ -204,7 +211,7 @@ class Cluster:
         if self.transport(link, a, b) != BRIDGE:
             return 0.0
         rates = [self.chips[group.chip].host_bandwidth for group in (a, b)]
-        return sum(BRIDGE_CHUNK / rate for rate in rates if rate)
+        return sum(BRIDGE_SMALLEST_CHUNK / rate for rate in rates if rate)
 
     def find(self, node: str, local: int) -> Rank:
         """The rank of a chip by node name and local index; UserError if there is none."""

@@ -1,15 +1,17 @@
 """Transfers between chips without a common communication library: device, host, gloo, host, device.
 
-A message is sent in chunks, so that copying one chunk overlaps with the network transfer of the one before. Every peer
-has, per direction, its own thread with ``BUFFERS`` pinned buffers: no transfer waits for the memory of another one, so
-concurrent transfers cannot deadlock.
+A message is sent in chunks, so that copying one chunk overlaps with the network transfer of the one before. A gloo
+group has one connection and one thread for each pair of ranks, which a fast network outruns: chunks go in turn over
+several groups (*stripes*). Every peer has, per direction and stripe, its own thread with ``BUFFERS`` pinned buffers: no
+transfer waits for the memory of another one, so concurrent transfers cannot deadlock.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -18,9 +20,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hetero_megatron.cluster import BRIDGE_CHUNK
+from hetero_megatron.cluster import BRIDGE_CHUNK, BRIDGE_SMALLEST_CHUNK
 
+STRIPED = 2 << 20  # bytes of a message for each stripe that it is worth using
 BUFFERS = 3  # pinned buffers per channel
+SMALLEST_BUFFER = 64 << 10
 
 
 class Event(Protocol):
@@ -69,36 +73,35 @@ class _UnderWay:
 
 class BridgeWork:
     """A message over the bridge. ``wait`` blocks the host until the network transfer is done; it does not block the
-    device."""
+    device. ``done``: of each stripe that carries a part."""
 
-    def __init__(self, done: Future[Any], copies: Copies, timeout: float) -> None:
+    def __init__(self, done: Sequence[Future[Any]], copies: Copies, timeout: float) -> None:
         self._done, self._copies, self._timeout = done, copies, timeout
 
     def is_completed(self) -> bool:
-        return self._done.done()
+        return all(one.done() for one in self._done)
 
     def wait(self) -> None:
         """Raises RuntimeError if the transfer failed or timed out."""
-        try:
-            event = self._done.result(self._timeout)
-        except TimeoutError:
-            raise RuntimeError(f"timed out after {self._timeout:g} s on the bridge") from None
-        if event is not None:
-            self._copies.join(event)
+        end = time.monotonic() + self._timeout
+        for one in self._done:
+            try:
+                event = one.result(max(end - time.monotonic(), 0.0))
+            except TimeoutError:
+                raise RuntimeError(f"timed out after {self._timeout:g} s on the bridge") from None
+            if event is not None:
+                self._copies.join(event)
 
 
 class _Channel:
-    """All messages to one peer, or all from one peer, in order.
+    """What goes to one peer, or comes from one, over one stripe, in order.
 
     Args:
         transfer: (host buffer, tag) -> gloo work.
-        chunk_bytes: size of each buffer.
     """
 
-    def __init__(
-        self, copies: Copies, sends: bool, transfer: Callable[[torch.Tensor, int], dist.Work], chunk_bytes: int
-    ) -> None:
-        self._copies, self._sends, self._transfer, self._chunk_bytes = copies, sends, transfer, chunk_bytes
+    def __init__(self, copies: Copies, sends: bool, transfer: Callable[[torch.Tensor, int], dist.Work]) -> None:
+        self._copies, self._sends, self._transfer = copies, sends, transfer
         self._queue: SimpleQueue[list[_MessageChunk] | None] = SimpleQueue()
         self._pending: deque[_UnderWay] = deque()
         self._failed: BaseException | None = None
@@ -129,7 +132,7 @@ class _Channel:
                 done.set_exception(RuntimeError(str(self._failed)))
 
     def _open(self) -> None:
-        self._buffers = self._copies.buffer(BUFFERS * self._chunk_bytes).split(self._chunk_bytes)
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS  # as large as chunks have been
         self._copied: list[Event | None] = [None] * BUFFERS  # received bytes, out of a buffer
         self._stream, self._slot = self._copies.stream(), 0
 
@@ -148,11 +151,14 @@ class _Channel:
         while len(self._pending) > BUFFERS:
             self._finish()
         new.slot, self._slot = self._slot, (self._slot + 1) % BUFFERS
-        new.host = self._buffers[new.slot][: new.chunk.part.numel()]
+        size = new.chunk.part.numel()
+        if (copied := self._copied[new.slot]) is not None:
+            copied.synchronize()
+        if self._buffers[new.slot].numel() < size:
+            self._buffers[new.slot] = self._copies.buffer(max(size, SMALLEST_BUFFER))
+        new.host = self._buffers[new.slot][:size]
         if self._sends:
             self._copies.copy(new.host, new.chunk.part, self._stream, new.chunk.ready).synchronize()
-        elif (copied := self._copied[new.slot]) is not None:
-            copied.synchronize()
         new.work = self._transfer(new.host, new.chunk.tag)
 
     def _finish(self) -> None:
@@ -169,23 +175,24 @@ class _Channel:
 
 
 class Bridge:
-    """Messages between ranks with any chips, over a gloo group.
+    """Messages between ranks with any chips, over gloo groups.
 
     Messages of one pair of ranks start in the same order on both sides. Both sides derive the same chunks from the
     message's size, so only the content is transferred.
 
     Args:
-        group: a gloo group, used by this bridge alone.
+        groups: gloo groups of the same ranks, used by this bridge alone; as many on all ranks.
         copies: of this rank's device; None: tensors are in host memory and go to gloo directly.
         timeout: seconds per message, from the start of waiting for it.
         chunk_bytes: largest chunk; equal on all ranks.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, copies: Copies | None, timeout: float, chunk_bytes: int = BRIDGE_CHUNK
-    ) -> None:
-        self._group, self._copies, self._timeout, self._chunk_bytes = group, copies, timeout, chunk_bytes
-        self._channels: dict[tuple[int, bool], _Channel] = {}
+        self, groups: Sequence[dist.ProcessGroup], copies: Copies | None, timeout: float,
+        chunk_bytes: int = BRIDGE_CHUNK,
+    ) -> None:  # fmt: skip
+        self._groups, self._copies, self._timeout, self._chunk_bytes = tuple(groups), copies, timeout, chunk_bytes
+        self._channels: dict[tuple[int, bool, int], _Channel] = {}
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> list[dist.Work | BridgeWork]:
         """Start sending a contiguous tensor, which must not change until the works are complete."""
@@ -196,30 +203,32 @@ class Bridge:
         return self._start(tensor, src, tag, False)
 
     def _start(self, tensor: torch.Tensor, peer: int, tag: int, sends: bool) -> list[dist.Work | BridgeWork]:
-        parts = _chunks(tensor, self._chunk_bytes)
+        count = min(len(self._groups), max(tensor.nbytes // STRIPED, 1))
+        parts = _chunks(tensor, chunk_of(tensor.nbytes, count, self._chunk_bytes))
+        stripes = [parts[i::count] for i in range(count)]
         if not parts:
             return []
         if self._copies is None:
-            transfer = self._transfer(peer, sends)
-            return [transfer(part, tag) for part in parts]
-        done: Future[Any] = Future()
-        ready, last = self._copies.now(), len(parts) - 1
-        message = [_MessageChunk(part, tag, ready, done if i == last else None) for i, part in enumerate(parts)]
-        self._channel(peer, sends).put(message)
+            return [self._transfer(peer, sends, i)(part, tag) for i, mine in enumerate(stripes) for part in mine]
+        ready, done = self._copies.now(), [Future[Any]() for _ in stripes]
+        for i, mine in enumerate(stripes):
+            ends = [None] * (len(mine) - 1) + [done[i]]
+            message = [_MessageChunk(part, tag, ready, end) for part, end in zip(mine, ends, strict=True)]
+            self._channel(peer, sends, i).put(message)
         return [BridgeWork(done, self._copies, self._timeout)]
 
-    def _channel(self, peer: int, sends: bool) -> _Channel:
-        key = (peer, sends)
+    def _channel(self, peer: int, sends: bool, stripe: int) -> _Channel:
+        key = (peer, sends, stripe)
         if key not in self._channels:
             assert self._copies is not None
-            self._channels[key] = _Channel(self._copies, sends, self._transfer(peer, sends), self._chunk_bytes)
+            self._channels[key] = _Channel(self._copies, sends, self._transfer(*key))
         return self._channels[key]
 
-    def _transfer(self, peer: int, sends: bool) -> Callable[[torch.Tensor, int], dist.Work]:
-        move = dist.isend if sends else dist.irecv
+    def _transfer(self, peer: int, sends: bool, stripe: int) -> Callable[[torch.Tensor, int], dist.Work]:
+        move, group = dist.isend if sends else dist.irecv, self._groups[stripe]
 
         def start(host: torch.Tensor, tag: int) -> dist.Work:
-            work = move(host, peer, self._group, tag)
+            work = move(host, peer, group, tag)
             assert work is not None, "this rank is in the group"
             return work
 
@@ -229,6 +238,12 @@ class Bridge:
         """Stop the threads when their queues are empty."""
         for channel in self._channels.values():
             channel.put(None)
+
+
+def chunk_of(size: int, stripes: int, largest: int) -> int:
+    """Bytes of the chunks of a message of ``size`` bytes: so small that all stripes carry some and copies overlap with
+    transfers, but not smaller than pays."""
+    return max(min(largest, -(-size // (2 * stripes))), min(largest, BRIDGE_SMALLEST_CHUNK))
 
 
 def _chunks(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:

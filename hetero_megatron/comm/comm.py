@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hetero_megatron.cluster import BRIDGE_STRIPES
 from hetero_megatron.comm.bridge import Bridge, Copies
 from hetero_megatron.comm.connectivity import Reach, explain
 from hetero_megatron.comm.errors import CommError
@@ -153,10 +154,13 @@ class Comm:
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
                     field="--distributed-backend", value=backend,
                 ) from error  # fmt: skip
+        bridged = route is not None and route.bridged
+        # On one host there is no network to fill, and its cores have better to do.
+        more = range(0 if self.launcher.one_host or not bridged else BRIDGE_STRIPES - 1)
+        stripes = [made, *(self._new_gloo_group(ranks, self.timeout) for _ in more)]
         if self.rank not in ranks:
             return None, None
-        bridged = route is not None and route.bridged
-        return made, Bridge(made, self.copies, self.timeout.total_seconds()) if bridged else None
+        return made, Bridge(stripes, self.copies, self.timeout.total_seconds()) if bridged else None
 
     def _new_gloo_group(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
         """A gloo group for these ranks; of no use on others."""

@@ -101,7 +101,7 @@ class RepeatingExecutor(PipelineExecutor):
         self._send(trace)
         live.outputs[key] = out
         if self.chunks[action.chunk].loss is not None:
-            live.losses.append(out.detach())
+            result.losses.append(out.detach())
             result.tokens += batch.num_loss_tokens()
 
     def _repeat_backward(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:

@@ -67,20 +67,11 @@ def fused_attention(
 
     Args:
         rest: of the operator ``attention``, with portable state and the parts ``share`` and ``delta``.
-        supports: reasons against; those of ``rest`` are added, unless ``alone``: then squares are served without it, and
-            the first call that is none is refused where ``rest`` cannot serve.
+        supports: reasons against; those of ``rest`` are added.
+        alone: squares are served where ``rest`` cannot serve, and the first call that is none is refused there.
     """
     assert not rest.private and rest.backward is not None, f"{rest}: its state is not portable"
     rest_backward = rest.backward
-
-    def require_rest(q: torch.Tensor) -> None:
-        lacking = rest.reasons(Signature("attention", q.device.type, q.dtype)) if alone else []
-        if lacking:
-            raise UserError(
-                f"windows, documents and parts of sequences are {rest.provider}'s, which cannot serve: "
-                f"{'; '.join(lacking)}", field="attention", value=provider,
-                accepted="whole causal sequences (no --reset-attention-mask, no sliding window), or what it needs",
-            )  # fmt: skip
 
     def square(q: torch.Tensor, k: torch.Tensor, *options: Any) -> bool | None:
         if not q.numel() or not k.numel() or k.shape[1] < kernel.smallest:
@@ -95,7 +86,8 @@ def fused_attention(
         assert dropout is None, NO_DROPOUT
         causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
         if causal is None:
-            require_rest(q)
+            if alone:
+                _require(rest, provider, q)
             return rest.forward(q, k, v, sinks, documents, window, q_start, k_start, softcap, None)
         out, lse = kernel.forward(*map(_adjacent, (q, k, v)), causal)
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
@@ -143,6 +135,16 @@ def fused_attention(
         "attention", provider, kind, forward, backward, able, reasons, parts=parts, priority=priority,
         interpreted=rest.interpreted, version=3,
     )  # fmt: skip
+
+
+def _require(rest: Kernel, provider: str, q: torch.Tensor) -> None:
+    """UserError where ``rest`` cannot serve what ``provider`` leaves to it."""
+    if lacking := rest.reasons(Signature("attention", q.device.type, q.dtype)):
+        raise UserError(
+            f"windows, documents and parts of sequences are {rest.provider}'s, which cannot serve: "
+            f"{'; '.join(lacking)}", field="attention", value=provider,
+            accepted="whole causal sequences (no --reset-attention-mask, no sliding window), or what it needs",
+        )  # fmt: skip
 
 
 def _adjacent(x: torch.Tensor) -> torch.Tensor:

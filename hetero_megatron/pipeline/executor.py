@@ -92,8 +92,9 @@ class TimedAction:
 
 @dataclass
 class StepResult:
-    """Sums of token losses, of each micro-batch, and number of tokens (of this rank's head stage, else none); the actions in the order in which
-    they ran, each from a moment of the rank's clock to another, and the moments at which all began and ended.
+    """Sum of token losses of each micro-batch and number of tokens (of this rank's head stage, else none); the actions
+    in the order in which they ran, each from a moment of the rank's clock to another, and the moments at which all
+    began and ended.
 
     After :meth:`read`, in seconds: computing, waiting for pipeline neighbours, communicating otherwise (adding up
     gradients after the last backward included), and ``actions``.

@@ -152,7 +152,8 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
         for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
             print(notice_line(f"kernels.{op} has no effect: this model never calls it"), flush=True)
         for (p, s, op), said in notices.items():
-            print(notice_line(f"unlike chips in pipeline {p} stage {s} have unlike kernels for {op}: {said}"), flush=True)
+            where = f"pipeline {p} stage {s}"
+            print(notice_line(f"unlike chips of {where} have unlike kernels for {op}: {said}"), flush=True)
         some_in_fp8 = any(op in FP8_PRODUCTS for known in by_stage.values() for op in known)
         for (p, s), (digest, summary) in sorted(first.items()):
             if some_in_fp8 and not any(op in FP8_PRODUCTS for op in by_stage[p, s]):

@@ -108,7 +108,9 @@ class Runtime:
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
         built = StageModel(self.here, comm, dtype, self.kernels, initialize, options.dropout)
         self.model, self.boxes, self.scales, self.row_norms = built.module, built.boxes, built.scales, built.row_norms
-        self.balance = LoadBalance(self.model, plan, spec, options.balancing, comm, dtype) if spec.moe is not None else None
+        self.balance: LoadBalance | None = None
+        if spec.moe is not None:
+            self.balance = LoadBalance(self.model, plan, spec, options.balancing, comm, dtype)
         if options.compile_backend is not None:
             apply_compile(self.model, options.compile_backend)
         self.loss = StageLoss(self.here, self.model, self.kernels, self.tp_group, self.loss_chunk)

@@ -74,8 +74,8 @@ def _cudnn_supports(signature: Signature) -> list[str]:
 
 
 def _probe(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether flash attention says that it serves this on the chip that is here: builds for ROCm have it for some. Where no
-    chip is, it is taken to."""
+    """Whether flash attention says that it serves this on the chip that is here: builds for ROCm have it for some.
+    Where no chip is, it is taken to."""
     if not torch.cuda.is_available():
         return True
     q = torch.empty(1, 1, 128, head_dim, dtype=dtype, device="cuda")

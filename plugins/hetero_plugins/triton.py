@@ -352,8 +352,8 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any] | None], ..
 )
 
 
-# Device types that get these kernels unasked. An NPU has torch's and its vendor's for all that they need, and nobody has
-# compiled these for one yet: `--kernels` asks for them, after `plugins check triton` there.
+# Device types that get these kernels unasked. An NPU has torch's and its vendor's, and nobody has compiled these for
+# one yet: `--kernels` asks for them, after `plugins check triton` there.
 AUTOMATIC = ("cuda", "xpu", "mlu", "musa", "gcu")
 
 

@@ -49,8 +49,8 @@ class Intel(Accelerator):
 
 
 class Apple(Accelerator):
-    """GPUs of Apple's processors; in torch itself. There is one queue, no library and no fp64: a rank computes alone, and
-    its messages go by the bridge."""
+    """GPUs of Apple's processors; in torch itself. There is one queue, no library and no fp64: messages of ranks go by
+    the bridge."""
 
     name, vendor, device_type, backends, library = "apple", "Apple", "mps", ("gloo",), "none"
 

@@ -25,7 +25,7 @@ def test_every_part_runs_and_is_on_the_page(platform: str, tmp_path: Path) -> No
         }  # fmt: skip
     out, trace = tmp_path / "page.md", tmp_path / "trace.json"
     command = [
-        sys.executable, "benchmarks/gpu/first_run.py", "--size", "small", "--platform", platform, "--seconds", "2400",
+        sys.executable, "benchmarks/gpu/first_run.py", "--size", "small", "--platform", platform, "--minutes", "40",
         "--out", str(out), "--trace", str(trace),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -36,3 +36,43 @@ def test_every_part_runs_and_is_on_the_page(platform: str, tmp_path: Path) -> No
     assert "| fp32 | 20 |" in page and "| bf16 | 20 |" in page
     assert "| ours |" in page and "| transformers |" in page and "predicted" in page
     assert trace.stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("platform", ["cpu", "emulated_vendor"])
+def test_two_accelerators_train_together(platform: str, tmp_path: Path) -> None:
+    """On the emulated device with its bad habits."""
+    environment = dict(os.environ)
+    if platform == "emulated_vendor":
+        build_emulated()
+        environment |= {
+            "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
+            "HETERO_EMULATED_HABITS": "lazy-loading,blocking-groups,slots=8,freeing-waits,no-fp64",
+        }  # fmt: skip
+    out = tmp_path / "page.md"
+    command = [
+        sys.executable, "benchmarks/gpu/first_run_two.py", "--size", "small", "--platform", platform,
+        "--minutes", "30", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = out.read_text()
+    assert all(f"| {case} |" in page for case in ("one", "pipeline", "tensor", "replicas", "bridge"))
+
+
+def test_a_part_that_does_not_end_is_ended_and_what_it_found_is_kept(tmp_path: Path) -> None:
+    """With the processes that it started."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+    from parts import FAILED, run
+
+    left = tmp_path / "child"
+    program = (
+        "import subprocess, time; from pathlib import Path; child = subprocess.Popen(['sleep', '600']); "
+        f"Path({str(left)!r}).write_text(str(child.pid)); print('{{\"rows\": 3}}', flush=True); "
+        "print('{', flush=True); time.sleep(600)"
+    )
+    found = run([sys.executable, "-c", program], [dict(os.environ)], 5.0, ROOT)
+    assert found["rows"] == 3 and "did not end in 5 s" in found[FAILED]
+    state = Path(f"/proc/{left.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"

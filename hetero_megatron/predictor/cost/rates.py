@@ -11,16 +11,19 @@ recompute, the plateau is 1.04 x MAMF. Memory: 0.85 of the data sheet (A100 meas
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hetero_megatron.cluster import Chip, Cluster, Link
+from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_STRIPES, Chip, Cluster, Link
+from hetero_megatron.cluster.cluster import BRIDGE
 from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.cached_method import cached_method
+from hetero_megatron.utils.text import format_rate
 from hetero_megatron.utils.yaml_document import Entry, from_data
 
 MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's name; the longest match counts
@@ -326,6 +329,22 @@ def share_of_peak(chip: str) -> float:
     """Measured share of peak that large products reach, by the chip's name; :data:`OTHER_MAMF` if unpublished."""
     names = [name for name in MAMF if chip.startswith(name)]
     return MAMF[max(names, key=len)] if names else OTHER_MAMF
+
+
+def capped_bridges(cluster: Cluster) -> list[str]:
+    """Links that are faster than what the bridge is taken to reach over them, as nobody has measured it."""
+    measured, said = _measured_links(cluster), list[str]()
+    for one, two in itertools.combinations_with_replacement(cluster.groups.values(), 2):
+        link = cluster.link_between(one.name, two.name)
+        if link is None or link.emulated is not None or (one.name, two.name, False) in measured:
+            continue
+        if cluster.transport(link, one, two) == BRIDGE and link.bandwidth > BRIDGE_RATE:
+            said.append(
+                f"the bridge between {one.name} and {two.name} is taken to reach {format_rate(BRIDGE_RATE)} per pair "
+                f"of ranks ({BRIDGE_STRIPES} connections), not the link's {format_rate(link.bandwidth)}: calibrate "
+                "measures it"
+            )
+    return said
 
 
 def _measured_links(cluster: Cluster) -> dict[tuple[str, str, bool], LinkRates]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero_megatron.cluster import BRIDGE_CHUNK
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.bridge import BUFFERS, Bridge
 from tests.support.pool import shared_pool
 
-SIZES = (0, 1, 7, 1000, BRIDGE_CHUNK // 4, BRIDGE_CHUNK // 4 + 1, BUFFERS * BRIDGE_CHUNK // 4, 700_001)
+CHUNK = 512 << 10  # so that messages have many
+SIZES = (0, 1, 7, 1000, CHUNK // 4, CHUNK // 4 + 1, BUFFERS * CHUNK // 4, 700_001, 1_300_000)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
@@ -65,12 +65,16 @@ def content(i: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def send_all(comm: Comm, seed: int, ranks: int) -> list[str]:
     """Random messages between random ranks, some of which have a device; what came wrong."""
-    groups = [dist.new_group(list(range(ranks)), timeout=timedelta(seconds=60), backend="gloo") for _ in range(2)]
+    stripes = 1 + seed % 3
+    groups = [
+        dist.new_group(list(range(ranks)), timeout=timedelta(seconds=60), backend="gloo") for _ in range(2 * stripes)
+    ]
     if comm.rank >= ranks:
         return []
     rng = random.Random(seed)
     device = [rng.random() < 0.6 for _ in range(ranks)]
-    bridges = [Bridge(group, LateCopies() if device[comm.rank] else None, 60) for group in groups]
+    copies = [LateCopies() if device[comm.rank] else None for _ in range(2)]
+    bridges = [Bridge(groups[i::2], copies[i], 60, CHUNK) for i in range(2)]
     under_way, wrong = [], []
     for i in range(24):
         src, dst = rng.sample(range(ranks), 2)
@@ -102,7 +106,7 @@ def wait_for_nobody(comm: Comm) -> list[str]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2), backend="gloo")
     if comm.rank != 0:
         return []
-    bridge, said = Bridge(group, LateCopies(), 2), []
+    bridge, said = Bridge([group], LateCopies(), 2), []
     works = [bridge.irecv(torch.empty(5), 1)[0] for _ in range(3)]
     for work in works:
         try:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.cluster import BRIDGE_CHUNK, CHIPS, Cluster, cluster_from_dict
+from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_SMALLEST_CHUNK, CHIPS, Cluster, cluster_from_dict
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.islands import add_islands, replicas
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH
+from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH, capped_bridges
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.islands import transport_of
 from tests.support.planner_reference import Case, random_case
@@ -37,8 +37,8 @@ def unlike(per_node: int = 1, chips: tuple[str, ...] = tuple(SPEEDS), **link: An
 def test_a_bridge_is_as_fast_as_its_slowest_part(a: int, b: int, slowest: float) -> None:
     """After the copies of the first chunk; what is not said is the bridge."""
     hosts = list(SPEEDS.values())
-    first = BRIDGE_CHUNK / hosts[a] + BRIDGE_CHUNK / hosts[b]
-    expected = 1e9 / (slowest * LINK_BANDWIDTH) + first + LATENCY
+    first = BRIDGE_SMALLEST_CHUNK / hosts[a] + BRIDGE_SMALLEST_CHUNK / hosts[b]
+    expected = 1e9 / min(slowest * LINK_BANDWIDTH, BRIDGE_RATE) + first + LATENCY
     flows = [(a, b, 1e9)]
     assert seconds(unlike(), flows) == pytest.approx(expected, rel=1e-9)
     assert seconds(unlike(transport="bridge"), flows) == pytest.approx(expected, rel=1e-9)
@@ -133,3 +133,9 @@ def test_plans_over_vendors(seed: int) -> None:
     for choice in (result.best, *result.others):
         assert all(len({library(r) for r in group}) == 1 for group in replicas(choice.plan))
         assert add_islands(choice.plan, case.model, case.cluster) == choice.plan
+
+
+def test_what_nobody_measured_of_a_bridge_is_capped_and_said() -> None:
+    (said, *_) = capped_bridges(unlike())
+    assert "8 GB/s per pair of ranks (4 connections), not the link's 20 GB/s" in said
+    assert capped_bridges(unlike(bandwidth="5 GB/s")) == [] and capped_bridges(unlike(transport="direct")) == []

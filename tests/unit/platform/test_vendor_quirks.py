@@ -1,4 +1,4 @@
-"""First steps through platforms whose torch module is a stub after the vendor's documentation; tensors are the CPU's."""
+"""First steps through platforms whose torch module is a stub after its documentation; tensors are the CPU's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 
 class Mps(types.ModuleType):
-    """torch.mps of torch 2.13: one queue; events that are recorded without a stream; no device to choose or ask about."""
+    """torch.mps of torch 2.13: one queue; events without a stream; no device to choose or ask about."""
 
     def __init__(self) -> None:
         super().__init__("torch.mps")
