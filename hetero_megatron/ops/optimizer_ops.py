@@ -96,7 +96,8 @@ def _tensors(seed: int, positive: bool = False) -> list[torch.Tensor]:
 def _adamw_cases() -> Iterable[Case]:
     for step, decay, scale, rates in (
         (1, 0.0, 1.0, (1e-2, 0.9, 0.95, 1e-8)), (1, 0.1, 0.3, (0.3, 0.7, 0.999, 1e-8)),
-        (1000, 0.1, 1.0, (1e-2, 0.95, 0.5, 0.1)), (7, 2.0, 1.0, (1e-2, 0.9, 0.95, 1e-8)), (1000, 0.0, 1e-3, (0.07, 0.0, 0.98, 1e-5)),
+        (1000, 0.1, 1.0, (1e-2, 0.95, 0.5, 0.1)), (7, 2.0, 1.0, (1e-2, 0.9, 0.95, 1e-8)),
+        (1000, 0.0, 1e-3, (0.07, 0.0, 0.98, 1e-5)),
     ):  # fmt: skip
         state = (_tensors(3), _tensors(4, True)) if step > 1 else ([torch.zeros_like(x) for x in _tensors(3)],) * 2
         state = tuple([x.clone() for x in part] for part in state)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ ALIKE = (
     "spec", "schedule", "seed", "dtype", "loss_scale", "optimizer", "evaluation", "check_nan", "skip_train",
     "logits_bytes", "save_hf_dtype", "balancing", "dropout", "fp8",
 )  # fmt: skip
-WATCHED = ("check_spikes", "rerun")  # of ``failure``: they decide about steps
+WATCHED = ("check_spikes", "rerun", "check_kernels", "replica_interval")  # of ``failure``: all ranks take part
 READ = (
     "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type", "sft", "sft_loss",
     "overlong_samples", "no_packing", "shuffle_buffer",

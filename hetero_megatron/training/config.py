@@ -158,12 +158,15 @@ class AlignmentConfig:
 class FailureConfig:
     """What is watched for: ``check_spikes`` of the loss; ``rerun``: a step that is right the second time counts;
     ``stragglers``: ranks that fall behind are named; ``replan_on_drift``: where one computes more than this many times
-    as long as it should, the run stops for its launcher to plan again; None: never."""
+    as long as it should, the run stops for its launcher to plan again; None: never; ``check_kernels``: at start, each
+    against its definition; ``replica_interval``: steps between comparisons of copies of weights; None: never."""
 
     check_spikes: bool = False
     rerun: bool = False
     stragglers: bool = False
     replan_on_drift: float | None = None
+    check_kernels: bool = True
+    replica_interval: int | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import Profiler
+from hetero_megatron.training.replicas import ReplicaCheck
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.utils.text import notice_line
 
@@ -48,6 +49,7 @@ class Training:
     reporter: Reporter
     guard: StepGuard
     exit: ExitConditions
+    replicas: ReplicaCheck
     stragglers: StragglerReport
     profiler: Profiler
     alignment: Alignment
@@ -112,6 +114,7 @@ class Training:
             self.alignment.after_step(step, self.runtime)
             self.step, self.consumed = step, self.consumed + size
             self._report(stats, size, lr, begin, last)
+            self.replicas.after_step(step)
             if self.checkpoints.due(step):
                 self.reporter.flush()  # a run that is killed goes on from here, and its logs with it
                 self._save()

@@ -21,11 +21,13 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
+from hetero_megatron.training.kernel_check import check_kernels
 from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
 from hetero_megatron.training.loop import Training
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.profile import profiler_of
+from hetero_megatron.training.replicas import ReplicaCheck
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.save_directory import claim_directory, make_folders
@@ -72,6 +74,7 @@ def set_up(
         config, runtime, node_data, weights, checkpoints, reporter,
         guard=StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, reporter.say),
         exit=exit,
+        replicas=ReplicaCheck(runtime, failure.replica_interval),
         stragglers=StragglerReport(config, reporter, exit),
         profiler=profiler_of(config, runtime, platform),
         alignment=alignment, emulation=emulation,
@@ -91,6 +94,8 @@ def build_runtime(
     chosen = rank_kernels(
         plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
     )
+    if config.failure.check_kernels:
+        check_kernels(chosen, comm.group(plan.ranks), platform)
     kernels = alignment.wrap(chosen, comm.rank)
     offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
     optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)

@@ -36,7 +36,7 @@ def _exact(high, low, ACC: tl.constexpr):
 
 
 @triton.jit
-def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, keep, step_size, b1, b2, root, eps,
+def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, keep, step_size, b1, w1, b2, w2, root, eps,
             COPIES: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr, CHUNK_SIZE: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
     for start in range(0, CHUNK_SIZE, BLOCK):
@@ -54,8 +54,8 @@ def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, keep, step
             m = tl.load(m_ptr + at)
             v = tl.load(v_ptr + at)
         g = widen(g, ACC) * scale
-        m += (g - m) * (1.0 - b1)
-        v = v * b2 + g * g * (1.0 - b2)
+        m = m * b1 + g * w1
+        v = v * b2 + g * g * w2
         p = p * keep - step_size * m / (tl.sqrt(v) * root + eps)
         tl.store(p_ptr + at, p, mask=live)
         tl.store(m_ptr + at, m, mask=live)
@@ -67,11 +67,13 @@ def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, keep, step
 @triton.jit(do_not_specialize=["first_chunk"])
 def _adamw(
     addresses_ptr, sizes_ptr, owner_ptr, first_ptr, scale_ptr, skip_ptr, first_chunk, rows,
-    keep, keep_low, step_size, step_size_low, beta1, beta1_low, beta2, beta2_low, root, root_low, eps, eps_low,
+    keep, keep_low, step_size, step_size_low, beta1, beta1_low, weight1, weight1_low, beta2, beta2_low,
+    weight2, weight2_low, root, root_low, eps, eps_low,
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
     SKIP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """keep = 1 - lr * decay, step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t)."""
+    """keep = 1 - lr * decay, step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t); weights = 1 - betas, of which
+    fp32 would lose digits."""
     chunk = tl.program_id(0) + first_chunk
     row = tl.load(owner_ptr + chunk)
     size = tl.load(sizes_ptr + row)
@@ -87,16 +89,18 @@ def _adamw(
     k = _exact(keep, keep_low, ACC)
     s = _exact(step_size, step_size_low, ACC)
     b1 = _exact(beta1, beta1_low, ACC)
+    w1 = _exact(weight1, weight1_low, ACC)
     b2 = _exact(beta2, beta2_low, ACC)
+    w2 = _exact(weight2, weight2_low, ACC)
     r = _exact(root, root_low, ACC)
     e = _exact(eps, eps_low, ACC)
     if SKIP:
         size = tl.where(tl.load(skip_ptr) != 0, 0, size)  # nothing is written
     if begin + CHUNK_SIZE <= size:
-        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, k, s, b1, b2, r, e,
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, k, s, b1, w1, b2, w2, r, e,
                 COPIES, False, ACC, CHUNK_SIZE, BLOCK)  # fmt: skip
     else:
-        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, k, s, b1, b2, r, e,
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale, begin, size, k, s, b1, w1, b2, w2, r, e,
                 COPIES, True, ACC, CHUNK_SIZE, BLOCK)  # fmt: skip
 
 
@@ -142,7 +146,9 @@ def adamw_step(
     scaled = isinstance(grad_scale, torch.Tensor) or grad_scale != 1.0
     if scaled and not isinstance(grad_scale, torch.Tensor):
         grad_scale = torch.full((), grad_scale, dtype=dtype, device=params[0].device)
-    numbers = (1 - lr * weight_decay, lr / (1 - beta1**step), beta1, beta2, 1 / math.sqrt(1 - beta2**step), eps)
+    root = 1 / math.sqrt(1 - beta2**step)
+    rates = (beta1, 1 - beta1, beta2, 1 - beta2)
+    numbers = (1 - lr * weight_decay, lr / (1 - beta1**step), *rates, root, eps)
     chosen = config("adamw", CHUNK, dtype, limits)
     for first, chunks, aligned in table.launches(limits.max_grid):
         _adamw[(chunks,)](

@@ -44,4 +44,8 @@ def build_failure(args: Arguments, supervised: bool) -> FailureConfig:
             what = f"it needs {' and '.join(missing)}" if missing else "it needs checkpoints"
             raise flag_error(key, drift, what, "--cluster, --save and --load, without --save-interval 0")
     rerun = args["rerun_mode"] == "validate_results"
-    return FailureConfig(args["check_for_spiky_loss"], rerun, args["log_straggler"], drift)
+    return FailureConfig(
+        args["check_for_spiky_loss"], rerun, args["log_straggler"], drift,
+        check_kernels=not args["no_kernel_check"],
+        replica_interval=args["check_weight_hash_across_dp_replicas_interval"],
+    )  # fmt: skip

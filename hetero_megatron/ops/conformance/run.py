@@ -10,7 +10,7 @@ import torch
 
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.conformance.compare import copy_args, flatten
-from hetero_megatron.ops.conformance.sandbox import Sandbox
+from hetero_megatron.ops.conformance.sandbox import Box, Sandbox, Unguarded
 from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.gemm_fp8 import bind_gemm_fp8
@@ -29,7 +29,7 @@ class CallOutcome:
     damage: list[str] = field(default_factory=list)
 
 
-def place(spec: OpSpec, kernel: Kernel, args: Sequence[Any], box: Sandbox) -> tuple[Any, ...]:
+def place(spec: OpSpec, kernel: Kernel, args: Sequence[Any], box: Sandbox | Unguarded) -> tuple[Any, ...]:
     """Guarded copies of the arguments; those that the kernel may change are only guarded at their ends."""
     out: list[Any] = []
     for name, value in zip(spec.args, args, strict=True):
@@ -38,9 +38,9 @@ def place(spec: OpSpec, kernel: Kernel, args: Sequence[Any], box: Sandbox) -> tu
     return tuple(out)
 
 
-def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any]) -> CallOutcome:
+def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any], guard: Box = Sandbox) -> CallOutcome:
     """Forward in a sandbox; for in-place operators the results are the changed arguments."""
-    box = Sandbox()
+    box = guard()
     placed = place(spec, kernel, args, box)
     with box, torch.no_grad():
         made = kernel.forward(*placed)
@@ -60,7 +60,7 @@ def call_forward(spec: OpSpec, kernel: Kernel, args: Sequence[Any]) -> CallOutco
 
 def call_backward(
     spec: OpSpec, kernel: Kernel, grads: Sequence[torch.Tensor], saved: Sequence[Any], args: Sequence[Any],
-    after: Sequence[Any] = (),
+    after: Sequence[Any] = (), guard: Box = Sandbox,
 ) -> tuple[list[torch.Tensor], list[str]]:  # fmt: skip
     """(gradients of the arguments that are there, illegal writes).
 
@@ -68,7 +68,7 @@ def call_backward(
         after: what a split operator's backward gets between saved state and options.
     """
     assert kernel.backward is not None
-    box = Sandbox()
+    box = guard()
     may_change = kernel.private  # private state may be used up
     incoming = [box.place(g) for g in grads]
     kept = copy_args(list(saved), lambda x: box.place(x, may_change))
@@ -103,12 +103,12 @@ def _require_tensors(names: Sequence[str], made: Sequence[Any], args: Sequence[A
 
 
 def call_trained(
-    spec: OpSpec, kernel: Kernel, args: Sequence[Any], grads: Sequence[torch.Tensor], times: int
+    spec: OpSpec, kernel: Kernel, args: Sequence[Any], grads: Sequence[torch.Tensor], times: int, guard: Box = Sandbox
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[str]]:
     """(results, gradients of each of ``times`` backwards, illegal writes) through autograd, as the model calls the
     kernel."""
     bound = {"gemm": bind_gemm, "grouped_gemm": bind_grouped_gemm}.get(spec.name)
-    box = Sandbox()
+    box = guard()
     own = list(place(spec, kernel, args, box))
     if spec.name in FP8_PRODUCTS:
         call = bind_gemm_fp8(kernel, WeightGradients(), own.pop())

@@ -95,7 +95,10 @@ FLAGS = (
     switch("--check-for-spiky-loss", "run a step again before it counts where the loss jumps: does hardware err?"),
     refused("--check-for-large-grads", "this check is not built", "--clip-grad, --check-for-spiky-loss"),
     refused("--error-injection-rate", "faults are made by the testbed", "hetero-megatron testbed fault", nargs=1),
-    refused("--check-weight-hash-across-dp-replicas-interval", "this check is not built", nargs=1),
+    count("--check-weight-hash-across-dp-replicas-interval", None,
+          "steps between comparisons of all weights that several ranks hold, by hashes over all their holders; a rank "
+          "that differs is named, and ends the run"),
+    switch("--no-kernel-check", "leave out the check at start of every kernel against its operator's definition"),
     refused("--inprocess-restart", _ELASTIC, "torchrun --max-restarts"),
     refused("--enable-ft-package", _ELASTIC, "torchrun --max-restarts"),
     *family(refused, "--inprocess-max-iterations= --inprocess-monitor-thread-interval= "
