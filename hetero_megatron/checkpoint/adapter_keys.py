@@ -11,7 +11,8 @@ from hetero_megatron.foreign_keys import KeyTable, by_reason
 from hetero_megatron.spec.lora import RESIDUALS
 
 INIT = "init_lora_weights"
-_NONE, _OFF = (None, [], {}), (False, None)
+_NONE: tuple[Any, ...] = (None, [], {})
+_OFF = (False, None)
 
 KEYS = KeyTable(
     honoured=frozenset(
