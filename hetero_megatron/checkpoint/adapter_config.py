@@ -48,7 +48,7 @@ def read_config(directory: str, field: str) -> Lora:
     check_keys(found, where)
     rank, alpha = found.get("r"), found.get("lora_alpha")
     scaled, dora = (_switch(found, key, where) for key in ("use_rslora", "use_dora"))
-    if type(rank) is not int or type(alpha) not in (int, float):
+    if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError("has no r or lora_alpha", field=field, value=where, accepted=ACCEPTED)
     targets = (*_target_modules(found, where), *_target_parameters(found, where))
     left = residual(found, where)

@@ -11,7 +11,8 @@ from hetero_megatron.spec.lora import RESIDUALS
 from hetero_megatron.utils.foreign_keys import KeyTable, by_reason
 
 INIT = "init_lora_weights"
-_NONE, _OFF = (None, [], {}), (False, None)
+_NONE: tuple[Any, ...] = (None, [], {})
+_OFF = (False, None)
 
 KEYS = KeyTable(
     honoured=frozenset(

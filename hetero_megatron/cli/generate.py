@@ -123,8 +123,9 @@ def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, enviro
 def _check_switch(args: Namespace, spec: ModelSpec, prompts: list[list[int]]) -> None:
     """UserError where an answer grows out of longrope's short factors in a family of which transformers then keeps keys
     that were turned by them; of Phi it computes these anew."""
-    for switch in (rope.switch for rope in spec.ropes if spec.hf_model_type != "phi3"):
-        crossing = [len(p) for p in prompts if switch is not None and len(p) <= switch < len(p) + args.max_new_tokens]
+    switches = [rope.switch for rope in spec.ropes if rope.switch is not None and spec.hf_model_type != "phi3"]
+    for switch in switches:
+        crossing = [len(p) for p in prompts if len(p) <= switch < len(p) + args.max_new_tokens]
         if crossing:
             raise UserError(
                 f"an answer to a prompt of {max(crossing)} tokens may cross original_max_position_embeddings "

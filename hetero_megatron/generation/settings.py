@@ -169,6 +169,11 @@ def notices(found: Mapping[str, Any], where: str, temperature: float | None) -> 
     return told
 
 
+def _is_number(value: Any) -> bool:
+    """A finite one, with room for arithmetic in fp32."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Values of a file, none of them null, checked."""
@@ -188,8 +193,7 @@ class _Reader:
         self, key: str, default: float, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
     ) -> float:
         found = self.value(key, default)
-        good = type(found) in (int, float) and math.isfinite(found) and abs(found) <= 1e30
-        if not good or not (found > above and least <= found <= most):
+        if not _is_number(found) or not (found > above and least <= found <= most):
             bounds = [f"above {above:g}"] * (above > -math.inf) + [f"from {least:g}"] * (least > -math.inf)
             bounds += [f"to {most:g}"] * (most < math.inf)
             raise self.refuse(key, "is out of range", " ".join(["a number", *bounds]))
@@ -242,15 +246,14 @@ class _Reader:
         key = "sequence_bias"
         found, made = self.value(key, []), dict[tuple[int, ...], float]()
         for pair in found if isinstance(found, list) else [None]:
-            good = isinstance(pair, list) and len(pair) == 2 and type(pair[1]) in (int, float)
-            if not good or not math.isfinite(pair[1]) or abs(pair[1]) > 1e30:
+            if not isinstance(pair, list) or len(pair) != 2 or not _is_number(pair[1]):
                 raise self.refuse(key, "is no list of sequences and numbers", "[[[id, ...], number], ...]")
             made[self._sequence(key, pair[0])] = float(pair[1])
         return tuple(made.items())
 
     def decay(self, found: Any) -> tuple[int, float]:
         good = isinstance(found, list) and len(found) == 2 and type(found[0]) is int and abs(found[0]) < 2**31
-        if not good or type(found[1]) not in (int, float) or not 0 < found[1] <= 1e30:
+        if not good or not _is_number(found[1]) or found[1] <= 0:
             raise self.refuse("exponential_decay_length_penalty", "is no start and factor", "[tokens, factor above 0]")
         return found[0], float(found[1])
 
