@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.fuzz import cases, weights
 from tests.fuzz.documents import LLAMA
 from tests.fuzz.pool import ROOT, Pool
+from tests.support.chat import TEMPLATES, chat_tokenizer
 
 BAD = (cases.TRACEBACK, cases.HANG, cases.CRASH)
 COLUMNS = (cases.ACCEPTED, cases.REFUSED, *BAD)
@@ -74,6 +75,7 @@ def make_bases(bases: Path) -> None:
     model = bases / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(LLAMA))
+    chat_tokenizer(bases / "chat", TEMPLATES["chatml"])
     from safetensors.torch import save_file
 
     save_file(weights.tensors(), model / "model.safetensors", {"format": "pt"})

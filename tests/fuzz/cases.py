@@ -7,13 +7,15 @@ import io
 import random
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import documents, flags, runs, weights
+from tests.fuzz import chats, documents, flags, runs, weights
 
 # kind -> share of the cases
-KINDS = {"plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6}
+KINDS = {"plans": 6, "clusters": 5, "configs": 6, "weights": 6, "checkpoints": 6, "logs": 5, "flags": 6,
+         "records": 6, "templates": 4}  # fmt: skip
 SLOW = ("weights", "checkpoints")  # kinds that read tensors
 ACCEPTED, REFUSED, TRACEBACK, HANG, CRASH = "accepted", "refused", "traceback", "hang", "crash"
 # What a library says of itself, or advice against a safety check, is no message of ours.
@@ -49,6 +51,10 @@ def make(seed: int, kind: str, number: int, folder: Path, bases: Path) -> list[s
         return runs.checkpoint(rng, folder, bases / "checkpoint")
     if kind == "logs":
         return runs.log(rng, folder, bases / "run")
+    if kind == "records":
+        return chats.record(rng, folder, bases / "chat")
+    if kind == "templates":
+        return chats.template(rng, folder, bases / "chat")
     return flags.line(rng, flags.known_flags())
 
 
@@ -57,7 +63,9 @@ def run(words: list[str]) -> Outcome:
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            code = _configure(words[1:]) if words[0] == "pretrain_gpt.py" else _command(words)
+            code = _started(_configure, words[1:]) if words[0] == "pretrain_gpt.py" else (
+                _started(chats.encode, words) if words[0] == "chat" else _command(words)
+            )  # fmt: skip
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if "/hetero_megatron/" in f.filename] or frames
@@ -80,16 +88,22 @@ def _command(words: list[str]) -> int:
     return main(words)
 
 
-def _configure(words: list[str]) -> int:
-    """What every rank does with its command line before anything else."""
+def _started(part: Callable[[list[str]], int], words: list[str]) -> int:
+    """A part of what a rank does; its refusal is said as the program says it."""
     import sys
 
-    from hetero_megatron.cli.configure import configure
     from hetero_megatron.errors import UserError
 
     try:
-        configure(words, {"WORLD_SIZE": "1"})
+        return part(words)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _configure(words: list[str]) -> int:
+    """What every rank does with its command line before anything else."""
+    from hetero_megatron.cli.configure import configure
+
+    configure(words, {"WORLD_SIZE": "1"})
     return 0
