@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.fuzz import cases, foreign, weights
 from tests.fuzz.documents import LLAMA
 from tests.fuzz.pool import ROOT, Pool
+from tests.support.chat import TEMPLATES, chat_tokenizer
 
 BAD = (cases.TRACEBACK, cases.WRONG, cases.HANG, cases.CRASH)
 COLUMNS = (cases.ACCEPTED, cases.REFUSED, *BAD)
@@ -74,10 +75,11 @@ def make_bases(bases: Path) -> None:
     model = bases / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(LLAMA))
+    chat_tokenizer(bases / "chat", TEMPLATES["chatml"])
     from safetensors.torch import save_file
 
     save_file(weights.tensors(), model / "model.safetensors", {"format": "pt"})
-    foreign.make_base(bases / "chat")
+    foreign.make_base(bases / "adapted")
     python = [sys.executable, "-m", "hetero_megatron.cli.main"]
     words = [
         "--mock-data",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import documents, flags, foreign, planning, runs, weights
+from tests.fuzz import chats, documents, flags, foreign, planning, runs, weights
 from tests.support import cluster_words
 
 # kind -> (share of the cases, writes the input into an empty folder and returns the words to start the program with)
@@ -26,8 +26,10 @@ KINDS: dict[str, tuple[int, Make]] = {
     "logs": (5, lambda rng, folder, bases: runs.log(rng, folder, bases / "run")),
     "flags": (6, lambda rng, folder, bases: flags.line(rng, flags.known_flags())),
     "planning": (6, lambda rng, folder, bases: planning.case(rng, folder)),
-    "adapters": (5, lambda rng, folder, bases: foreign.adapter(rng, folder, bases / "chat")),
-    "generation": (5, lambda rng, folder, bases: foreign.generation(rng, folder, bases / "chat")),
+    "adapters": (5, lambda rng, folder, bases: foreign.adapter(rng, folder, bases / "adapted")),
+    "generation": (5, lambda rng, folder, bases: foreign.generation(rng, folder, bases / "adapted")),
+    "records": (6, lambda rng, folder, bases: chats.record(rng, folder, bases / "chat")),
+    "templates": (4, lambda rng, folder, bases: chats.template(rng, folder, bases / "chat")),
 }
 SLOW = ("weights", "checkpoints", "adapters", "generation")  # kinds that read tensors
 ACCEPTED, REFUSED, TRACEBACK, HANG, CRASH = "accepted", "refused", "traceback", "hang", "crash"
@@ -62,8 +64,10 @@ def run(words: list[str], kind: str = "") -> Outcome:
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
             if kind == "planning":
                 code, wrong = planning.run(words)
+            elif words[0] == "chat":
+                code = _started(chats.encode, words)
             else:
-                code = _configure(words[1:]) if words[0] == "pretrain_gpt.py" else _command(words)
+                code = _started(_configure, words[1:]) if words[0] == "pretrain_gpt.py" else _command(words)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if "/hetero_megatron/" in f.filename] or frames
@@ -95,16 +99,22 @@ def _command(words: list[str]) -> int:
     return main(words)
 
 
-def _configure(words: list[str]) -> int:
-    """What every rank does with its command line before anything else."""
+def _started(part: Callable[[list[str]], int], words: list[str]) -> int:
+    """A part of what a rank does; its refusal is said as the program says it."""
     import sys
 
-    from hetero_megatron.cli.configure import configure
     from hetero_megatron.errors import UserError
 
     try:
-        configure(words, {"WORLD_SIZE": "1"})
+        return part(words)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _configure(words: list[str]) -> int:
+    """What every rank does with its command line before anything else."""
+    from hetero_megatron.cli.configure import configure
+
+    configure(words, {"WORLD_SIZE": "1"})
     return 0

@@ -222,7 +222,7 @@ def _message(turn: Mapping[str, Any], field: str, where: str, share: bool) -> Ma
             key: value for key, value in turn.items() if key not in ("from", "value")
         }
     role = turn.get("role")
-    if share and role in _ROLES:
+    if share and isinstance(role, str) and role in _ROLES:
         turn["role"] = role = _ROLES[role]
     if not isinstance(role, str) or not role or (share and role not in _ROLES.values()):
         name, known = ("from", ", ".join(_ROLES)) if share else ("role", "user, assistant, system, tool, …")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from hetero_megatron.checkpoint.companions import from_checkpoint, from_directory
 from hetero_megatron.data.chat import ChatEncoder, read_conversation
 from hetero_megatron.data.chat.build import read_template
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
@@ -68,6 +69,19 @@ def test_none_called_default_is_refused_with_the_names(tmp_path: Path) -> None:
         encode(folder, {"messages": ASKED})
     encode(folder, {"messages": ASKED, "tools": [TOOL]})
     encode(folder, {"messages": ASKED}, "rag")
+
+
+@pytest.mark.parametrize("form", ["files", "list"])
+def test_all_of_several_templates_travel_in_a_native_checkpoint(form: str, tmp_path: Path) -> None:
+    folder, native, back = make(tmp_path / "several", SEVERAL, form), tmp_path / "native", tmp_path / "back"
+    for path in (native, back):
+        path.mkdir()
+    for name, content in from_directory(folder).native().items():
+        (native / name).write_bytes(content)
+    from_checkpoint(native, [path.name for path in native.iterdir()]).write(back)
+    record = {"messages": ASKED, "tools": [TOOL]}
+    assert encode(back, record) == encode(folder, record) != encode(back, {"messages": ASKED})
+    assert HuggingFaceTokenizer(str(back)).chat_templates == SEVERAL
 
 
 def test_options_of_a_record_reach_the_template(tmp_path: Path) -> None:
