@@ -11,12 +11,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import UserError, printable
 from hetero_megatron.utils.files import open_file
 
 FORMAT = 1  # raise it when the meaning of a cached file changes
@@ -25,7 +26,7 @@ Log = Callable[[str], None]
 
 def say(message: str) -> None:
     """The default log: standard output, at once."""
-    print(message, flush=True)
+    print(printable(message), flush=True)
 
 
 def cache_key(*parts: Any) -> str:
@@ -42,10 +43,7 @@ def cache_folder(path: str | None) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UserError(
-            f"cannot write there: {error.strerror}", field="--data-cache-path", value=str(folder),
-            accepted="a folder with write permission",
-        ) from None  # fmt: skip
+        raise cache_error(error, folder) from None
     return folder
 
 
@@ -62,11 +60,30 @@ def cached_arrays(
             return stored
         log(f"data: {path} is damaged, building it again")
     arrays = build()
-    descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    with os.fdopen(descriptor, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(temporary, path)
+    _store(path, arrays)
     return arrays
+
+
+def _store(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """UserError if there is no room; then nothing is left there."""
+    temporary = ""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(descriptor, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise cache_error(error, path.parent) from None
+
+
+def cache_error(error: OSError, folder: Path) -> UserError:
+    """What could not be written into the cache."""
+    return UserError(
+        f"cannot write there: {error.strerror or error}", field="--data-cache-path", value=str(folder),
+        accepted="a folder with room and write permission",
+    )  # fmt: skip
 
 
 def _stored(path: Path) -> dict[str, np.ndarray] | None:
