@@ -4,12 +4,12 @@ python pretrain_gpt.py --model tiny --mock-data --seq-length 128 --micro-batch-s
 torchrun --nproc-per-node 4 pretrain_gpt.py --plan plan.yaml --model tiny --data-path stdlib ...
 """
 
+import hetero_megatron.early  # noqa: F401  # first
+
+# isort: split
 import sys
 
-try:
-    from hetero_megatron.cli.start import train
-except KeyboardInterrupt:
-    sys.exit(130)
+from hetero_megatron.cli.start import train
 
 if __name__ == "__main__":
     train("pretrain", sys.argv[1:])

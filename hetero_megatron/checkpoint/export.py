@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.export_folder import work_of
+from hetero_megatron.checkpoint.export_folder import check_work, work_of
 from hetero_megatron.checkpoint.finite import is_finite, listed
 from hetero_megatron.checkpoint.hf_files import DTYPES, StoredTensor, as_stored, bits, put_box
 from hetero_megatron.comm import Group
@@ -66,16 +66,28 @@ class Export:
         Raises:
             UserError: on all ranks: it cannot be written, or values are not finite; nothing is left behind.
         """
-        first = self.world.index == 0
         self.world.comm.activity = f"writing {self.flag}"
-        self.together(lambda: create() if first else None)
-        if self._all_see():
-            self.together(lambda: self._write(owned))
-        else:
-            self._write_on_first(owned)
-        if not allow_nonfinite:
-            self._require_finite()
-        return str(self.together(lambda: publish() if first else "", str)[0])
+        made: list[bool] = []  # on the first rank: what is there is this export's
+
+        def begin() -> None:
+            if self.world.index == 0:
+                check_work(self.final, self.flag)
+                made.append(True)
+                create()
+
+        try:
+            self.together(begin)
+            if self._all_see():
+                self.together(lambda: self._write(owned))
+            else:
+                self._write_on_first(owned)
+            if not allow_nonfinite:
+                self._require_finite()
+            return str(self.together(lambda: publish() if self.world.index == 0 else "", str)[0])
+        except UserError:
+            if made:
+                shutil.rmtree(self.work, ignore_errors=True)
+            raise
 
     def together(self, action: Callable[[], Any], kind: Any = NoneType) -> list[Any]:
         """Like :func:`~hetero_megatron.comm.refusals.together`, for actions that write."""
@@ -85,7 +97,7 @@ class Export:
                 return action()
             except OSError as error:
                 text = f"cannot be written on rank {self.world.comm.rank}: {error.strerror}"
-                raise UserError(text, field=self.flag, value=str(error.filename or "")) from None
+                raise UserError(text, field=self.flag, value=str(error.filename or self.final)) from None
 
         return together(self.world, attempt, kind)
 
@@ -96,12 +108,7 @@ class Export:
                 accepted = "weights that are finite in the dtype of the files (--save-hf-dtype)"
                 raise UserError(problem, field=self.flag, value=str(self.final), accepted=accepted)
 
-        try:
-            self.together(check)
-        except UserError:
-            if self.world.index == 0:
-                shutil.rmtree(self.work, ignore_errors=True)
-            raise
+        self.together(check)
 
     def _all_see(self) -> bool:
         """Whether every rank can write in the first rank's directory: they look for a token in it.

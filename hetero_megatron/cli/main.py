@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hetero_megatron.early  # first
+
+# isort: split
 import difflib
 import sys
 import textwrap
@@ -49,6 +52,7 @@ def load_command(name: str) -> Callable[[Sequence[str]], int]:
     if name in COMMANDS:
         with at_once():
             command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
+        hetero_megatron.early.release()
         return command
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hetero_megatron.early  # noqa: F401  # first
+
+# isort: split
 import os
 import signal
 import sys

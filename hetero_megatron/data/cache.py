@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.data.indexed import cannot_write
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import UserError, printable
 from hetero_megatron.utils.files import open_file
 
 FORMAT = 2  # raise it when the meaning of a cached file changes
@@ -26,7 +26,7 @@ Log = Callable[[str], None]
 
 def say(message: str) -> None:
     """The default log: standard output, at once."""
-    print(message, flush=True)
+    print(printable(message), flush=True)
 
 
 def cache_key(*parts: Any) -> str:

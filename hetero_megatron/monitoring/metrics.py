@@ -9,7 +9,6 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.expert_log import ExpertFigures
 from hetero_megatron.monitoring.rewind import rewind
+from hetero_megatron.training.log_sinks import Board, LineFile, QuietThreads
 from hetero_megatron.utils.files import is_regular, open_append, read_json_object
 
 FILE, WANDB_FILE = "metrics.jsonl", "wandb.json"
@@ -134,18 +134,23 @@ class MetricsWriter:
         tensorboard_interval: int = 1,
         purge_step: int | None = None,
     ) -> None:
-        self._file: BinaryIO | None = None
+        self._file: LineFile | None = None
         self._evaluated: int | None = None  # the step whose evaluation is logged already
         if directory is not None:
-            self._file, logged = _open(Path(directory), resumed)
+            file, logged = _open(Path(directory), resumed)
+            self._file = LineFile(Path(directory) / FILE, file)
             self._evaluated = resumed.step if resumed is not None and logged else None
         self._interval = tensorboard_interval
-        self._tensorboard = self._wandb = None
+        self._tensorboard: Board | None = None
+        self._wandb: Board | None = None
         if tensorboard_dir is not None:
-            self._tensorboard = _tensorboard(tensorboard_dir, tensorboard_queue_size, purge_step)
+            self._tensorboard = Board(
+                "--tensorboard-dir", tensorboard_dir,
+                lambda: _tensorboard(tensorboard_dir, tensorboard_queue_size, purge_step),
+            )  # fmt: skip
         if wandb is not None:
             known = _run_id(Path(directory), resumed is not None) if directory is not None else {}
-            self._wandb = _wandb({**wandb, **known})
+            self._wandb = Board("--wandb-project", str(wandb.get("project")), lambda: _wandb({**wandb, **known}))
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -187,31 +192,34 @@ class MetricsWriter:
 
     def _line(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
-            try:
-                self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-                self._file.flush()
-            except OSError as error:
-                raise UserError(f"{FILE} cannot be written: {error.strerror}", field="--save") from error
+            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
-        if self._tensorboard is not None:
+        def add(writer: Any) -> None:
             for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None and step >= self._wandb.step:
-            self._wandb.log(dict(values), step=step)
+                writer.add_scalar(name, value, step)
+
+        def log(run: Any) -> None:
+            if step >= run.step:
+                run.log(dict(values), step=step)
+
+        if self._tensorboard is not None:
+            self._tensorboard.do(add)
+        if self._wandb is not None:
+            self._wandb.do(log)
 
     def flush(self) -> None:
         """TensorBoard writes every two minutes only; metrics.jsonl needs no flush."""
         if self._tensorboard is not None:
-            with suppress(OSError):
-                self._tensorboard.flush()
+            self._tensorboard.do(lambda writer: writer.flush())
 
     def close(self) -> None:
-        for writer in (self._file, self._tensorboard):
-            if writer is not None:
-                writer.close()
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.do(lambda writer: writer.close())
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.do(lambda run: run.finish())
 
 
 def _open(directory: Path, resumed: Resumed | None) -> tuple[BinaryIO, bool]:
@@ -267,6 +275,7 @@ def _tensorboard(directory: str, queue_size: int, purge_step: int | None) -> Any
             accepted="pip install tensorboard, or leave the flag out",
         ) from error
     _wait_for_a_later_second(directory)
+    QuietThreads.install("_AsyncWriterThread")
     return SummaryWriter(directory, max_queue=queue_size, purge_step=purge_step)  # type: ignore[no-untyped-call]
 
 
@@ -289,4 +298,12 @@ def _wandb(options: Mapping[str, Any]) -> Any:
             value=options.get("project"),
             accepted="pip install wandb, or leave the flag out",
         ) from error
-    return wandb.init(**options)
+    try:
+        return wandb.init(**options)
+    except Exception as error:
+        if not {"UsageError", "AuthenticationError"} & {kind.__name__ for kind in type(error).__mro__}:
+            raise  # no network, perhaps
+        raise UserError(
+            f"refuses: {' '.join(str(error).split())}", field="--wandb-project", value=options.get("project"),
+            accepted="what `wandb login` asks for, WANDB_MODE=offline, or no such flag",
+        ) from None  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.emulation import Emulation
+from hetero_megatron.errors import UserError, printable
 from hetero_megatron.monitoring.console import ConsoleLine, format_line, format_short, format_validation
 from hetero_megatron.monitoring.expert_log import ExpertFigures, ExpertTotals, figures_of
 from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
@@ -29,6 +30,7 @@ from hetero_megatron.predictor.report.prediction import format_step_seconds
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.log_sinks import tell
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.utils.text import notice_line, plural
 
@@ -52,7 +54,7 @@ class Reporter:
     def __init__(
         self, config: RunConfig, runtime: Runtime, platform: Platform, first_step: int, emulation: Emulation
     ) -> None:
-        self.first_step, self.emulation = first_step, emulation
+        self.first_step, self.emulation, self._events_failed = first_step, emulation, False
         self.config, self.runtime, self.platform = config, runtime, platform
         self.speaks = runtime.comm.rank == config.plan.ranks[0]
         peak = measured_peak_flops(platform, runtime.dtype)
@@ -117,12 +119,17 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line, on the rank that speaks."""
         if self.speaks:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def event(self, kind: str, text: str, **more: Any) -> None:
         """Add to ``events.jsonl`` in the --save directory, if there is one; from the rank that speaks."""
         if self.speaks and self.config.logging.save is not None:
-            add_event(self.config.logging.save, kind, text, **more)
+            try:
+                add_event(self.config.logging.save, kind, text, **more)
+            except UserError as error:
+                if not self._events_failed:
+                    tell(f"{error}: events are missing in it, and training goes on")
+                self._events_failed = True
 
     def _timeline(self, step: int, stats: StepStats, seconds: float) -> None:
         """What every rank did in one of the first steps. Called on all ranks."""

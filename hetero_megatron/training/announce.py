@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hetero_megatron.comm import Comm
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import SECRET, LauncherEnvironment
+from hetero_megatron.errors import printable
 from hetero_megatron.plan import format_plan, idle_ranks
 from hetero_megatron.plan.islands import format_islands
 from hetero_megatron.platform import Platform
@@ -25,7 +26,7 @@ COMPILED_MOE = "; routers and routed experts run as they are, for their rows are
 def announce(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation) -> None:
     """Print what will run, and where. Called on the first rank only; the plan is as the user gave it."""
     for line in (*_choices(config, comm, platform, plugins, emulation), *_connections(config, comm)):
-        print(line, flush=True)
+        print(printable(line), flush=True)  # names in it are those of files and plugins
 
 
 def _choices(

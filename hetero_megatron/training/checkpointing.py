@@ -25,7 +25,7 @@ from hetero_megatron.checkpoint.state import (
 from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.data import Datasets
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import UserError, printable
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.training.companions import run_companions
 from hetero_megatron.training.config import RunConfig
@@ -97,7 +97,7 @@ class Checkpointing:
 
     def _log(self, text: str) -> None:
         if self.runtime.world.index == 0:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     # Saving
 

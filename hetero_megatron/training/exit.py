@@ -15,7 +15,8 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
+from hetero_megatron.early import INTERRUPTED
+
 ECHO_SECONDS = 1.0  # torchrun sends on to its ranks the Ctrl-C that the terminal has sent them already
 
 

@@ -20,12 +20,16 @@ from hetero_megatron.data.chat.build import show_sample
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.data.sample import Dataset
 from hetero_megatron.data.sample_server import SampleClient, SampleServer, ServedDataset, socket_folder
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import UserError, printable
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.text import rank_ranges, word
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 HostKey = tuple[str, str, int, int]
+
+
+def _show(text: str) -> None:
+    print(printable(text), flush=True)
 
 
 class NodeData:
@@ -45,7 +49,7 @@ class NodeData:
         self._server: SampleServer | None = None
         valid = config.evaluation.iterations * config.plan.global_batch_size
         wanted = (0 if config.skip_train else config.train_samples, valid, valid)
-        self._log = print if world.index == 0 else (lambda _: None)
+        self._log = _show if world.index == 0 else (lambda _: None)
         # Ranks are at most one step apart, and each prepares the batch after its own.
         keep = 2 * config.plan.global_batch_size
         build: Callable[..., Datasets] = partial(

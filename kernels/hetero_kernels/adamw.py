@@ -72,8 +72,8 @@ def _adamw(
     PARAM: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
     SKIP: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """keep = 1 - lr * decay, step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t); weights = 1 - betas, of which
-    fp32 would lose digits."""
+    """keep = 1 - lr * decay, step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t); weights = 1 - betas, in
+    which fp32 would lose digits."""
     chunk = tl.program_id(0) + first_chunk
     row = tl.load(owner_ptr + chunk)
     size = tl.load(sizes_ptr + row)

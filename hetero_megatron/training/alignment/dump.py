@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hetero_megatron.errors import UserError
@@ -68,7 +69,12 @@ class LayerDump:
         """Write the step and forget it."""
         path = self.directory / f"step{step:06d}-rank{self.rank:05d}.safetensors"
         order = list(dict.fromkeys(self._order))
-        save_file(self._tensors, path, metadata={"order": json.dumps(order)})
+        try:
+            save_file(self._tensors, path, metadata={"order": json.dumps(order)})
+        except (OSError, SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            problem = f"cannot be written on rank {self.rank}: {error}"
+            raise UserError(problem, field="--dump-layers", value=str(path), accepted="a folder with room") from None
         self._order, self._tensors = [], {}
         return path
 
