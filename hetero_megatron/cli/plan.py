@@ -139,6 +139,8 @@ def _parser() -> ArgumentParser:
         help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
         help="zero-bubble, interleaved, adaptive for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
+    add("--schedule-effort", type=float, default=SearchSpace.schedule_effort, metavar="X",
+        help="how much longer than by default such schedules are looked for (%(default)g)")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=float, default=CostOptions.margin, metavar="X",
@@ -163,7 +165,7 @@ def _parser() -> ArgumentParser:
 
 
 def _check(args: Namespace) -> None:
-    for name in ("micro_batch_size", "time_limit", "deadline_hours", "train_tokens"):
+    for name in ("micro_batch_size", "time_limit", "schedule_effort", "deadline_hours", "train_tokens"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UserError("out of range", field="--" + name.replace("_", "-"), value=value, accepted="above 0")
@@ -203,6 +205,7 @@ def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
             context=args.context,
             offload=args.offload,
             more_schedules=args.more_schedules,
+            schedule_effort=args.schedule_effort,
             unlike_tp=args.unlike_tp,
         ),
         costs=CostOptions(
