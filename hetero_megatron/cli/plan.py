@@ -142,6 +142,8 @@ def _parser() -> ArgumentParser:
         help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
         help="zero-bubble, interleaved, adaptive for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
+    add("--schedule-effort", type=Number(float, 1e-3, 1e6), default=SearchSpace.schedule_effort, metavar="X",
+        help="how much longer than by default such schedules are looked for (%(default)g)")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=SHARE, default=CostOptions.margin, metavar="X",
@@ -221,6 +223,7 @@ def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
             context=args.context,
             offload=args.offload,
             more_schedules=args.more_schedules,
+            schedule_effort=args.schedule_effort,
             unlike_tp=args.unlike_tp,
         )),
         costs=CostOptions(

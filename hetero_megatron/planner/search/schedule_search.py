@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, supports, validate
@@ -40,8 +39,8 @@ STARTS = 2  # plans that are tried under other schedules
 FEW = 64  # chips, up to which this is done without being asked for
 CHUNKS = (2, 3)  # of layers per stage, that schedules are made for beside one; of the best plan
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
-EFFORT, CHUNKED_EFFORT = 200_000, 40_000  # actions that may be timed for one pipeline of a plan; with several chunks
-FIRST = 0.2  # of that, before it is known which plan is the fastest
+EFFORT, CHUNKED_EFFORT = 300_000, 40_000  # actions that may be timed for one pipeline of a plan; with several chunks
+FIRST = 0.12  # of that, before it is known which plan is the fastest
 TRIED, CHUNKED_TRIED = 12_000, 6_000  # the same for an estimate
 CLIMBING, CHUNKED_CLIMBING = 4_000, 3_000  # and where the rules of a similar template are known
 WORK, OTHER_WORK, CHUNKED_WORK = 300_000, 120_000, 200_000  # of climbing, in actions timed: from the best, from others
@@ -130,8 +129,10 @@ class ScheduleSearch:
             return best is found
 
         def neighbours(template: PlanTemplate) -> Iterator[PlanTemplate]:
-            """First those whose busiest stage leaves them the best chance."""
-            return iter(sorted(_near(template, space), key=partial(_least_seconds, scorer=scorer.scorer)))
+            """Those of the same structure first, and of these where the busiest stage leaves the best chance."""
+            same = structure(template)
+            rows = [(structure(x) != same, _least_seconds(x, scorer.scorer), x) for x in _near(template, space)]
+            return (x for *_, x in sorted(rows, key=lambda row: row[:2]))
 
         climb(best.template, neighbours, improves, MOST_MOVES)
         return best
