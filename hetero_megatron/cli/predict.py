@@ -20,10 +20,10 @@ from hetero_megatron.plan.made_for import made_for_of
 from hetero_megatron.plan.memory.states import ITEM_BYTES, moments_of
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.plan.routing import routing_of
-from hetero_megatron.planner.report.question import format_question, question
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.report.prediction import as_json, format_prediction
 from hetero_megatron.predictor.report.prediction_page import html_page
+from hetero_megatron.predictor.report.question import format_question, question
 from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
 from hetero_megatron.predictor.simulate.prepared import PreparedPlan
 from hetero_megatron.predictor.simulate.step import predict

@@ -15,7 +15,6 @@ from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.report.experts import ExpertGain, expert_gain
-from hetero_megatron.planner.report.question import Question, question
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
 from hetero_megatron.planner.report.roomier import Roomier, roomier
 from hetero_megatron.planner.search.driver import SearchResult, search_types_alone
@@ -26,6 +25,7 @@ from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.predictor.report.prediction import format_seconds
+from hetero_megatron.predictor.report.question import Question, question
 from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.spec import ModelSpec

@@ -18,9 +18,9 @@ from hetero_megatron.html.pictures import (
     share_caption,
 )
 from hetero_megatron.plan.show import degrees
-from hetero_megatron.planner.report.holdings import holdings
-from hetero_megatron.planner.report.question import Question
+from hetero_megatron.predictor.report.holdings import holdings
 from hetero_megatron.predictor.report.prediction import format_prediction, format_seconds
+from hetero_megatron.predictor.report.question import Question
 from hetero_megatron.predictor.report.timeline import format_layers, groups, prediction_charts
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec import ModelSpec
