@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -194,7 +195,7 @@ def _check_export(text: str) -> None:
 
 
 # What other tools' formats cannot say is not searched: field of the space -> its only value.
-_EXPORTED = {"more_schedules": "never", "context": "never", "offload": "never", "unlike_tp": False}
+_EXPORTED: dict[str, Any] = {"more_schedules": "never", "context": "never", "offload": "never", "unlike_tp": False}
 
 
 def _exportable(args: Namespace, space: SearchSpace) -> SearchSpace:

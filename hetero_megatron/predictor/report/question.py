@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,10 @@ class Question:
             "adapters": None if self.model.lora is None else dict(self.model.lora.shape()),
             "optimizer": self.optimizer,
             "memory_margin": self.margin,
-            "links": [vars(link) for link in self.links],
+            "links": [
+                vars(link) | {"bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else None}
+                for link in self.links
+            ],
         }
 
 
