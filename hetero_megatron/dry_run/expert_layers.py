@@ -28,11 +28,8 @@ class ExpectedRoutes(Routes):
         self._to, self._come = to, come
         super().__init__(*args)
 
-    def taken(self, members: torch.Tensor) -> list[torch.Tensor]:
-        return [members.new_empty(count, dtype=torch.int64) for count in self._to]
-
-    def read(self, counts: torch.Tensor) -> list[int]:
-        return self._come
+    def read(self, counts: torch.Tensor) -> list[list[int]]:
+        return [self._to, self._come]
 
 
 def expect_routing(runtime: Runtime) -> None:

@@ -15,14 +15,15 @@ from torch.nn import functional as F
 
 from hetero_megatron.ops import gemm
 from hetero_megatron.ops.gemm import WeightGradients
+from hetero_megatron.ops.host_values import on_host
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
 
 
 def groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """(group, its rows) of all groups that have rows; waits for the device that holds ``ends``."""
+    """(group, its rows) of all groups that have rows."""
     start = 0
-    for group, end in enumerate(ends.tolist()):
+    for group, end in enumerate(on_host(ends)):
         if end > start:
             yield group, slice(start, end)
         start = end

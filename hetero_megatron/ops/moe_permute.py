@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional as F
 
+from hetero_megatron.ops.host_values import on_host
 from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
 
@@ -91,9 +92,11 @@ def routed_rows(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
     """
     flat = indices.flatten()
     live = (flat >= 0) & (flat < experts)
-    order = torch.where(live, flat, experts).sort(stable=True).indices
-    ends = torch.bincount(flat[live], minlength=experts).cumsum(0)
-    order = order[: int(ends[-1]) if experts else 0]
+    expert = torch.where(live, flat, experts)
+    order = expert.sort(stable=True).indices
+    ends = flat.new_zeros(experts + 1).index_add_(0, expert, torch.ones_like(expert))[:experts].cumsum(0)
+    known = on_host(ends)  # the only wait for the device: products that need the ends on the host find them there
+    order = order[: known[-1] if known else 0]
     slots = torch.full_like(flat, -1)
     slots[order] = torch.arange(order.shape[0], device=flat.device)
     return order // max(indices.shape[1], 1), slots.view(indices.shape), ends

@@ -64,19 +64,26 @@ class Routes:
     def __init__(self, ways: Ways, keys: torch.Tensor) -> None:
         """``keys``: [tokens, k]; -1: none."""
         self.ways, self.group = ways, ways.group
-        hits = ways.table[:, keys] & (keys >= 0)  # [members, tokens, k]
-        self.rows = self.taken(hits.any(-1))
-        self.here = [hits[i, rows] for i, rows in enumerate(self.rows)]
         self._under_way: tuple[Handle, list[torch.Tensor]] | None = None
-        self.counts = self.read(self._exchange_counts(keys.device))
+        hits = ways.table[:, keys] & (keys >= 0)  # [members, tokens, k]
+        members = hits.any(-1)
+        sent = members.sum(1)
+        to, self.counts = self.read(torch.stack([sent, self._exchange_counts(sent)]))
+        self.rows = self.taken(members, to)
+        self.here = [hits[i, rows] for i, rows in enumerate(self.rows)]
 
-    def taken(self, members: torch.Tensor) -> list[torch.Tensor]:
-        """[members, tokens] bool -> the tokens of each member."""
-        return [row.nonzero().flatten() for row in members]
+    def taken(self, members: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """[members, tokens] bool, of which each row has so many -> the tokens of each member, ascending. The host knows
+        the counts already, so that nothing holds it up here."""
+        total, flat = sum(counts), members.flatten()
+        places = torch.where(flat, flat.cumsum(0) - 1, total)  # those of nobody go behind the end
+        tokens = torch.arange(members.shape[1], device=members.device).expand_as(members).flatten()
+        sorted_by_member = tokens.new_empty(total + 1).scatter_(0, places, tokens)[:total]
+        return list(sorted_by_member.split(list(counts)))
 
-    def _exchange_counts(self, device: torch.device) -> torch.Tensor:
+    def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
         """[members]; only between those between which tokens may go."""
-        mine = torch.tensor([[len(rows)] for rows in self.rows], dtype=torch.int64, device=device)
+        mine = sent[:, None].contiguous()
         theirs = torch.zeros_like(mine)
         give = [part if some else part[:0] for part, some in zip(mine, self.ways.gives, strict=True)]
         take = [part if some else part[:0] for part, some in zip(theirs, self.ways.takes, strict=True)]
@@ -84,8 +91,8 @@ class Routes:
         theirs[self.group.index] = mine[self.group.index]
         return theirs.flatten()
 
-    def read(self, counts: torch.Tensor) -> list[int]:
-        """Waits for the device."""
+    def read(self, counts: torch.Tensor) -> list[list[int]]:
+        """(how many go to each member, how many come): the only wait for the device of an exchange."""
         return counts.tolist()  # type: ignore[no-any-return]
 
     def start(self, parts: Sequence[torch.Tensor], counts: Sequence[int]) -> None:

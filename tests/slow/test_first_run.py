@@ -48,7 +48,7 @@ def test_two_accelerators_train_together(platform: str, tmp_path: Path) -> None:
         build_emulated()
         environment |= {
             "PYTHONPATH": str(PLUGINS / "emulated_vendor"), "HETERO_PLUGINS": "hetero_emulated_vendor.plugin",
-            "HETERO_EMULATED_HABITS": "lazy-loading,blocking-groups,slots=8,freeing-waits,no-fp64",
+            "HETERO_EMULATED_HABITS": "lazy-loading,blocking-groups,slots=132,freeing-waits,no-fp64",
         }  # fmt: skip
     out = tmp_path / "page.md"
     command = [

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  
 
 TWO_STAGES = plan([pipe(1, 4, stage([0], [0, 1]), stage([1], [1, 3]))])
 TWO_REPLICAS = plan([pipe(1, 2, stage([0], [0, 3])), pipe(1, 2, stage([1], [0, 3]))])
-ALL = "lazy-loading,blocking-groups,slots=8,communicator-mib=8,freeing-waits"
+# As many slots as an H100 has multiprocessors: a receive between unlike meshes is several messages.
+ALL = "lazy-loading,blocking-groups,slots=132,communicator-mib=8,freeing-waits"
 
 
 def pool_of(habits: str, ranks: int = 2) -> Pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,27 @@ def test_a_step_holds_up_the_host_at_most_twice_and_a_micro_batch_never(name: st
         for found in pool.run(waits_of_a_step, case(PLANS[name], micro_batches)):
             if found:
                 assert sum(found["waits"].values()) <= 2, found["waits"]
+
+
+MIXTURE = {
+    "model_type": "mixtral", "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "reads"), [("one rank", 1), ("experts", 2)])
+def test_experts_hold_up_the_host_for_their_counts_only(name: str, reads: int, pool: Pool) -> None:
+    """Of a layer and a micro-batch: how many tokens each expert here has, and before that, where they are exchanged,
+    how many go where."""
+    experts = {"tp": 2} if name == "experts" else {}
+    stages = [{"ranks": [0, 1][: 2 if experts else 1], "layers": [0, 3], **experts}]
+    waits = []
+    for micro_batches in (2, 4):
+        found = pool.run(waits_of_a_step, replace(case(stages, micro_batches), model=MIXTURE))
+        waits.append([sum(x["waits"].values()) for x in found if x])
+        print(found[0]["waits"])
+    assert all(after - before <= 2 * 3 * reads for before, after in zip(*waits, strict=True)), waits
 
 
 def test_a_tied_head_holds_up_no_stage(pool: Pool) -> None:
