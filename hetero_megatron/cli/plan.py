@@ -22,6 +22,7 @@ from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import with_more, without
 from hetero_megatron.errors import UserError
+from hetero_megatron.outputs import try_folder
 from hetero_megatron.plan import dump_yaml
 from hetero_megatron.plan.export import FORMATS, export
 from hetero_megatron.plan.made_for import MadeFor, made_for
@@ -177,8 +178,8 @@ def _check(args: Namespace) -> None:
         _check_export(args.export)
     check_writable(args.out, "--out")
     check_writable(args.html, "--html")
-    if args.fallbacks and Path(args.fallbacks).exists() and not Path(args.fallbacks).is_dir():
-        raise UserError("is a file", field="--fallbacks", value=args.fallbacks, accepted="a folder, which may be new")
+    if args.fallbacks:
+        try_folder(args.fallbacks, "--fallbacks")
 
 
 def _check_export(text: str) -> None:
