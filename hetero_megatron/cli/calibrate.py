@@ -110,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
         rates = merge_rates(rates, _read_rates(extra))
     out = options.out or file
     if options.from_runs is not None:
+        check_writable(out, "--out")
         rates = _fit(cluster, options, rates)
     elif options.model is not None:
         import_torch()

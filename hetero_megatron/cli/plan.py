@@ -42,6 +42,7 @@ from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.predictor.cost.rates import capped_bridges
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
+from hetero_megatron.utils.outputs import try_folder
 from hetero_megatron.utils.progress import WorkLine
 from hetero_megatron.utils.text import format_seconds, notice_line
 
@@ -182,8 +183,8 @@ def _check(args: Namespace) -> None:
         _check_export(args.export)
     check_writable(args.out, "--out")
     check_writable(args.html, "--html")
-    if args.fallbacks and Path(args.fallbacks).exists() and not Path(args.fallbacks).is_dir():
-        raise UserError("is a file", field="--fallbacks", value=args.fallbacks, accepted="a folder, which may be new")
+    if args.fallbacks:
+        try_folder(args.fallbacks, "--fallbacks")
 
 
 def _check_export(text: str) -> None:

@@ -10,7 +10,7 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.flags.lora import add_lora, with_lora
 from hetero_megatron.cli.numbers import SHARE, count
-from hetero_megatron.cli.output import write_text
+from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--routing-stats", metavar="FILE",
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
     args = parser.parse_args(list(argv))
+    check_writable(args.html, "--html")
+    check_writable(args.trace, "--trace")
     document = read_document(args.plan)
     made = made_for_of(document)
     name = args.model or (made.known_model() if made is not None else None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,6 +41,7 @@ from hetero_megatron.data.tokenizers import (
     with_end,
 )
 from hetero_megatron.errors import UserError
+from hetero_megatron.utils.outputs import try_folder
 from hetero_megatron.utils.text import format_seconds, plural, word
 
 _CHUNK = 64  # documents per task of a worker
@@ -113,8 +113,9 @@ def run(arguments: argparse.Namespace) -> None:
     if notice := corpus.notice():
         print(notice)
     folder = Path(arguments.output_prefix).resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not folder.is_dir():
         raise UserError("no folder that can be written", field="--output-prefix", value=str(folder))
+    try_folder(str(folder), "--output-prefix")
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys]
     counts = Counts(corpus.num_bytes(), arguments.log_interval)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 from hetero_megatron.cluster.hostfile import is_host_file, parse_host_file
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json, read_text
+from hetero_megatron.utils.outputs import write_text
 from hetero_megatron.utils.yaml_document import Entry
 
 LEAST, MOST = 1e-30, 1e30
@@ -92,14 +92,7 @@ def write_rates(cluster_file: str | os.PathLike[str], rates: Mapping[str, Any], 
         result = json.dumps({**parse_json(text, str(cluster_file)), "rates": rates}, indent=2) + "\n"
     else:
         result = _without_section(text, "rates") + _dump(rates)
-    target = Path(out)
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
-            file.write(result)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, target)
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", field="--out", value=str(out)) from error
+    write_text(out, "--out", result)
 
 
 def _without_section(text: str, key: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from hetero_megatron.data.limits import TOKENIZE, UNLIMITED, Limits
+from hetero_megatron.data.sentencepiece_model import byte_pairs, read_model
 from hetero_megatron.data.tokenizer_files import cannot_load, check_directory, read_vocabulary, refuse_panics
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_bytes
@@ -22,13 +23,14 @@ from hetero_megatron.utils.files import read_bytes
 # Tokens of a text, at most: byte by byte, with letters that a normaliser takes apart (18 for the longest).
 _OWN_TOKENS, _TOKENS_PER_BYTE = 1 << 16, 32
 MAX_ID = 2**31 - 2  # token files hold 32 bits
-TOKENIZER_TYPES = ("ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
+TOKENIZER_TYPES = (
+    "ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer",
+)  # fmt: skip
 
 _HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer with a directory or name of the same tokenizer"
 _REFUSED = {  # Megatron's names that this version does not read, and what to use instead
     "SentencePieceTokenizer": _HUGGING_FACE,
     "GPTSentencePieceTokenizer": _HUGGING_FACE,
-    "Llama2Tokenizer": _HUGGING_FACE,
     "TikTokenizer": _HUGGING_FACE,
     "NullMultimodalTokenizer": "--tokenizer-type NullTokenizer",
     "MultimodalTokenizer": "a text tokenizer: this version trains on text only",
@@ -38,7 +40,7 @@ _REFUSED = {  # Megatron's names that this version does not read, and what to us
 }
 
 USED_BY: Mapping[str, tuple[str, ...]] = {  # flag -> the types that read it
-    "--tokenizer-model": ("HuggingFaceTokenizer",),
+    "--tokenizer-model": ("HuggingFaceTokenizer", "Llama2Tokenizer"),
     "--vocab-file": ("GPT2BPETokenizer",),
     "--merge-file": ("GPT2BPETokenizer",),
     "--trust-remote-code": ("HuggingFaceTokenizer",),
@@ -237,6 +239,25 @@ class GPT2BPETokenizer:
         return str(self._inner.to_str())
 
 
+class Llama2Tokenizer:
+    """SentencePiece's BPE from a tokenizer.model (or the directory that holds one), with the beginning of a sequence
+    before each document and its end after it, as Megatron's type of this name has them."""
+
+    def __init__(self, model: str) -> None:
+        file = str(Path(model) / "tokenizer.model") if Path(model).is_dir() else model
+        found = read_model(file, "--tokenizer-model")
+        with refuse_panics():
+            self._inner = byte_pairs(found)
+        self.name, self.vocab_size = f"Llama2Tokenizer {model}", len(found.pieces)
+        self._bos, self.eod, self.fingerprint = found.bos, found.eos, f"llama2-{found.digest}"
+
+    def encode(self, text: str) -> np.ndarray:
+        return _encoded(self.name, lambda: [self._bos, *self._inner.encode(text).ids])
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return str(self._inner.decode([int(i) for i in ids if i not in (self._bos, self.eod)]))
+
+
 def choose_type(
     type: str | None, model: str | None, vocab_file: str | None, merge_file: str | None
 ) -> str | None:
@@ -291,6 +312,8 @@ def build_tokenizer(
         return NullTokenizer(vocab_size)
     if type == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_needed("--tokenizer-model", model, type), trust_remote_code)
+    if type == "Llama2Tokenizer":
+        return Llama2Tokenizer(_needed("--tokenizer-model", model, type))
     if type == "GPT2BPETokenizer":
         return GPT2BPETokenizer(_needed("--vocab-file", vocab_file, type), _needed("--merge-file", merge_file, type))
     raise UserError(

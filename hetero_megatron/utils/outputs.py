@@ -24,9 +24,9 @@ _IN_PLACE = {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS, errno.EXDEV}  
 def try_file(name: str, field: str) -> None:
     """UserError if the file cannot be written. Leaves nothing, and an existing file as it is."""
     path = Path(os.path.realpath(name))
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        return  # opening a pipe or a device here would be seen at its other end
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            return  # opening a pipe or a device here would be seen at its other end
         if name.endswith("/"):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists():
@@ -61,14 +61,16 @@ def try_export(name: str, field: str) -> None:
         raise UserError("exists and is not an empty directory", field=field, value=name, accepted="a new directory")
     place = final if inside(final) else final.absolute().parent
     try_folder(str(place), field)
-    with suppress(OSError):
-        return _try_name(final)
-    raise UserError("is too long a name", field=field, value=name, accepted="a new directory")
+    try:
+        _try_name(final)
+    except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+        raise UserError(problem, field=field, value=name, accepted="a new directory") from None
 
 
 def is_free(final: Path) -> bool:
     """Whether it is an empty directory, but for what was left of an export that was cut off."""
-    return final.is_dir() and not [
+    return os.path.isdir(final) and not [
         name for name in os.listdir(final) if name not in (ASIDE, _OF_VOLUME) and not name.startswith(_TRIAL)
     ]
 
@@ -76,7 +78,7 @@ def is_free(final: Path) -> bool:
 def inside(final: Path) -> bool:
     """Whether files for ``final`` are written in it: what is there may be a mount point or a link, over which nothing
     can be renamed, also in ways that the system does not tell."""
-    return final.is_dir()
+    return os.path.isdir(final)  # unlike Path.is_dir, False also for a name that is too long
 
 
 def move_up(work: Path) -> None:
@@ -86,7 +88,7 @@ def move_up(work: Path) -> None:
     work.rmdir()
 
 
-def write_text(name: str | Path, field: str, text: str) -> None:
+def write_text(name: str | os.PathLike[str], field: str, text: str) -> None:
     """Write the file whole, or leave what is there; UserError if that is not possible."""
     target = Path(os.path.realpath(name))
     try:

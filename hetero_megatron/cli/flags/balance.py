@@ -45,8 +45,9 @@ def build_balancing(args: Arguments, spec: ModelSpec, plan: Plan) -> Balancing:
 
 
 def _check_aux_loss(plan: Plan) -> None:
-    """Megatron's aux_loss is of the tokens of a micro-batch on a rank: the sequence loss, where those are a sequence."""
-    key, loss = "moe_router_load_balancing_type", "aux_loss is of each micro-batch, so another plan would train otherwise"
+    """Megatron's aux_loss is of a rank's tokens of a micro-batch: the sequence loss, where those are a sequence."""
+    key = "moe_router_load_balancing_type"
+    loss = "aux_loss is of each micro-batch, so another plan would train otherwise"
     other = "seq_aux_loss; or --micro-batch-size 1 without tensor and context parallelism, where the two are the same"
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:

@@ -185,7 +185,7 @@ def bad_line(folder: Path) -> list[str]:
         (lambda f: ["--partitions", "4"], ["--partitions", "--workers N"]),
         (lambda f: ["--split-sentences"], ["--split-sentences"]),
         (lambda f: ["--workers", "0"], ["--workers = 0"]),
-        (lambda f: ["--tokenizer-type", "Llama2Tokenizer"], ["--tokenizer-type = Llama2Tokenizer", "HuggingFace"]),
+        (lambda f: ["--tokenizer-type", "Llama2Tokenizer"], ["--tokenizer-model", "Llama2Tokenizer needs this flag"]),
         (lambda f: ["--tokenizer-type", "HuggingFaceTokenizer"], ["--tokenizer-model"]),
         (lambda f: ["--json-keys", "body"], ["in.jsonl:1", "--json-keys = body", "text"]),
         (lambda f: ["--output-prefix", str(f / "no" / "out")], ["--output-prefix"]),
