@@ -111,8 +111,8 @@ def judge(launch: Launch, ranks: int | None = None) -> Verdict:
     notices: tuple[str, ...] = ()
     try:
         notices = configure_arguments(args, list(errors), {"WORLD_SIZE": str(world)}).notices
-    except UserError as error:
-        errors = list(error.several or (error,))
+    except UserError as found:
+        errors = list(found.several or (found,))
     verdict = Verdict(launch.line, launch.program, world, notices=[n for n in notices if "no effect" not in n])
     idle = dict(args.idle)
     for group, words in zip(groups, whole, strict=True):

@@ -57,7 +57,8 @@ def _launch(command: Command) -> Launch | None:
     start = next((i for i, word in enumerate(words) if _is_trainer(words, i)), None)
     if start is None:
         return None
-    flags, ranks = words[start + 1 :], _ranks(words[:start])
+    flags: Sequence[str] = words[start + 1 :]
+    ranks = _ranks(words[:start])
     overrides = [found for word in flags if (found := _OVERRIDE.fullmatch(word))]
     if overrides and not any(word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in
                              ("num_layers", "micro_batch_size", "model", "load_hf") for word in flags):  # fmt: skip

@@ -116,7 +116,8 @@ class IndexedWriter:
 def cannot_write(error: OSError, field: str, path: str | Path) -> UserError:
     """The refusal of a place that takes no more."""
     return UserError(
-        f"cannot be written: {error.strerror or error}", field=field, value=str(path), accepted="a folder with enough space",
+        f"cannot be written: {error.strerror or error}", field=field, value=str(path),
+        accepted="a folder with enough space",
     )  # fmt: skip
 
 

@@ -251,8 +251,9 @@ class Llama2Tokenizer:
         self.name, self.vocab_size = f"Llama2Tokenizer {model}", len(found.pieces)
         self._bos, self.eod, self.fingerprint = found.bos, found.eos, f"llama2-{found.digest}"
 
-    def encode(self, text: str) -> np.ndarray:
-        return _encoded(self.name, lambda: [self._bos, *self._inner.encode(text).ids])
+    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+        ids = _encoded(self.name, lambda: [self._bos, *self._inner.encode(text).ids], limits)
+        return require_size(ids, text, self.name)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids if i not in (self._bos, self.eod)]))
@@ -332,7 +333,7 @@ def _needed(flag: str, value: str | None, type: str) -> str:
 
 def is_foreign(tokenizer: Tokenizer) -> bool:
     """Whether files that others wrote say what it does."""
-    return isinstance(tokenizer, (HuggingFaceTokenizer, GPT2BPETokenizer))
+    return isinstance(tokenizer, (HuggingFaceTokenizer, GPT2BPETokenizer, Llama2Tokenizer))
 
 
 def too_costly(name: str, why: str, where: str) -> UserError:

@@ -65,7 +65,8 @@ def first_step(words: list[str], around: dict[str, str]) -> float:
     """Seconds until the first step's line."""
     begin = time.monotonic()
     process = subprocess.Popen(
-        words, cwd=ROOT, env=around, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        words, cwd=ROOT, env=around, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     while " iteration " not in process.stdout.readline():
