@@ -28,7 +28,7 @@ from hetero_megatron.cli.numbers import count
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
-from hetero_megatron.data.limits import UNLIMITED, Limits
+from hetero_megatron.data.limits import UNLIMITED, CallLimits
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
 from hetero_megatron.data.tokenizers import (
     TOKENIZER_TYPES,
@@ -253,7 +253,7 @@ class _Encoder:
             out.append(error)
         return out
 
-    def _encode(self, record: _Record, limits: Limits = UNLIMITED) -> list[np.ndarray]:
+    def _encode(self, record: _Record, limits: CallLimits = UNLIMITED) -> list[np.ndarray]:
         where, _, texts = record
         try:
             ids = [np.asarray(self._tokenizer.encode(text, limits), dtype=np.int64) for text in texts]

@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hetero_megatron.data.limits import RENDER, TOKENIZE, Limits
+from hetero_megatron.data.limits import RENDER, TOKENIZE, CallLimits
 from hetero_megatron.errors import UserError
 
 Item = TypeVar("Item")
@@ -56,7 +56,7 @@ class Guard(Generic[Item, Result]):
     """
 
     def __init__(
-        self, work: Callable[[Item, Limits], Result], refuse: Callable[[Item, str, str], UserError],
+        self, work: Callable[[Item, CallLimits], Result], refuse: Callable[[Item, str, str], UserError],
         seconds: float = SECONDS, memory: int = MEMORY,
     ) -> None:  # fmt: skip
         self._work, self._refuse, self._seconds, self._memory = work, refuse, seconds, memory
@@ -150,7 +150,9 @@ class Guard(Generic[Item, Result]):
         pid, self._pid = self._pid, 0
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+        status = 0
+        with suppress(ChildProcessError):  # somebody else in this process waits for all children
+            _, status = os.waitpid(pid, 0)
         self.close()
         by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if by == signal.SIGPROF:
@@ -184,7 +186,7 @@ class _Child:
     """The other side: tells the kernel what each call may take."""
 
     def __init__(
-        self, pipe: Connection, state: mmap.mmap, work: Callable[[Any, Limits], Any], seconds: float, memory: int
+        self, pipe: Connection, state: mmap.mmap, work: Callable[[Any, CallLimits], Any], seconds: float, memory: int
     ) -> None:
         self._pipe, self._state, self._work = pipe, state, work
         self._seconds, self._memory = seconds, memory
@@ -206,12 +208,12 @@ class _Child:
         os._exit(0)
 
     def begin(self, what: str) -> None:
-        """See :class:`Limits`."""
+        """See :class:`CallLimits`."""
         self._state[:] = _STATE.pack(self._number, _CALLS.index(what))
         signal.setitimer(signal.ITIMER_PROF, self._seconds + SECONDS_PER_MB * self._size / 2**20)
 
     def end(self) -> None:
-        """See :class:`Limits`."""
+        """See :class:`CallLimits`."""
         signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _answer(self, blob: bytes) -> bytes:

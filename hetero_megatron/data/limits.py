@@ -7,7 +7,7 @@ from typing import Protocol
 RENDER, TOKENIZE = "the chat template", "the tokenizer"  # kinds of calls
 
 
-class Limits(Protocol):
+class CallLimits(Protocol):
     """Told of by the work that they limit."""
 
     def begin(self, what: str) -> None:
@@ -27,4 +27,4 @@ class _Unlimited:
         """Nothing is limited here."""
 
 
-UNLIMITED: Limits = _Unlimited()
+UNLIMITED: CallLimits = _Unlimited()

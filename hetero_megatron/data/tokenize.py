@@ -11,7 +11,7 @@ from hetero_megatron.data.cache import Log, cache_folder, cache_key
 from hetero_megatron.data.corpus import Corpus, Cursor
 from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, token_dtype
-from hetero_megatron.data.limits import UNLIMITED, Limits
+from hetero_megatron.data.limits import UNLIMITED, CallLimits
 from hetero_megatron.data.packing import check_tokens
 from hetero_megatron.data.tokenizers import (
     ByteTokenizer,
@@ -68,7 +68,7 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]
     return [ids for _, ids in Guard(tokenizer.encode, refuse).map(texts)]
 
 
-def encode_document(text: str, tokenizer: Tokenizer, limits: Limits = UNLIMITED) -> np.ndarray:
+def encode_document(text: str, tokenizer: Tokenizer, limits: CallLimits = UNLIMITED) -> np.ndarray:
     """Token ids with one ``eod`` at the end."""
     ids = tokenizer.encode(text, limits)
     eod = required_eod(tokenizer, "a document of text has to end with one")
@@ -76,7 +76,7 @@ def encode_document(text: str, tokenizer: Tokenizer, limits: Limits = UNLIMITED)
 
 
 def encode_checked(
-    text: str, tokenizer: Tokenizer, corpus: Corpus, after: Cursor, limit: int | None, limits: Limits = UNLIMITED
+    text: str, tokenizer: Tokenizer, corpus: Corpus, after: Cursor, limit: int | None, limits: CallLimits = UNLIMITED
 ) -> np.ndarray:
     """:func:`encode_document` for the document that ends at a cursor; a UserError names it."""
     try:
@@ -95,7 +95,7 @@ def encoded_documents(
     A tokenizer that others wrote works in a process with limits: see :mod:`hetero_megatron.data.guard`.
     """
 
-    def work(document: tuple[str, Cursor], limits: Limits = UNLIMITED) -> np.ndarray | None:
+    def work(document: tuple[str, Cursor], limits: CallLimits = UNLIMITED) -> np.ndarray | None:
         text, after = document
         return encode_checked(text, tokenizer, corpus, tuple(after), limit, limits) if text else None
 

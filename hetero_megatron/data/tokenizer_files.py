@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.limits import TOKENIZE, Limits
+from hetero_megatron.data.limits import TOKENIZE, CallLimits
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import open_file, read_json_object, require_regular, require_text
 
@@ -80,7 +80,7 @@ def _require_end(tokenizer: Mapping[str, Any], path: Path) -> None:
         list(guard.map([str(path)]))
 
 
-def _load(path: str, limits: Limits) -> None:
+def _load(path: str, limits: CallLimits) -> None:
     """Whether a file is damaged is found by who needs it."""
     from tokenizers import Tokenizer
 

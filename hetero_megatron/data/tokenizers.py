@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from hetero_megatron.data.limits import TOKENIZE, UNLIMITED, Limits
+from hetero_megatron.data.limits import TOKENIZE, UNLIMITED, CallLimits
 from hetero_megatron.data.sentencepiece_model import byte_pairs, read_model
 from hetero_megatron.data.tokenizer_files import cannot_load, check_directory, read_vocabulary, refuse_panics
 from hetero_megatron.errors import UserError
@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+    def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         """Ids of a text, without the end of document; integer [n]."""
         ...
 
@@ -78,7 +78,7 @@ class ByteTokenizer:
 
     name, fingerprint, vocab_size, eod = "ByteTokenizer", "bytes", 257, 256
 
-    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+    def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -95,7 +95,7 @@ class NullTokenizer:
         self.name, self.fingerprint = "NullTokenizer", f"null-{vocab_size}"
         self.vocab_size, self.eod = vocab_size + 1, vocab_size
 
-    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+    def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         words = text.split()
         bad = next((word for word in words if not _ID.fullmatch(word)), None)
         if bad is not None:
@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         self.eod: int | None = eos if eos is None else int(eos)
         self.fingerprint = _fingerprint(self._inner)
 
-    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+    def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         # As Megatron does, special tokens that the tokenizer itself adds (Llama's BOS) are kept.
         ids = _encoded(self.name, lambda: self._inner(text, verbose=False).input_ids, limits)
         return require_size(ids, text, self.name)
@@ -182,7 +182,7 @@ class HuggingFaceTokenizer:
         return bool(self._inner.is_fast)
 
     def encode_offsets(
-        self, text: str, add_special_tokens: bool, where: str = "", limits: Limits = UNLIMITED
+        self, text: str, add_special_tokens: bool, where: str = "", limits: CallLimits = UNLIMITED
     ) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], characters that each comes from int64 [n, 2], empty for tokens that the tokenizer adds)."""
         options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True, "verbose": False}
@@ -228,7 +228,7 @@ class GPT2BPETokenizer:
         self.eod: int | None = vocabulary.get("<|endoftext|>")
         self.fingerprint = hashlib.sha256(text).hexdigest()
 
-    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+    def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         return require_size(_encoded(self.name, lambda: self._inner.encode(text).ids, limits), text, self.name)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -251,7 +251,7 @@ class Llama2Tokenizer:
         self.name, self.vocab_size = f"Llama2Tokenizer {model}", len(found.pieces)
         self._bos, self.eod, self.fingerprint = found.bos, found.eos, f"llama2-{found.digest}"
 
-    def encode(self, text: str, limits: Limits = UNLIMITED) -> np.ndarray:
+    def encode(self, text: str, limits: CallLimits = UNLIMITED) -> np.ndarray:
         ids = _encoded(self.name, lambda: [self._bos, *self._inner.encode(text).ids], limits)
         return require_size(ids, text, self.name)
 
@@ -373,7 +373,7 @@ def _size(ids: Any, field: str, value: str) -> int:
     return int(largest) + 1
 
 
-def _encoded(name: str, encode: Callable[[], Sequence[int]], limits: Limits) -> np.ndarray:
+def _encoded(name: str, encode: Callable[[], Sequence[int]], limits: CallLimits) -> np.ndarray:
     """Ids as int64. A damaged tokenizer may only fail here."""
     limits.begin(TOKENIZE)
     try:

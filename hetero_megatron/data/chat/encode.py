@@ -20,7 +20,7 @@ from hetero_megatron.data.chat.keys import RECORD_READ, TURN_READ, near
 from hetero_megatron.data.chat.records import Record
 from hetero_megatron.data.chat.templates import FLAG, Rendered, Template, Templates
 from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.limits import RENDER, TOKENIZE, UNLIMITED, Limits
+from hetero_megatron.data.limits import RENDER, TOKENIZE, UNLIMITED, CallLimits
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, too_costly
 from hetero_megatron.errors import UserError
 
@@ -63,7 +63,7 @@ class ChatEncoder:
         digest = hashlib.sha256(self.templates.text.encode()).hexdigest()
         return f"{self.tokenizer.fingerprint}-{digest}-{self.everything}"
 
-    def encode(self, conversation: Conversation, where: str, limits: Limits = UNLIMITED) -> Encoded:
+    def encode(self, conversation: Conversation, where: str, limits: CallLimits = UNLIMITED) -> Encoded:
         """Ids and mask of one conversation. UserError: the template refuses it, or its turns cannot be told apart."""
         if conversation.text is not None:
             return self._encode_text(*conversation.text, where, limits)
@@ -85,7 +85,7 @@ class ChatEncoder:
         template = self.templates.choose(False, "")
         told = {"tools": None, "add_generation_prompt": True}
 
-        def work(numbered: tuple[int, Sequence[Mapping[str, Any]]], limits: Limits) -> np.ndarray:
+        def work(numbered: tuple[int, Sequence[Mapping[str, Any]]], limits: CallLimits) -> np.ndarray:
             where = f"prompt {numbered[0]}"
             text = template.render(numbered[1], told, self.tokenizer.special_tokens, where, limits).text
             return self.tokenizer.encode_offsets(text, False, where, limits)[0]
@@ -118,7 +118,7 @@ class ChatEncoder:
         told = ["documents"] if conversation.documents is not None and "documents" not in words else []
         return [*record, *turn, *told, *(f"chat_template_kwargs.{key}" for key in conversation.options.keys() - words)]
 
-    def _encode_text(self, prompt: str, completion: str, where: str, limits: Limits) -> Encoded:
+    def _encode_text(self, prompt: str, completion: str, where: str, limits: CallLimits) -> Encoded:
         ids, counts = self._mask(prompt + completion, [(len(prompt), len(prompt + completion))], True, where, limits)
         if self.tokenizer.eod is not None and (not len(ids) or ids[-1] != self.tokenizer.eod):
             ids, counts = np.append(ids, self.tokenizer.eod), np.append(counts, True)
@@ -126,7 +126,7 @@ class ChatEncoder:
             counts[-1] = True  # an end of sequence that the tokenizer added by itself
         return Encoded(ids, np.ones_like(counts) if self.everything else counts)
 
-    def _mask(self, text: str, spans: _Spans, add_special_tokens: bool, where: str, limits: Limits) -> Encoded:
+    def _mask(self, text: str, spans: _Spans, add_special_tokens: bool, where: str, limits: CallLimits) -> Encoded:
         """Tokens of a text, and which of them have characters in one of the intervals, as transformers counts."""
         ids, offsets = self.tokenizer.encode_offsets(text, add_special_tokens, where, limits)
         counts = np.zeros(len(ids), bool)
@@ -144,7 +144,7 @@ class _Turns:
     """
 
     def __init__(
-        self, template: Template, conversation: Conversation, names: Mapping[str, Any], where: str, limits: Limits,
+        self, template: Template, conversation: Conversation, names: Mapping[str, Any], where: str, limits: CallLimits,
         everything: bool,
     ) -> None:  # fmt: skip
         self._template, self._given, self._where, self._limits = template, conversation, where, limits

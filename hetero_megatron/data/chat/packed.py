@@ -20,7 +20,7 @@ from hetero_megatron.data.chat.packing import best_fit, packed_sample
 from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.guard import Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, cannot_write, open_indexed
-from hetero_megatron.data.limits import Limits
+from hetero_megatron.data.limits import CallLimits
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
@@ -77,7 +77,7 @@ def encoded_records(
     """
     told: set[str] = set()
 
-    def work(record: tuple[Any, str], limits: Limits) -> list[Any]:
+    def work(record: tuple[Any, str], limits: CallLimits) -> list[Any]:
         value, where = record
         conversation = read_conversation(value, where)
         encoded = encoder.encode(conversation, where, limits)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hetero_megatron.data.limits import RENDER, UNLIMITED, Limits
+from hetero_megatron.data.limits import RENDER, UNLIMITED, CallLimits
 from hetero_megatron.errors import UserError
 
 FLAG = "--chat-template"
@@ -43,7 +43,7 @@ class Template:
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any], names: Mapping[str, Any], where: str,
-        limits: Limits = UNLIMITED,
+        limits: CallLimits = UNLIMITED,
     ) -> Rendered:  # fmt: skip
         """The text of messages.
 

@@ -58,8 +58,11 @@ def read_tool_calls(calls: Any, field: str, where: str) -> list[Mapping[str, Any
 
 
 def read_documents(record: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]] | None:
-    """``documents``, a list of objects, or JSON text of it."""
-    documents = _parsed(record.get("documents"), "documents", where)
+    """``documents``, a list of objects, or JSON text of it; any other text describes the record."""
+    documents = record.get("documents")
+    if isinstance(documents, str) and not documents.lstrip().startswith("["):
+        return None
+    documents = _parsed(documents, "documents", where)
     if documents is None:
         return None
     accepted = 'a list of {"title": …, "text": …}'

@@ -16,7 +16,7 @@ from hetero_megatron.data.chat.packed import encoded_records
 from hetero_megatron.data.chat.records import find_records
 from hetero_megatron.data.corpus import find_corpus
 from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.limits import RENDER, Limits
+from hetero_megatron.data.limits import RENDER, CallLimits
 from hetero_megatron.data.tokenize import encode_texts, tokenize
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 from hetero_megatron.errors import UserError
@@ -115,7 +115,7 @@ def test_loading_a_tokenizer_has_limits(folder: Path, tmp_path: Path, monkeypatc
         tokenizer_with(folder, tmp_path / "t", normalizer=doubled, added_tokens=[{**token, "special": False}])
 
 
-def doubled(item: int, limits: Limits) -> np.ndarray:
+def doubled(item: int, limits: CallLimits) -> np.ndarray:
     limits.begin(RENDER)
     if item == 70:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -151,7 +151,7 @@ def test_results_come_in_order_and_what_is_read_before_an_error_is_used() -> Non
 def test_a_child_ends_with_its_parent_and_keeps_no_file_of_it() -> None:
     read, write = os.pipe()
 
-    def work(item: int, limits: Limits) -> list[int]:
+    def work(item: int, limits: CallLimits) -> list[int]:
         return [os.getpid(), len(os.listdir("/proc/self/fd"))]
 
     reader = Guard(work, lambda item, call, why: UserError(why)).map(range(1000))
