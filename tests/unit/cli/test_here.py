@@ -10,10 +10,13 @@ import pytest
 from hetero_megatron.cli.here import asks_for_ranks, main
 from tests.support.paths import ROOT
 
-WORDS = "--model tiny --mock-data --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3".split()
+WORDS = [
+    "--model", "tiny", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--train-iters", "1",
+    "--lr", "1e-3",
+]  # fmt: skip
 
 
-def test_a_refusal_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     bad = {
         "flags of ranks": ["--nproc-per-node", "2", *WORDS, "--adam-beta1", "2", "--bogus", "1"],
         "a plan for others": ["--nproc-per-node=3", *WORDS, "--tensor-model-parallel-size", "2"],
@@ -25,7 +28,10 @@ def test_a_refusal_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
         assert asks_for_ranks(words) and main("pretrain", words) == 2
         err = capfd.readouterr().err
         assert err.startswith("error: ") and len(err.splitlines()) == 1, (name, err)
-    assert not asks_for_ranks(WORDS)
+    assert not asks_for_ranks(WORDS) and not asks_for_ranks(["--nproc-per-node", "2", "--help"])
+    monkeypatch.setenv("RANK", "0")
+    assert main("pretrain", ["--nproc-per-node", "2", *WORDS]) == 2
+    assert "RANK" in capfd.readouterr().err
 
 
 def test_what_ranks_refuse_is_one_line_too() -> None:
