@@ -244,8 +244,8 @@ def _lines(text: str, breaks: str = " \t", ends: str = "\n;&|") -> Iterator[tupl
             continue
         if found := _HEREDOC.match(text, at):
             body = text.find("\n", at)
-            end = re.compile(rf"^\s*{found[2]}\s*$", re.MULTILINE).search(text, body) if body >= 0 else None
-            stop = end.end() if end is not None else len(text)
+            last = re.compile(rf"^\s*{found[2]}\s*$", re.MULTILINE).search(text, body) if body >= 0 else None
+            stop = last.end() if last is not None else len(text)
             line += text.count("\n", body, stop) if body >= 0 else 0
             text = text[:at] + text[found.end() : max(body, found.end())] + text[stop:]
             continue
