@@ -118,10 +118,10 @@ def judge(launch: Launch, ranks: int | None = None) -> Verdict:
     for group, words in zip(groups, whole, strict=True):
         verdict.flags.append(_judged(group, words, errors, idle))
     flagged = {flag.flag for flag in verdict.flags}
-    for error in errors:
-        missing = "missing" in error.problem and everything
-        if error.field not in flagged and not missing:
-            verdict.refused.append({"field": error.field, "reason": error.problem, "accepted": error.accepted})
+    for problem in errors:
+        missing = "missing" in problem.problem and everything
+        if problem.field not in flagged and not missing:
+            verdict.refused.append({"field": problem.field, "reason": problem.problem, "accepted": problem.accepted})
     return verdict
 
 

@@ -62,8 +62,8 @@ def _launch(command: Command) -> Launch | None:
     overrides = [found for word in flags if (found := _OVERRIDE.fullmatch(word))]
     if overrides and not any(word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in
                              ("num_layers", "micro_batch_size", "model", "load_hf") for word in flags):  # fmt: skip
-        flags, own = _nemo([(found["key"], found["value"]) for found in overrides])
-        ranks = own or ranks
+        own, world = _nemo([(found["key"], found["value"]) for found in overrides])
+        return Launch(command.line, words[start], tuple(own), world or ranks)
     return Launch(command.line, words[start], tuple(flags), ranks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -12,10 +13,12 @@ from hetero_megatron.training.exit import at_once
 
 FLAGS = ("--nproc-per-node", "--nproc_per_node")
 _CONFIGURED = ("pretrain", "finetune")
+_HELP = {"-h", "--help", "--help-all", "--version"}
 
 
 def asks_for_ranks(words: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] in FLAGS for word in words)
+    """Not where help is asked for."""
+    return any(word.partition("=")[0] in FLAGS for word in words) and _HELP.isdisjoint(words)
 
 
 def main(command: str, words: Sequence[str]) -> int:
@@ -23,6 +26,9 @@ def main(command: str, words: Sequence[str]) -> int:
     try:
         count, rest = _count(words)
         refuse_copies(f"{FLAGS[0]} {count}", "starts all ranks by itself")
+        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+            raise UserError("a launcher has started this process as a rank (RANK, WORLD_SIZE)", field=FLAGS[0],
+                            value=count, accepted="one of the two")  # fmt: skip
         if command in _CONFIGURED and "--auto-plan" not in rest:  # each rank searches; here it would be once more
             from hetero_megatron.cli.configure import configure
 
