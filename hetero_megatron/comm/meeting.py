@@ -20,7 +20,7 @@ from hetero_megatron.comm.comm import first_line
 from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.in_time import within
 from hetero_megatron.comm.reach import PATIENCE, UNREACHABLE, Address, Reach, explain
-from hetero_megatron.comm.store import Records, open_listener, serve
+from hetero_megatron.comm.store import Records, await_listener, open_listener, serve
 from hetero_megatron.errors import UserError
 from hetero_megatron.launcher import LauncherEnvironment
 from hetero_megatron.words import plural
@@ -90,6 +90,7 @@ class Rendezvous:
         launcher = self.launcher
         host, port = launcher.meeting_point
         if launcher.agent_store or launcher.rank != 0:
+            await_listener(host, port, self.timeout)
             return dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
         try:
             return serve(open_listener(launcher), host, self.timeout)
