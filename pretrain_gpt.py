@@ -4,7 +4,7 @@ python pretrain_gpt.py --model tiny --mock-data --seq-length 128 --micro-batch-s
 torchrun --nproc-per-node 4 pretrain_gpt.py --plan plan.yaml --model tiny --data-path stdlib ...
 """
 
-import hetero_megatron.early  # noqa: F401  # first
+import hetero_megatron.environment.interrupt  # noqa: F401  # first
 
 # isort: split
 import sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hetero_megatron.early  # first
+import hetero_megatron.environment.interrupt  # first
 
 # isort: split
 import difflib
@@ -52,7 +52,7 @@ def load_command(name: str) -> Callable[[Sequence[str]], int]:
     if name in COMMANDS:
         with at_once():
             command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
-        hetero_megatron.early.release()
+        hetero_megatron.environment.interrupt.release()
         return command
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

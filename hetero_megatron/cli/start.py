@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hetero_megatron.early  # noqa: F401  # first
+import hetero_megatron.environment.interrupt  # noqa: F401  # first
 
 # isort: split
 import os
