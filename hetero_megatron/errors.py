@@ -47,6 +47,16 @@ def _line(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
+def without_controls(text: str) -> str:
+    """A model's or a corpus's text as a terminal may have it: control characters but line breaks and tabs written as
+    escapes; letters that only join or mark others stay, unlike in :func:`printable`."""
+
+    def obeyed(c: str) -> bool:
+        return c not in "\n\t" and (c < " " or "\x7f" <= c <= "\x9f")
+
+    return "".join(c.encode("unicode_escape").decode() if obeyed(c) else c for c in text)
+
+
 def _short(value: Any, limit: int = 120) -> str:
     text = value if isinstance(value, str) else _repr(value)
     return _cut(" ".join(text[: 8 * limit].split()), limit)

@@ -17,7 +17,7 @@ from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.numbers import Number, count
 from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
-from hetero_megatron.errors import UserError
+from hetero_megatron.errors import UserError, without_controls
 from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.utils.files import read_lines
 from hetero_megatron.utils.text import notice_line, plural
@@ -273,7 +273,7 @@ def _print(
     shown = args.prompt + ([""] * (len(prompts) - len(args.prompt)))
     for prompt, ids, text in zip(shown, prompts, texts, strict=True):
         if len(prompts) > 1:
-            print(f"--- {prompt or tokenizer.decode(ids)}")
-        print(text, flush=True)
+            print(without_controls(f"--- {prompt or tokenizer.decode(ids)}"))
+        print(without_controls(text), flush=True)
     rate = count / max(seconds, 1e-9)
     print(notice_line(f"{plural(count, 'token')} in {seconds:.2f} s, {rate:.1f}/s"), file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hetero_megatron.comm.comm import first_line
 from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Reach, explain
 from hetero_megatron.comm.errors import CommError
-from hetero_megatron.comm.store import Records, open_listener, serve
+from hetero_megatron.comm.store import Records, await_listener, open_listener, serve
 from hetero_megatron.comm.timeouts import within
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
@@ -90,6 +90,7 @@ class Rendezvous:
         launcher = self.launcher
         host, port = launcher.meeting_point
         if launcher.agent_store or launcher.rank != 0:
+            await_listener(host, port, self.timeout)
             return dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
         try:
             return serve(open_listener(launcher), host, self.timeout)

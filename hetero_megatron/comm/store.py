@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hmac
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +48,23 @@ def connect_store(host: str, port: int, timeout: timedelta, prefix: str) -> dist
         RuntimeError: nobody answers there in time.
     """
     return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+
+
+def await_listener(host: str, port: int, timeout: timedelta) -> None:
+    """Until somebody listens there. torch's own client may try for twice its time-out.
+
+    Raises:
+        RuntimeError: nobody does in time.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise RuntimeError(f"nobody listens there ({error.strerror or error})") from None
+            time.sleep(0.2)
 
 
 def open_listener(launcher: LauncherEnvironment) -> socket.socket:

@@ -142,7 +142,7 @@ class Checkpointing:
     def _merge(self, ranks: Sequence[Any]) -> Mapping[str, Any]:
         saved = self.config.checkpoint.save_optim
         mine, numbers = self.config.optimizer, merge_numbers([r["numbers"] for r in ranks])
-        optimizer = {"name": mine.name, "momentum": mine.momentum, "numbers": numbers}
+        optimizer = {"name": mine.name, "momentum": mine.momentum, "numbers": numbers, "rates": mine.rates()}
         kernels = dict(sorted({tuple(r["kernels"]) for r in ranks}))
         return {
             "optimizer": optimizer if saved else None,
@@ -199,6 +199,13 @@ class Checkpointing:
         scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale
 
+    def _say_other_rates(self, saved: Mapping[str, Any]) -> None:
+        """Of the same optimizer: with them its moments mean something else, or weights move otherwise."""
+        mine = self.config.optimizer.rates() if saved.get("name") == self.config.optimizer.name else {}
+        for flag, was in (saved.get("rates") or {}).items():
+            if was != mine.get(flag, was):
+                self._log(notice_line(f"{flag} is {mine[flag]:g}; the checkpoint was made with {was:g}"))
+
     def _take_along(self, found: Checkpoint | None) -> None:
         if self.runtime.world.index == 0 and (self.saver is not None or self.config.save_hf is not None):
             self.companions = run_companions(self.config, self.data, found, self._log)
@@ -251,6 +258,7 @@ class Checkpointing:
         for flag, was in (found.state.get("dropout") or rates).items():
             if was != rates.get(flag, was):
                 self._log(notice_line(f"{flag} is {rates[flag]:g}; the checkpoint was made with {was:g}"))
+        self._say_other_rates(found.state["optimizer"] or {})
         length, data = self.config.plan.seq_length, self.data.fingerprints["train"]
         was = (found.state["plan"] or {}).get("seq_length", length)
         if was != length:

@@ -32,6 +32,11 @@ class OptimizerConfig:
     momentum: float = 0.9
     clip_grad: float = 1.0
 
+    def rates(self) -> dict[str, float]:
+        """By flag, what may be another when a run goes on."""
+        own = {"--adam-beta1": self.beta1, "--adam-beta2": self.beta2, "--adam-eps": self.eps}
+        return (own if self.name == "adam" else {"--sgd-momentum": self.momentum}) | {"--clip-grad": self.clip_grad}
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:

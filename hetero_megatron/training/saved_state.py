@@ -34,6 +34,7 @@ class _Optimizer:
     name: str
     numbers: dict[str, float]
     momentum: float = 0.0
+    rates: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         _require("name", self.name, self.name in ("adam", "sgd"))

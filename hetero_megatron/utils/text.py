@@ -16,7 +16,7 @@ _IRREGULAR = {"batch": "batches", "is": "are", "was": "were", "has": "have", "en
 def notice_line(text: str) -> str:
     """What a user is told beside the work: ``notice: …``, without anything that a terminal would obey (names of files,
     tensors and plugins are others')."""
-    return printable(f"notice: {text}")
+    return printable(f"notice: {text}").replace("\n", "\\n")
 
 
 def plural(count: float, noun: str, many: str = "") -> str:

@@ -64,9 +64,9 @@ def interrupted(words: list[str], seconds: float, around: dict[str, str]) -> tup
 def first_step(words: list[str], around: dict[str, str]) -> float:
     """Seconds until the first step's line."""
     begin = time.monotonic()
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
     process = subprocess.Popen(
-        words, cwd=ROOT, env=around, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        start_new_session=True,
+        words, cwd=ROOT, env=around, stdout=pipe, stderr=null, text=True, start_new_session=True
     )
     assert process.stdout is not None
     while " iteration " not in process.stdout.readline():
