@@ -166,6 +166,8 @@ def test_adapters_of_a_plan_are_those_of_a_run(tmp_path: Path, capsys: Any) -> N
     assert made is not None and made.lora is not None and lora_words(made.lora) == asked.split()
     run = dry(plan)
     assert run.spec.lora == made.lora and any(asked in notice for notice in run.notices)
+    again = searched(TRAIN, run, tmp_path)([Seat("", 0), Seat("", 1)], cluster)  # after a failure
+    assert again is not None and again != plan and dry(again).spec.lora == made.lora
     assert dry(plan, "--lora-rank 16 --lora-alpha 3").spec.lora == replace(made.lora, alpha=3.0)
     capsys.readouterr()
     predict = ["predict", "--plan", str(plan), "--cluster", str(cluster)]

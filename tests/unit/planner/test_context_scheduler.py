@@ -453,6 +453,8 @@ def test_blocks_of_unlike_size_cost_the_pace_of_the_largest_shard() -> None:
     tokens = np.array([1024.0, 512, 256, 256])
     assert unevenness(tokens, 1024) == 4 * 1024 / 2048
     assert unevenness(tokens, 256) == 1.0
+    for block in (256, 1024):  # groups without tokens have no part in the rounds
+        assert unevenness(np.append(tokens, 0.0), block) == unevenness(tokens, block)
 
 
 @pytest.mark.parametrize("world", [32, 96])
