@@ -166,6 +166,7 @@ def _configure(
 
 
 def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceTokenizer:
+    from hetero_megatron.checkpoint.companions import CONFIG, write_new
     from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 
     if args.tokenizer_model is not None:
@@ -174,8 +175,11 @@ def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceToke
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint.companions().write(Path(folder))
-            if not any(Path(folder).glob("tokenizer*")):
+            found = checkpoint.companions()
+            found.write(Path(folder))
+            if CONFIG in found.files:  # its model_type says which tokenizer it is where the tokenizer's files do not
+                write_new(Path(folder) / CONFIG, found.files[CONFIG])
+            if not found.tokenizer().files:
                 raise UserError(
                     "the checkpoint holds no tokenizer", field="--tokenizer-model",
                     accepted="the directory or name of the model's tokenizer",

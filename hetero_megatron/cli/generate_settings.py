@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.checkpoint.companions import CONFIG, GENERATION
 from hetero_megatron.errors import UserError
-from hetero_megatron.generation.settings import KEYS, Filters, Settings, notices, read_settings
+from hetero_megatron.generation.settings import KEYS, Filters, ScoreSettings, notices, read_settings
 from hetero_megatron.utils.files import parse_json, read_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Ending:
         stops: whether a prompt with its answer ends with a text that stops it; None: no text does.
     """
 
-    settings: Settings
+    settings: ScoreSettings
     ends: tuple[int, ...]
     stops: Callable[[list[int]], bool] | None
     notices: tuple[str, ...]
@@ -64,7 +64,7 @@ def find_settings(
     return Ending(settings, ends, stops, tuple(told))
 
 
-def filters_of(args: Namespace, settings: Settings) -> Filters:
+def filters_of(args: Namespace, settings: ScoreSettings) -> Filters:
     """What draws are from: the flags count before the file."""
     filters = settings.filters
     if args.top_p is not None:

@@ -40,6 +40,10 @@ _OTHERWISE = (
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "rope_type", "add_position_embedding", "moe_router_load_balancing_type", *_HEADS, *_DROPS,
 )  # fmt: skip
+_OTHER_SWITCHES = (
+    "use_rotary_position_embeddings", "group_query_attention", "use_rope_scaling", "add_bias_linear",
+    "bias_gelu_fusion", "multi_latent_attention", "add_position_embedding",
+)  # fmt: skip
 _NONE, _OFF, _ZERO = (None,), (None, False), (None, 0, 0.0)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0), "softmax_type": (None, "vanilla"), "window_attn_skip_freq": _NONE,
@@ -147,6 +151,9 @@ def _grouped(stored: Mapping[str, Any]) -> bool:
 def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Notices of what nobody knows. UserError: an argument says that it is another model than is built here."""
     KEYS.check_fixed(stored, where)
+    for key in (*SWITCHES, *SWITCHES_OF_EXPERTS, *_OTHER_SWITCHES):
+        if not is_one_of(stored.get(key), (None, True, False)):
+            raise UserError("is no switch", field=key, value=stored[key], where=where, accepted="true, false")
     turned = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
     if stored.get("add_position_embedding") is False and not turned and "position_embedding_type" in stored:
         raise UserError(

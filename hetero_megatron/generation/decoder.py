@@ -14,7 +14,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.generation.cache import Rows, apply_cache
-from hetero_megatron.generation.processors import Row
+from hetero_megatron.generation.processors import PromptRow
 from hetero_megatron.generation.sampling import Sampling
 from hetero_megatron.generation.weights import Weights
 from hetero_megatron.layout import cut
@@ -114,10 +114,10 @@ class Decoder:
             prompts: one batch of this pipeline; ``first``: global index of its first one.
             stops: whether an answer has ended, of the ids of its prompt and itself.
         """
-        rows = [Row(first + i, prompt, [], new_tokens) for i, prompt in enumerate(prompts)]
+        rows = [PromptRow(first + i, prompt, [], new_tokens) for i, prompt in enumerate(prompts)]
         ended = [False] * len(rows)
 
-        def ends(row: Row) -> bool:
+        def ends(row: PromptRow) -> bool:
             chosen = row.answer[-1]
             return chosen in sampling.ends or len(row.answer) == new_tokens or (stops is not None and stops(row.ids))
 
@@ -131,7 +131,7 @@ class Decoder:
         return [list(row.answer) for row in rows]
 
     def _continue(
-        self, rows: Sequence[Row], sampling: Sampling, ends: Callable[[Row], bool], bound: int | None
+        self, rows: Sequence[PromptRow], sampling: Sampling, ends: Callable[[PromptRow], bool], bound: int | None
     ) -> None:
         """Answer until each row has ended, or has more than ``bound`` tokens; from an empty cache."""
         device = self.comm.device

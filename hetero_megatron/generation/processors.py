@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_megatron.generation.settings import Filters, Settings
+from hetero_megatron.generation.settings import Filters, ScoreSettings
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """A prompt with what has been answered so far.
 
     Args:
@@ -31,7 +31,7 @@ class Row:
         return [*self.prompt, *self.answer]
 
 
-def processed(scores: torch.Tensor, row: Row, settings: Settings, ends: Sequence[int]) -> torch.Tensor:
+def processed(scores: torch.Tensor, row: PromptRow, settings: ScoreSettings, ends: Sequence[int]) -> torch.Tensor:
     """``scores`` [vocabulary], in at least fp32, of the token after ``row``; ``ends``: ids that end an answer."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
     ids, inside = row.ids, _inside(ends, scores)
@@ -40,7 +40,9 @@ def processed(scores: torch.Tensor, row: Row, settings: Settings, ends: Sequence
     return scores
 
 
-def _biased(s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends: Sequence[int]) -> torch.Tensor:
+def _biased(
+    s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
+) -> torch.Tensor:
     return _add(s, ids, settings.sequence_bias)
 
 
@@ -53,7 +55,9 @@ def _add(scores: torch.Tensor, ids: list[int], biases: Sequence[tuple[tuple[int,
     return scores
 
 
-def _penalised(s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends: Sequence[int]) -> torch.Tensor:
+def _penalised(
+    s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
+) -> torch.Tensor:
     s = _divide(s, row.prompt, 1 / settings.encoder_repetition_penalty)
     return _divide(s, ids, settings.repetition_penalty)
 
@@ -68,7 +72,7 @@ def _divide(scores: torch.Tensor, ids: Sequence[int], penalty: float) -> torch.T
 
 
 def _without_repeats(
-    s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends: Sequence[int]
+    s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
 ) -> torch.Tensor:
     for size, known in ((settings.no_repeat_ngram_size, ids), (settings.encoder_no_repeat_ngram_size, row.prompt)):
         if size and len(ids) >= size - 1:
@@ -79,14 +83,18 @@ def _without_repeats(
     return _add(s, ids, [(word, -math.inf) for word in words])
 
 
-def _of_length(s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends: Sequence[int]) -> torch.Tensor:
+def _of_length(
+    s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
+) -> torch.Tensor:
     least = settings.min_new_tokens
     if len(ids) < settings.min_length if least is None else len(row.answer) < least:
         s[list(ends)] = -math.inf
     return s
 
 
-def _forced(s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends: Sequence[int]) -> torch.Tensor:
+def _forced(
+    s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
+) -> torch.Tensor:
     if settings.forced_bos_token_id is not None and len(ids) == 1:
         s = _only(s, (settings.forced_bos_token_id,))
     if settings.forced_eos_token_id and len(row.answer) == row.most - 1:
@@ -103,7 +111,9 @@ def _only(scores: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return scores
 
 
-def _decayed(s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends: Sequence[int]) -> torch.Tensor:
+def _decayed(
+    s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
+) -> torch.Tensor:
     if settings.exponential_decay_length_penalty is None:
         return s
     start, factor = settings.exponential_decay_length_penalty
@@ -117,7 +127,9 @@ def _decayed(s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends
     return s
 
 
-def _suppressed(s: torch.Tensor, row: Row, ids: list[int], settings: Settings, ends: Sequence[int]) -> torch.Tensor:
+def _suppressed(
+    s: torch.Tensor, row: PromptRow, ids: list[int], settings: ScoreSettings, ends: Sequence[int]
+) -> torch.Tensor:
     s[_inside(settings.suppress_tokens, s)] = -math.inf
     late = len(row.prompt) == 1 and settings.forced_bos_token_id is not None
     if len(row.answer) == late:

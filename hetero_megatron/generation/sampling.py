@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hetero_megatron.generation.processors import Row, filtered, processed
-from hetero_megatron.generation.settings import Filters, Settings
+from hetero_megatron.generation.processors import PromptRow, filtered, processed
+from hetero_megatron.generation.settings import Filters, ScoreSettings
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Sampling:
     temperature: float = 0.0
     filters: Filters = field(default_factory=Filters)
     seed: int = 1234
-    settings: Settings = field(default_factory=Settings)
+    settings: ScoreSettings = field(default_factory=ScoreSettings)
     ends: tuple[int, ...] = ()
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, rows: Sequence[PromptRow]) -> torch.Tensor:
         """Next token of every row, int64 [b]; logits: [b, vocabulary]."""
         if self.settings.changes_scores:
             pairs = zip(logits, rows, strict=True)

@@ -68,7 +68,7 @@ class Filters:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScoreSettings:
     """What changes the scores of the next token, named as in transformers, and ``filters`` of draws.
 
     ``ends``: ids that end an answer; None: the file does not say it. ``min_new_tokens`` takes the place of
@@ -96,11 +96,11 @@ class Settings:
     @property
     def changes_scores(self) -> bool:
         """Whether anything but the ends, stops and filters is said."""
-        plain = Settings(self.ends, stop_strings=self.stop_strings, filters=self.filters)
+        plain = ScoreSettings(self.ends, stop_strings=self.stop_strings, filters=self.filters)
         return self != plain
 
 
-def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: bool = True) -> Settings:
+def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: bool = True) -> ScoreSettings:
     """The settings of a file.
 
     Args:
@@ -117,7 +117,7 @@ def read_settings(found: Mapping[str, Any], vocabulary: int, where: str, draws: 
     for key in ("forced_bos_token_id", "forced_eos_token_id"):
         if (forced := read.ids(key)) and set(forced) <= set(read.ids("suppress_tokens")):
             raise read.refuse(key, "is also in suppress_tokens", "tokens that may be chosen")
-    return Settings(
+    return ScoreSettings(
         ends=read.ids("eos_token_id") if "eos_token_id" in read.found else None,
         sequence_bias=read.biases(),
         encoder_repetition_penalty=read.number("encoder_repetition_penalty", 1.0, above=0),

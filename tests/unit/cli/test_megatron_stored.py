@@ -86,6 +86,9 @@ def test_arguments_of_other_models_are_refused_by_name() -> None:
     for key, value in more.items():
         with pytest.raises(UserError, match=key.replace("_", "-")):
             spec(**{key: value})
+    for key in ("swiglu", "qk_layernorm", "group_query_attention", "add_bias_linear", "use_rope_scaling"):
+        with pytest.raises(UserError, match=f"{key} = yes: is no switch"):
+            spec(**{key: "yes"})
     with pytest.raises(UserError, match="without positions"):
         spec(position_embedding_type="learned_absolute", add_position_embedding=False)
     with pytest.raises(UserError, match="sinkhorn"):

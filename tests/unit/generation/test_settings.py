@@ -13,9 +13,9 @@ import transformers
 from transformers import GenerationConfig
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.generation.processors import Row, filtered
+from hetero_megatron.generation.processors import PromptRow, filtered
 from hetero_megatron.generation.sampling import Sampling
-from hetero_megatron.generation.settings import KEYS, Settings, notices, read_settings
+from hetero_megatron.generation.settings import KEYS, ScoreSettings, notices, read_settings
 
 VOCAB, NEW = 40, 11
 PROMPTS = ([3], [5, 9, 5, 9, 2, 30, 31], list(range(10, 22)))
@@ -47,7 +47,7 @@ def theirs(model: Any, prompt: list[int], said: dict[str, Any], tokenizer: Any =
 
 def ours(model: Any, prompt: list[int], said: dict[str, Any]) -> list[int]:
     settings = read_settings(said, VOCAB, "generation_config.json")
-    row = Row(0, prompt, [], NEW)
+    row = PromptRow(0, prompt, [], NEW)
     sampling = Sampling(settings=settings, ends=settings.ends or ())
     with torch.no_grad():
         while len(row.answer) < NEW and not (row.answer and row.answer[-1] in sampling.ends):
@@ -144,7 +144,7 @@ def test_draws_have_the_frequencies_of_the_distribution_and_depend_on_prompt_and
     filters = read_settings({"top_p": 0.8}, 12, "x").filters
     wanted = filtered(logits.double() / 0.7, filters).softmax(-1)[0]
     sampling, count = Sampling(0.7, filters, seed=3), 4000
-    rows = [Row(i, [1], [0] * 5, 9) for i in range(count)]
+    rows = [PromptRow(i, [1], [0] * 5, 9) for i in range(count)]
     drawn = sampling.choose(logits.expand(count, -1), rows)
     seen = torch.bincount(drawn, minlength=12) / count
     assert (seen[wanted == 0] == 0).all() and (seen - wanted).abs().max() < 0.03
@@ -154,7 +154,7 @@ def test_draws_have_the_frequencies_of_the_distribution_and_depend_on_prompt_and
 def test_any_temperature_is_a_distribution() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 30) * 5
-    rows = [Row(i, [1], [], 9) for i in range(4)]
+    rows = [PromptRow(i, [1], [], 9) for i in range(4)]
     for temperature in (1e-5, 1e-20, 1e-300, 1e-308, 1e-320, 5e-324):
         assert torch.equal(Sampling(temperature).choose(logits, rows), logits.argmax(-1)), temperature
     for temperature in (1e20, 1e308, 1.7976931348623157e308):
@@ -189,7 +189,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
             assert raised.value.field == key and "--ignore-generation-config" in raised.value.accepted
     with pytest.raises(UserError, match="also in suppress_tokens"):
         read_settings({"forced_eos_token_id": 3, "suppress_tokens": [1, 3]}, VOCAB, "x")
-    assert read_settings({"top_k": -1, "min_p": 7}, VOCAB, "x", draws=False) == Settings()
+    assert read_settings({"top_k": -1, "min_p": 7}, VOCAB, "x", draws=False) == ScoreSettings()
 
 
 def test_unknown_keys_and_draws_of_the_file_alone_are_said() -> None:
