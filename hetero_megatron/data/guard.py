@@ -36,7 +36,7 @@ from hetero_megatron.errors import UserError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-SECONDS, SECONDS_PER_MB = 5.0, 20.0  # of CPU time, of one call: to begin with, and by the size of what it is given
+SECONDS, SECONDS_PER_MB = 2.0, 20.0  # of CPU time, of one call: to begin with, and by the size of what it is given
 MEMORY, MEMORY_PER_BYTE = 1 << 30, 512  # bytes beyond what this process has
 SILENCE = 600.0  # seconds that a child may say nothing without using its CPU time: it waits for something
 BATCH_BYTES, BATCH_ITEMS = 1 << 18, 256

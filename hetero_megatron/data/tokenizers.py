@@ -337,7 +337,7 @@ def is_foreign(tokenizer: Tokenizer) -> bool:
 
 
 def too_costly(name: str, why: str, where: str) -> UserError:
-    """The refusal of a tokenizer that cannot be let go on with a text; ``why``: it ``takes more than 5 s``."""
+    """The refusal of a tokenizer that cannot be let go on with a text; ``why``: it ``takes more than 2 s``."""
     return UserError(
         f"the tokenizer {why} for this text", field="tokenizer", value=name, where=where,
         accepted="a tokenizer whose normaliser and patterns come to an end",
