@@ -1,11 +1,13 @@
-"""Plans of 60 cases by ``hetero-megatron plan``, recorded and compared: what a change does to the planner's answers.
+"""Plans of 82 cases by ``hetero-megatron plan``, recorded and compared: what a change does to the planner's answers.
 
     python benchmarks/bench_planner_cases.py --record FILE [--only TEXT]
     python benchmarks/bench_planner_cases.py --compare FILE [--only TEXT]
 
 The clusters of papers under examples/, clusters for the testbed, random ones, long contexts, offloaded optimizers, lost
-and added nodes. Only the command is used, so that the two sides may be unlike inside. A case that is predicted to be
-slower by more than 0.5 % than the record is named; exit code 1 where there is one.
+and added nodes; and small ones for what the others leave out: experts (equal, uneven, with replicas), fp8, adapters,
+unlike TP, many kinds of nodes (METIS), chips of one type that are best alone, clusters of two vendors. Only the command
+is used, so that the two sides may be unlike inside. A case that is predicted to be slower by more than 0.5 % than the
+record is named; exit code 1 where there is one.
 """
 
 from __future__ import annotations
@@ -76,7 +78,78 @@ def cases(folder: Path) -> dict[str, list[str]]:
         path.write_text(json.dumps(random_cluster(rng)))
         more = ("--add", "1xH100-SXM") if seed % 2 else ("--without", "n0")
         add(f"random {seed}, {' '.join(more)}", path, "llama2-7b", 4096, 64, *more)
+    for name, words in _small(folder).items():
+        found[name] = words
     return found
+
+
+EXPERTS = {  # a mixture of experts in the keys of transformers
+    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+TWO = (("H100-SXM", 2, 4), ("L40S", 2, 4))  # (chip, nodes, chips of each)
+TINY = (("A100-80-SXM", 1, 2), ("L40S", 1, 2))
+VENDORS = (("A100-80-SXM", 1, 4), ("MI250X", 1, 4))
+KINDS = tuple((chip, 1, 2) for chip in CHIPS)
+
+
+def _small(folder: Path) -> dict[str, list[str]]:
+    """Words for ``plan`` by name."""
+    model = folder / "experts" / "config.json"
+    model.parent.mkdir(exist_ok=True)
+    model.write_text(json.dumps(EXPERTS))
+    found: dict[str, list[str]] = {}
+
+    def add(name: str, nodes: tuple[tuple[str, int, int], ...], speed: int, model: str, tokens: int, batch: int,
+            *more: str) -> None:  # fmt: skip
+        path = folder / f"small-{len(found)}.json"
+        rows = [
+            {"name": f"n{i}", "chip": chip, "count": count, "chips_per_node": size}
+            for i, (chip, count, size) in enumerate(nodes)
+        ]
+        link = {"bandwidth": f"{speed} GB/s", "latency": "15 us"}
+        path.write_text(json.dumps({"nodes": rows, "links": {"inter_node": link}}))
+        found[name] = ["--cluster", str(path), "--model", model, "--seq-length", str(tokens)]
+        found[name] += ["--global-batch-size", str(batch), *more]
+
+    moe = str(model.parent)
+    add("experts, equal chips", TWO[:1], 50, moe, 1024, 32)
+    add("experts, unlike chips", TINY, 12, moe, 1024, 16)
+    add("experts, two nodes of each", TWO, 50, moe, 2048, 16)
+    add("experts, slow links", TWO, 3, moe, 2048, 16)
+    for name, nodes in (("unlike", TINY), ("equal", (("A100-80-SXM", 1, 4),))):
+        add(f"experts, popular ones, {name} chips", nodes, 50, moe, 1024, 16, "--routing-stats", _popular(folder))
+    add("fp8, one type", (("H100-SXM", 1, 4),), 50, "llama2-7b", 2048, 16, "--fp8-format", "hybrid")
+    add("fp8 of some chips", TWO, 50, "llama2-7b", 2048, 32, "--fp8-format", "hybrid")
+    add("fp8, block by block", TWO, 12, "llama2-7b", 2048, 32, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+    add("adapters", TINY, 12, "llama2-7b", 2048, 16, "--lora-rank", "16")
+    add("adapters, int8 base", TINY, 12, "llama2-13b", 2048, 16, "--lora-rank", "8", "--lora-base-dtype", "int8")
+    add("adapters, two nodes of each", TWO, 3, "llama2-7b", 2048, 32, "--lora-rank", "16")
+    add("unlike TP, fast links", TINY, 200, "llama2-7b", 2048, 1, "--unlike-tp")
+    add("unlike TP, two sequences", TINY, 200, "llama2-7b", 1024, 2, "--unlike-tp")
+    add("offload of one type", (("L40S", 1, 4), ("RTX4090", 1, 4)), 12, "llama2-7b", 2048, 16)
+    add("offload of all", (("RTX4090", 1, 4),), 12, "llama2-7b", 1024, 8)
+    add("METIS, eight kinds", KINDS, 12, "llama2-7b", 2048, 64)
+    add("METIS, eight kinds, slow links", KINDS, 3, "llama2-7b", 2048, 64)
+    add("one type alone, slow links", (("H100-SXM", 1, 4), ("V100-32-SXM2", 1, 4)), 1, "llama2-7b", 2048, 16)
+    add("one type alone, slow chips", (("H100-SXM", 1, 2), ("RTX4090", 1, 2)), 1, "gpt2", 1024, 32)
+    add("two vendors", VENDORS, 12, "llama2-7b", 2048, 16)
+    add("two vendors, slow links", VENDORS, 3, "llama2-7b", 2048, 32)
+    return found
+
+
+def _popular(folder: Path) -> str:
+    """A file of --routing-stats of this model in which some experts have more tokens than others."""
+    from hetero_megatron.plan.routing_stats import VERSION, model_hash
+    from hetero_megatron.spec import load_model
+
+    counts = [400, 200, 100, 100, 80, 60, 40, 20]  # of 500 tokens
+    layers = {str(layer): counts for layer in range(EXPERTS["num_hidden_layers"])}
+    path, known = folder / "routing.json", model_hash(load_model(str(folder / "experts")))
+    path.write_text(json.dumps({"version": VERSION, "model_hash": known, "tokens": 500, "layers": layers}))
+    return str(path)
 
 
 def random_cluster(rng: random.Random) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def _parser() -> ArgumentParser:
     add("--unlike-tp", action="store_true",
         help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
-        help="zero-bubble, interleaved, adaptive for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
+        help="adaptive schedules for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
     add("--schedule-effort", type=Number(float, 1e-3, 1e6), default=SearchSpace.schedule_effort, metavar="X",
         help="how much longer than by default such schedules are looked for (%(default)g)")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),

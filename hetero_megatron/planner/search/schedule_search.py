@@ -1,10 +1,9 @@
-"""The best plans under further schedules: zero-bubble, interleaved, and one made for the plan's own stages.
+"""The best plans under schedules made for their own stages, with one chunk of layers per stage or several.
 
-Templates are searched under 1F1B and GPipe, which have fast times. What is best there is tried again, as a concrete
-plan, under schedules that split the backward or cut stages into chunks; the step simulator decides. So is the best
-template on every set of node groups, and the best pipeline of every other structure (replicas, stages, micro-batch
-size), that could be faster under such a schedule. From the fastest of these, hill climbing goes on with the schedule's
-own seconds: layers, recompute and order of stages, micro-batches.
+Templates are searched under 1F1B and GPipe, which have fast times. What is best there, on every set of node groups and
+of every other structure (replicas, stages, micro-batch size), is estimated under a schedule made for it
+(:mod:`schedule_score`); from the best, hill climbing goes on by such estimates: layers, recompute and order of stages,
+micro-batches. The best of these become concrete plans, schedules are made for them, and the step simulator decides.
 """
 
 from __future__ import annotations
