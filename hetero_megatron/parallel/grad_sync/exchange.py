@@ -112,12 +112,13 @@ class HopExchange:
         senders = [r for r in self.group.ranks if r != self.me and r in self.routes.take]
         begin = senders[0] if senders and senders[0] in self.routes.sends_all else self.me
         if begin == self.me:
-            make = received.new_empty if self.me in self.routes.sends_all else received.new_zeros
-            total = make(self.size)
+            total = received.new_empty(self.size)
+            if self.size and self.me not in self.routes.sends_all:
+                total.zero_()
         elif len(senders) == 1:  # its part becomes the sum; of the first two it does not matter which is added
             total = received
         else:
-            total = received[: self.size].clone()
+            total = received.new_empty(self.size).copy_(received[: self.size])
         views = [total[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         if self.fills:
             self._add_up(views, total, received, arrays, begin)

@@ -133,6 +133,8 @@ def test_what_hosts_say(case: str, tmp_path: Path) -> None:
         check_facts({"a-0": one, "a-1": other}, connections, cluster)
     refused(found.value, *words)
     check_facts({"a-0": facts(identity="1"), "a-1": facts(identity="2", python="3.11.2")}, connections, cluster)
+    vendors = [facts(identity=str(i), torch=f"2.11.0+{build}") for i, build in enumerate(("cu130", "rocm7.1"))]
+    check_facts(dict(zip(("a-0", "a-1"), vendors, strict=True)), connections, cluster)  # after + stands the vendor
 
 
 COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
