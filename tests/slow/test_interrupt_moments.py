@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT, TORCHRUN
 
 pytestmark = pytest.mark.slow
-MOMENTS = int(os.environ.get("MOMENTS", "24"))
+MOMENTS = int(os.environ.get("MOMENTS", "12"))
 RUN = ["pretrain_gpt.py", "--model", "tiny", "--mock-data", "--seq-length", "32", "--lr", "1e-3"]
 RUN += ["--micro-batch-size", "2", "--log-interval", "1", "--train-iters", "100000"]
 BUSY = "while True: pass"
@@ -42,15 +42,22 @@ def environment(folder: Path) -> dict[str, str]:
     return {**ENVIRONMENT, "PYTHONPATH": str(folder)}
 
 
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Read a program's lines up to one that holds ``text``."""
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if text in line:
+            return
+    raise AssertionError(f"it ended, with exit code {process.wait()}, before it said {text!r}")
+
+
 def interrupted(words: list[str], seconds: float, around: dict[str, str]) -> tuple[int, str, str]:
     """(exit code, standard output, standard error) of a program whose group gets Ctrl-C after ``seconds``."""
     process = subprocess.Popen(
         words, cwd=ROOT, env=around, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        assert process.stdout is not None
-        while "begins" not in process.stdout.readline():
-            pass
+        wait_for(process, "begins")
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -68,9 +75,7 @@ def first_step(words: list[str], around: dict[str, str]) -> float:
     process = subprocess.Popen(
         words, cwd=ROOT, env=around, stdout=pipe, stderr=null, text=True, start_new_session=True
     )
-    assert process.stdout is not None
-    while " iteration " not in process.stdout.readline():
-        pass
+    wait_for(process, " iteration ")
     found = time.monotonic() - begin
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
