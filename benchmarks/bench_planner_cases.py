@@ -84,14 +84,16 @@ def cases(folder: Path) -> dict[str, list[str]]:
 
 
 EXPERTS = {  # a mixture of experts in the keys of transformers
-    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 4,
     "num_experts_per_tok": 2, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 TWO = (("H100-SXM", 2, 4), ("L40S", 2, 4))  # (chip, nodes, chips of each)
 TINY = (("A100-80-SXM", 1, 2), ("L40S", 1, 2))
+PAIR = (("A100-80-SXM", 1, 2), ("L40S", 1, 1))
 VENDORS = (("A100-80-SXM", 1, 4), ("MI250X", 1, 4))
+PLAIN = ("--fp8-recipe", "tensorwise")
 KINDS = tuple((chip, 1, 2) for chip in CHIPS)
 
 
@@ -115,14 +117,8 @@ def _small(folder: Path) -> dict[str, list[str]]:
         found[name] += ["--global-batch-size", str(batch), *more]
 
     moe = str(model.parent)
-    add("experts, equal chips", TWO[:1], 50, moe, 1024, 32)
-    add("experts, unlike chips", TINY, 12, moe, 1024, 16)
-    add("experts, two nodes of each", TWO, 50, moe, 2048, 16)
-    add("experts, slow links", TWO, 3, moe, 2048, 16)
-    for name, nodes in (("unlike", TINY), ("equal", (("A100-80-SXM", 1, 4),))):
-        add(f"experts, popular ones, {name} chips", nodes, 50, moe, 1024, 16, "--routing-stats", _popular(folder))
-    add("fp8, one type", (("H100-SXM", 1, 4),), 50, "llama2-7b", 2048, 16, "--fp8-format", "hybrid")
-    add("fp8 of some chips", TWO, 50, "llama2-7b", 2048, 32, "--fp8-format", "hybrid")
+    add("fp8, one type", (("H100-SXM", 1, 4),), 50, "llama2-7b", 2048, 16, "--fp8-format", "hybrid", *PLAIN)
+    add("fp8 of some chips", TWO, 50, "llama2-7b", 2048, 32, "--fp8-format", "hybrid", *PLAIN)
     add("fp8, block by block", TWO, 12, "llama2-7b", 2048, 32, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
     add("adapters", TINY, 12, "llama2-7b", 2048, 16, "--lora-rank", "16")
     add("adapters, int8 base", TINY, 12, "llama2-13b", 2048, 16, "--lora-rank", "8", "--lora-base-dtype", "int8")
@@ -137,6 +133,11 @@ def _small(folder: Path) -> dict[str, list[str]]:
     add("one type alone, slow chips", (("H100-SXM", 1, 2), ("RTX4090", 1, 2)), 1, "gpt2", 1024, 32)
     add("two vendors", VENDORS, 12, "llama2-7b", 2048, 16)
     add("two vendors, slow links", VENDORS, 3, "llama2-7b", 2048, 32)
+    for name, nodes in (("equal", PAIR[:1]), ("unlike", PAIR)):
+        add(f"experts, {name} chips", nodes, 12, moe, 1024, 4)
+        add(f"experts, {name} chips, popular ones", nodes, 12, moe, 1024, 4, "--routing-stats", _popular(folder))
+    add("experts, slow links", PAIR, 1, moe, 1024, 4)
+    add("experts, two nodes of each", (("H100-SXM", 2, 1), ("L40S", 2, 1)), 12, moe, 1024, 4)
     return found
 
 
@@ -145,7 +146,7 @@ def _popular(folder: Path) -> str:
     from hetero_megatron.plan.routing_stats import VERSION, model_hash
     from hetero_megatron.spec import load_model
 
-    counts = [400, 200, 100, 100, 80, 60, 40, 20]  # of 500 tokens
+    counts = [450, 250, 200, 100]  # of 500 tokens
     layers = {str(layer): counts for layer in range(EXPERTS["num_hidden_layers"])}
     path, known = folder / "routing.json", model_hash(load_model(str(folder / "experts")))
     path.write_text(json.dumps({"version": VERSION, "model_hash": known, "tokens": 500, "layers": layers}))

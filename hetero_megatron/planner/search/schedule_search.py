@@ -39,7 +39,7 @@ FEW = 64  # chips, up to which this is done without being asked for
 CHUNKS = (2, 3)  # of layers per stage, that schedules are made for beside one; of the best plan
 MOST_PIPELINES = 4  # unlike ones, that a schedule is made for
 EFFORT, CHUNKED_EFFORT = 300_000, 40_000  # actions that may be timed for one pipeline of a plan; with several chunks
-FIRST = 0.12  # of that, before it is known which plan is the fastest
+FIRST = 0.12  # of that with one chunk, before it is known which plan is the fastest
 TRIED, CHUNKED_TRIED = 12_000, 6_000  # the same for an estimate
 CLIMBING, CHUNKED_CLIMBING = 4_000, 3_000  # and where the rules of a similar template are known
 WORK, OTHER_WORK, CHUNKED_WORK = 300_000, 120_000, 200_000  # of climbing, in actions timed: from the best, from others
@@ -140,7 +140,7 @@ class ScheduleSearch:
         """Simulate the best candidates; False where the incumbent said to stop."""
         fastest: tuple[JudgedPlan, int] | None = None
         for candidate in best[:SIMULATED]:
-            if candidate.seconds > WITHIN * best[0].seconds:
+            if fastest is not None and candidate.seconds > WITHIN * best[0].seconds:
                 break
             if incumbent.should_stop():
                 return False
@@ -149,9 +149,9 @@ class ScheduleSearch:
                 continue
             if not start.prediction.over and start.step_seconds < incumbent.plans[0].step_seconds:
                 incumbent.take_plan(start)
-            if self._try(start, candidate.chunks, FIRST, problem, incumbent):
+            if self._try(start, candidate.chunks, FIRST if candidate.chunks == 1 else 1.0, problem, incumbent):
                 fastest = start, candidate.chunks
-        if fastest is not None and not incumbent.should_stop():
+        if fastest is not None and fastest[1] == 1 and not incumbent.should_stop():
             self._try(*fastest, 1.0, problem, incumbent)
         return not incumbent.should_stop()
 
