@@ -253,8 +253,10 @@ class GPTStage(nn.Module):
         """Take the rotary frequencies of sequences of ``length`` tokens."""
         positions, device = self._place
         for rope in self._freqs:
-            self._freqs[rope] = freqs = rope_frequencies(rope, head_dim, rope.is_long(length))
-            if torch.device(device).type not in _HOST:
+            freqs = rope_frequencies(rope, head_dim, rope.is_long(length))
+            if torch.device(device).type in _HOST:
+                self._freqs[rope] = freqs.to(device)
+            else:
                 self._angles[rope] = Angles(freqs, positions, device)
 
     def layers(self) -> Iterable[Layer]:

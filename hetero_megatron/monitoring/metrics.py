@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.expert_log import ExpertFigures
+from hetero_megatron.monitoring.log_sinks import Board, LineFile, QuietThreads
 from hetero_megatron.monitoring.rewind import rewind
-from hetero_megatron.training.log_sinks import Board, LineFile, QuietThreads
 from hetero_megatron.utils.files import is_regular, open_append, read_json_object
 
 FILE, WANDB_FILE = "metrics.jsonl", "wandb.json"

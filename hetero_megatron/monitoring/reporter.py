@@ -14,6 +14,7 @@ from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.monitoring.console import ConsoleLine, format_line, format_short, format_validation
 from hetero_megatron.monitoring.expert_log import ExpertFigures, ExpertTotals, figures_of
+from hetero_megatron.monitoring.log_sinks import tell
 from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
 from hetero_megatron.monitoring.record import (
     FILE,
@@ -30,7 +31,6 @@ from hetero_megatron.predictor.report.prediction import format_step_seconds
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.log_sinks import tell
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.utils.text import notice_line, plural
 

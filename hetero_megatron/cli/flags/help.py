@@ -73,6 +73,7 @@ _COMMON = {
     "--eval-interval", "--eval-iters", "--save", "--load", "--save-interval", "--save-hf", "--log-interval",
     "--tensorboard-dir",
 }
+_RARELY = {"--sft", "--lora-targets", "--use-rslora", "--shuffle-buffer"}  # of those of fine-tuning
 
 
 def help_text(command: str = "pretrain", everything: bool = True) -> str:
@@ -104,7 +105,7 @@ def help_text(command: str = "pretrain", everything: bool = True) -> str:
 
 def _common(flag: Flag, command: str) -> bool:
     if flag in GROUPS["Fine-tuning"]:
-        return command == "finetune" and flag.name != "--sft"
+        return command == "finetune" and flag.name not in _RARELY
     return flag.name in _COMMON
 
 

@@ -132,7 +132,7 @@ def test_a_plan_that_does_not_fit_fails_the_command(tmp_path: Path, capsys: pyte
         (["predict"], "--plan, --cluster"),
         ([*WORDS[:5], *WORDS[7:]], "--model: missing, and the plan names none"),
         ([*WORDS, "--jsn"], "unrecognized arguments: --jsn"),
-        ([*WORDS, "--memory-margin", "1"], "--memory-margin = 1.0: out of range"),
+        ([*WORDS, "--memory-margin", "1"], "--memory-margin = 1: is too large"),
         ([*WORDS, "--html", "/nonexistent/x.html"], "--html = /nonexistent/x.html: cannot be written"),
         ([*WORDS[:-1], "fp8"], "invalid choice: 'fp8'"),
     ],

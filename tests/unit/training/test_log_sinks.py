@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hetero_megatron.errors import UserError, printable, without_controls
+from hetero_megatron.monitoring.log_sinks import Board, LineFile, QuietThreads
 from hetero_megatron.monitoring.metrics import FILE, MetricsWriter, StepMetrics
-from hetero_megatron.training.log_sinks import Board, LineFile, QuietThreads
 from hetero_megatron.utils.files import open_append
 from hetero_megatron.utils.text import notice_line
 

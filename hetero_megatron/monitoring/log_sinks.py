@@ -51,6 +51,9 @@ class LineFile:
             there = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             there = None
+            if not self.path.parent.is_dir():  # perhaps moved as a whole, and the file with it
+                self._say("is no longer there, nor is its folder: lines go on in the file that was")
+                return
         if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
             fresh = open_append(self.path)
             self._file.close()
