@@ -105,7 +105,7 @@ class HopExchange:
             own = memory[self.runs[self.group.index]]
             if self.group.size == 2:  # which of two is added to the other does not matter
                 own += received
-            else:
+            elif self.size:
                 torch.sum(received.view(self.group.size, self.size), 0, out=own)
             return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         # Who sends nothing has no chunk: of hundreds of members most may hold nothing of what is summed up here.
