@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_megatron.cli.flags.parse import index
-from hetero_megatron.cli.shell_script import Command, mark, read_script, unresolved
+from hetero_megatron.cli.shell_script import ShellCommand, mark, read_script, unresolved
 from hetero_megatron.utils.yaml_document import Entry, parse_document
 
 _TRAINER = re.compile(r"[^=]*\.py")
@@ -52,7 +52,7 @@ def launches_of(text: str, name: str, given: Mapping[str, str]) -> list[Launch]:
     return [found for command in read_script(text, given) if (found := _launch(command)) is not None]
 
 
-def _launch(command: Command) -> Launch | None:
+def _launch(command: ShellCommand) -> Launch | None:
     words = command.words
     start = next((i for i, word in enumerate(words) if _is_trainer(words, i)), None)
     if start is None:

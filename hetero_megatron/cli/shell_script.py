@@ -27,7 +27,7 @@ MAX_WORDS = 100_000
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """Its words, and the line on which it begins."""
 
     words: tuple[str, ...]
@@ -53,7 +53,7 @@ def shown(word: str) -> str:
 class _Shell:
     values: dict[str, list[str]]
     branch: int = 0
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     budget: int = MAX_WORDS  # each value can double the one before
 
     def expand(self, text: str) -> list[str]:
@@ -183,20 +183,20 @@ class _Shell:
             words = words[1:]
         expanded = [word for piece in words for word in self.expand(piece)]
         if expanded:
-            self.commands.append(Command(tuple(expanded), line))
+            self.commands.append(ShellCommand(tuple(expanded), line))
             for at, word in enumerate(expanded[:-1]):
                 if word in ("-c", "-lc") and at and expanded[at - 1].rpartition("/")[2] in ("bash", "sh"):
                     inner = _Shell(self.values, self.branch, budget=self.budget // 2)
-                    self.commands += [Command(one.words, line) for one in inner.read(expanded[at + 1])]
+                    self.commands += [ShellCommand(one.words, line) for one in inner.read(expanded[at + 1])]
 
-    def read(self, text: str) -> list[Command]:
+    def read(self, text: str) -> list[ShellCommand]:
         for words, line in _lines(text):
             if self.budget > 0:
                 self.run(words, line)
         return self.commands
 
 
-def read_script(text: str, environment: Mapping[str, str] = {}) -> list[Command]:
+def read_script(text: str, environment: Mapping[str, str] = {}) -> list[ShellCommand]:
     """The commands of a script; ``environment``: values of variables that it does not set itself."""
     return _Shell({name: [value] for name, value in environment.items()}).read(text)
 

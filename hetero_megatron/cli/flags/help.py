@@ -79,8 +79,7 @@ _RARELY = {"--sft", "--lora-targets", "--use-rslora", "--shuffle-buffer"}  # of 
 def help_text(command: str = "pretrain", everything: bool = True) -> str:
     """What ``--help-all`` prints, the supported flags; or ``--help``, those that most runs have."""
     lines = [f"usage: hetero-megatron {command} --plan FILE | --auto-plan --cluster FILE | Megatron's parallel flags",
-             "                                --model M, data, training ...",
-             f"       hetero-megatron {command} --nproc-per-node N ...    N ranks on this host (or torchrun)",
+             "                                --model M, data, training ... (--nproc-per-node N: ranks on this host)",
              f"       hetero-megatron {command} --help | --help-all | --version", ""]
     for group, flags in GROUPS.items():
         shown = [flag for flag in flags if _in_help(flag) and (everything or _common(flag, command))]

@@ -39,7 +39,7 @@ FLAGS = (
         "else ByteTokenizer for text and a model of at most 512 ids",
     ),
     value(
-        "--tokenizer-model", str, None, "directory or name of a Hugging Face tokenizer; Llama2Tokenizer's file",
+        "--tokenizer-model", str, None, "directory or name of a Hugging Face tokenizer",
         needs=_tokenizers("--tokenizer-model"),
     ),
     value("--vocab-file", str, None, "vocab.json of a GPT-2 tokenizer", needs=_tokenizers("--vocab-file")),
