@@ -23,7 +23,7 @@ def test_plurals(count: int, noun: str, text: str) -> None:
 
 
 def test_notices_cannot_steer_a_terminal() -> None:
-    assert notice_line("weights \x1b[31mred\u202e\n  and more") == "notice: weights \\x1b[31mred\\u202e\n  and more"
+    assert notice_line("weights \x1b[31mred\u202e\n  and more") == "notice: weights \\x1b[31mred\\u202e\\n  and more"
 
 
 def test_every_notice_is_made_in_one_place() -> None:

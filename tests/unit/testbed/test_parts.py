@@ -239,7 +239,7 @@ def test_output_is_prefixed_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("run --cluster C --chips quota -- true", "--chips = quota: unknown choice. Accepted: clock, soft, none"),
         ("run --cluster C --chips fast -- true", "--chips = fast: unknown choice. Accepted: clock, soft, none"),
         ("run --cluster C --links wifi -- true", "--links = wifi: unknown choice. Accepted: namespaces, paced, none"),
-        ("run --cluster C --grace soon -- true", "--grace = soon: out of range"),
+        ("run --cluster C --grace soon -- true", "--grace = soon: is not a number"),
         ("run --cluster C --output loud -- true", "--output = loud: unknown choice. Accepted: rank0, all"),
         ("run --cluster C --chip soft -- true", "testbed run = --chip: unknown flag"),
         ("status --yaml", "--yaml: unknown flag. Accepted: --json"),
