@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", help=f"only these, separated by commas: {', '.join(cases.KINDS)}")
     parser.add_argument("--case", type=int, help="only this number, and print what it gives")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of one case")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of one case")
     parser.add_argument("--memory", type=int, default=3072, help="MiB of one process")
     parser.add_argument("--findings", default="runs/fuzz", help="where failing inputs are kept")
     return parser.parse_args()
