@@ -45,6 +45,7 @@ CLIMBING, CHUNKED_CLIMBING = 4_000, 3_000  # and where the rules of a similar te
 WORK, OTHER_WORK, CHUNKED_WORK = 300_000, 120_000, 200_000  # of climbing, in actions timed: from the best, from others
 MOST_MOVES, LEAST_GAIN = 2_000, 1e-6
 STRUCTURES, SETS, OTHERS = 12, 6, 3  # that are tried: structures, sets of node groups; those climbed from
+SETS_BESIDE = 3  # further sets of node groups that are climbed from
 NEAR, ALIKE = 1.05, 1.002  # climbing starts from what is so near to the best; estimates that say no difference
 SIMULATED, WITHIN = 3, 1.01  # plans that are simulated in the end; the others only if so near to the best estimate
 
@@ -100,15 +101,35 @@ class ScheduleSearch:
             found += [x for x in rows if x.seconds < math.inf]
             limit = NEAR * min((x.seconds for x in found), default=math.inf)
         best, cut = list[_Candidate](), list[_Candidate]()
-        for i, start in enumerate(_unlike(found)[:OTHERS]):
-            if start.seconds < limit:
-                best.append(self._climbed(start, scorer, problem, incumbent, OTHER_WORK if i else WORK))
-                near = NEAR * min(best).seconds
-                also = CHUNKS if best[-1] is min(best) else CHUNKS[:1]
-                cut += [_estimate(scorer, best[-1].template, n, effort, near) for n in also]
+        climbed = [x for x in _unlike(found)[:OTHERS] if x.seconds < limit]
+        for i, start in enumerate([*climbed, *self._on_sets_beside(climbed, scorer, effort, incumbent)]):
+            if best and _least_seconds(start.template, scorer.scorer) >= min(best).seconds:
+                continue
+            made = self._climbed(start, scorer, problem, incumbent, OTHER_WORK if i else WORK)
+            if best and made.seconds < min(best).seconds:
+                made = self._climbed(made, scorer, problem, incumbent, WORK - OTHER_WORK)
+            best.append(made)
+            near = NEAR * min(best).seconds
+            also = CHUNKS if made is min(best) else CHUNKS[:1]
+            cut += [_estimate(scorer, made.template, n, effort, near) for n in also]
         if cut and min(cut).seconds < NEAR * min(best).seconds:
             best.append(self._climbed(min(cut), scorer, problem, incumbent, CHUNKED_WORK))
         return sorted(best)
+
+    def _on_sets_beside(
+        self, known: Sequence[_Candidate], scorer: ScheduleScorer, effort: float, incumbent: Incumbent
+    ) -> Iterator[_Candidate]:
+        """The template on each of a few other sets of node groups than ``known`` are on, however slow it seems before
+        climbing: fewer chips may be faster than all of them, once their schedule is theirs."""
+        sets = {_node_groups(x.template) for x in known}
+        for (template,) in self._on_other_groups(incumbent):
+            if len(sets) >= len(known) + SETS_BESIDE or incumbent.should_stop():
+                return
+            if _node_groups(template) not in sets:
+                sets.add(_node_groups(template))
+                found = _estimate(scorer, template, 1, effort, math.inf)
+                if found.seconds < math.inf:
+                    yield found
 
     @staticmethod
     def _climbed(
@@ -139,8 +160,8 @@ class ScheduleSearch:
     def _try_best(self, best: Sequence[_Candidate], problem: PlanningProblem, incumbent: Incumbent) -> bool:
         """Simulate the best candidates; False where the incumbent said to stop."""
         fastest: tuple[JudgedPlan, int] | None = None
-        for candidate in best[:SIMULATED]:
-            if fastest is not None and candidate.seconds > WITHIN * best[0].seconds:
+        for i, candidate in enumerate(best):
+            if fastest is not None and (i >= SIMULATED or candidate.seconds > WITHIN * best[0].seconds):
                 break
             if incumbent.should_stop():
                 return False
@@ -222,6 +243,11 @@ def _judged(start: JudgedPlan, plan: Plan, problem: PlanningProblem, costs: Cost
     sync = start.prediction.sync if plan.stages == start.plan.stages else None
     found = predict(plan, problem.model, problem.cluster, problem.dtype, costs, sync=sync)
     return None if found.over else replace(start, plan=plan, prediction=found)
+
+
+def _node_groups(template: PlanTemplate) -> frozenset[object]:
+    """On which a template has stages."""
+    return frozenset(stage.group for part in template.parts for stage in part.shape.stages)
 
 
 def _least_seconds(template: PlanTemplate, scorer: TemplateScorer) -> float:
