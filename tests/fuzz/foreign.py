@@ -116,7 +116,7 @@ def differs(kind: str, words: list[str], shown: str) -> str:
         with torch.no_grad():
             made = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW,
-                tokenizer=tokenizer, **more,
+                tokenizer=tokenizer, return_dict_in_generate=False, **more,
             )  # fmt: skip
     except Exception:  # whatever the library says of a file that is not its own
         return ""
