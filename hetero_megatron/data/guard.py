@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import struct
+import sys
 import time
 import traceback
 import warnings
@@ -39,6 +40,7 @@ Result = TypeVar("Result")
 SECONDS, SECONDS_PER_MB = 2.0, 20.0  # of CPU time, of one call: to begin with, and by the size of what it is given
 MEMORY, MEMORY_PER_BYTE = 1 << 30, 512  # bytes beyond what this process has
 SILENCE = 600.0  # seconds that a child may say nothing without using its CPU time: it waits for something
+DEPTH = 1000  # calls within each other
 BATCH_BYTES, BATCH_ITEMS = 1 << 18, 256
 _STATE = struct.Struct("<qB")  # of the call under way: number of the item in its batch, place in _CALLS
 _CALLS = ("", RENDER, TOKENIZE)
@@ -239,6 +241,7 @@ class _Child:
         signal.set_wakeup_fd(-1)
         faulthandler.disable()
         gc.freeze()
+        sys.setrecursionlimit(_depth() + DEPTH)  # libraries raise the parent's: PyTorch's compiler, for one
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):  # libraries write there when they fail
             os.dup2(nothing, number)
@@ -323,6 +326,11 @@ def _data_bytes() -> int:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def _depth() -> int:
+    """Calls that are under way in this thread."""
+    return sum(1 for _ in traceback.walk_stack(None))
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def ids_of(folder: Path, encoder: ChatEncoder) -> list[int]:
     return [int(i) for i in encoded.ids]
 
 
+@pytest.fixture
+def high_recursion_limit() -> Iterator[None]:
+    """As a library may leave it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("high_recursion_limit")
 def test_templates_that_raise_or_grow_are_refused_with_their_name_and_the_record(folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(str(folder))
     for text, says in REFUSED.items():
