@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_testbed import MODEL, MODES, PLANS, cluster_of
 from benchmarks.common import machine
 from benchmarks.testbed_run import ROOT
-from hetero_megatron.predictor.cost.layer_cost import SWAPS
+from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES
 
 GOAL = 0.03  # of ``clock``
 SECONDS_GOAL = 120
@@ -105,7 +105,7 @@ def spreads(repeats: list[dict[str, Any]]) -> dict[str, tuple[int, float, float,
             table, _, degree = kind.partition(",")
             if table in ("embed", "head", "waiting"):
                 layer = median(one[f"layers,{degree}"][key] for one in every)
-                base = layer / SWAPS if table == "waiting" else max(base, layer)
+                base = layer / TP_COLLECTIVES if table == "waiting" else max(base, layer)
             if kind == "visits":
                 base = median(one["attention"][key] for one in every)
             widths[key] = (max(values) - min(values)) / base if base else 0.0

@@ -77,7 +77,7 @@ def against_others(cases: int, seed: int, spread: float, more: int) -> None:
     beaten: Counter[str] = Counter()
     for _ in range(cases):
         count = draw.randint(2, 8)
-        drawn = random_times(draw, count, spread=spread)
+        drawn = random_times(draw, count, gather=spread)
         stages = tuple(replace(s, memory_bytes=count - i + more) for i, s in enumerate(drawn.stages))
         times, micro_batches = replace(drawn, stages=stages), count * draw.choice((2, 4))
         plain = simulated_seconds(generate("1f1b", count, micro_batches), times)

@@ -25,7 +25,7 @@ from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.expert_stages import ExpertStages, with_equal_experts
-from hetero_megatron.planner.search.incumbent import Incumbent, judge
+from hetero_megatron.planner.search.incumbent import Incumbent, simulate_best
 from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.predictor.simulate.step import predict
@@ -82,7 +82,7 @@ def choose(cluster: Cluster, spec: ModelSpec, work: Work) -> list[Choice]:
         both = _equal_rows(equal)
         plans += [("equal experts and sequences", "all equal", both)] if both is not None else []
     uniform = [choice for _, template in top_uniform_plans(problem, make_scorer(problem), 12)[0]
-               for choice in judge([(0.0, 0, template)], problem, make_scorer(problem))]  # fmt: skip
+               for choice in simulate_best([(0.0, 0, template)], problem, make_scorer(problem))]  # fmt: skip
     uniform.sort(key=lambda choice: choice.step_seconds)
     plans += [(f"uniform {i + 1}", "uniform", choice.plan) for i, choice in enumerate(uniform[:2])]
     out, seen = [], set[str]()

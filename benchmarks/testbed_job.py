@@ -22,7 +22,7 @@ from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.incumbent import judge
+from hetero_megatron.planner.search.incumbent import simulate_best
 from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.planner.template.placement import renumbered
 from hetero_megatron.predictor.simulate.step import predict
@@ -49,7 +49,7 @@ def choose(cluster: Cluster, spec: ModelSpec, work: Work) -> list[Choice]:
     scorer = make_scorer(problem)
     uniform = []
     for shape, candidate in top_uniform_plans(problem, scorer, 12)[0] if "uniform" in work["kinds"] else ():
-        choices = judge([(0.0, 0, candidate)], problem, scorer)
+        choices = simulate_best([(0.0, 0, candidate)], problem, scorer)
         uniform += [(shape, choice) for choice in choices]
     uniform.sort(key=lambda item: item[1].step_seconds)
     plans += [(f"uniform: {u.text()}", "uniform", c.plan) for u, c in uniform[:2]]  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from hetero_megatron.ops.kernel import Kernel
 from hetero_megatron.parallel.update import OptimizerFactory
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.predictor.cost.layer_cost import SWAPS
+from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.runtime import Runtime, StepStats
 
@@ -97,7 +97,7 @@ class StageTimes:
     def swaps(self) -> int:
         """Exchanges with the TP group, each way."""
         layers, *ends = self.parts
-        return SWAPS * layers + sum(ends) if len(self.ranks) > 1 else 0
+        return TP_COLLECTIVES * layers + sum(ends) if len(self.ranks) > 1 else 0
 
 
 def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:

@@ -89,7 +89,7 @@ def load_tensors(
         _make_states(optimizer, moments(checkpoint), (checkpoint.state["optimizer"] or {}).get("numbers", {}))
     tensors, _ = owned_tensors(optimizer, spec, with_optimizer)
     checkpoint.read_into(tensors, group)
-    optimizer.spread()
+    optimizer.all_gather()
 
 
 def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:

@@ -21,7 +21,7 @@ from hetero_megatron.model.layers import Context, CoreAttention
 from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
-from hetero_megatron.parallel.context_ring import HeadHops, Program, RingAttention
+from hetero_megatron.parallel.context_ring import HeadHops, RingAttention, RingProgram
 from hetero_megatron.parallel.head_exchange import HeadExchange, local_size
 from hetero_megatron.plan.context_plan import (
     Block,
@@ -69,7 +69,7 @@ class StageAttention:
         self.attention = BlockAttention(kernel, key_heads(users), window, merge, self.group.tokens)
         self.blocks = self._blocks()
         self.hops = HeadHops(context, comm.rank)
-        self._programs: OrderedDict[tuple[tuple[int, ...], ...] | None, Program] = OrderedDict()
+        self._programs: OrderedDict[tuple[tuple[int, ...], ...] | None, RingProgram] = OrderedDict()
 
     def sinks(self, held: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Sinks of the heads that this rank computes, from those of the heads of its projections. Where the former are
@@ -88,7 +88,7 @@ class StageAttention:
             return (Block(self.group.index, (whole,), self.key_tokens),)
         return self.context.blocks
 
-    def program(self, documents: Documents) -> Program:
+    def program(self, documents: Documents) -> RingProgram:
         """What this rank does for a micro-batch with these documents."""
         plain = documents is None or all(len(starts) <= 1 for starts in documents)
         key = None if plain else tuple(tuple(starts) for starts in documents or ())
@@ -99,7 +99,7 @@ class StageAttention:
         self._programs.move_to_end(key)
         return self._programs[key]
 
-    def _make(self, documents: tuple[tuple[int, ...], ...] | None) -> Program:
+    def _make(self, documents: tuple[tuple[int, ...], ...] | None) -> RingProgram:
         length = self.context.seq_length
         alone = {starts: chunk_starts(starts, length, self.chunk) for starts in sorted(set(documents or [(0,)]))}
 
@@ -118,7 +118,7 @@ class StageAttention:
                 per_block.append([(None, tile) for tile in found[0,]])
             else:
                 per_block.append([(row, tile) for row, starts in enumerate(documents) for tile in found[starts]])
-        return Program(self.comm, self.group.index, schedule, self.hops, per_block, self.attention)
+        return RingProgram(self.comm, self.group.index, schedule, self.hops, per_block, self.attention)
 
 
 def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:

@@ -49,7 +49,7 @@ class HeadHops:
 
 
 @dataclass(frozen=True)
-class Program:
+class RingProgram:
     """One rank's part for one mask: the rounds, and the tiles of its queries with every block."""
 
     comm: Comm
@@ -84,7 +84,7 @@ class Messages:
     the order of a pair's messages (queues of a device), not only where tags tell them apart.
     """
 
-    def __init__(self, program: Program, gradients: bool, like: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, program: RingProgram, gradients: bool, like: torch.Tensor, dtype: torch.dtype) -> None:
         self.program, self.gradients = program, gradients
         self.b, _, self.heads, self.d = like.shape
         self.like, self.dtype = like, dtype
@@ -166,7 +166,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Visit:
+class RingBlock:
     """A block that is here in round t: an own one (``hop`` None), or the one that ``hop`` brought."""
 
     t: int
@@ -178,17 +178,17 @@ class Visit:
 class KeyValueRing:
     """One pass of all blocks by this rank."""
 
-    def __init__(self, program: Program, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, program: RingProgram, k: torch.Tensor, v: torch.Tensor) -> None:
         self.program, self.k, self.v = program, k, v
         self.messages = Messages(program, False, k, k.dtype)
 
-    def visits(self, end_of_round: Callable[[int], None] | None = None) -> Iterator[Visit]:
+    def blocks(self, end_of_round: Callable[[int], None] | None = None) -> Iterator[RingBlock]:
         """Blocks, while others are under way; ``end_of_round(t)`` is called in every round, whatever it brought."""
         program, rounds = self.program, len(self.program.schedule.rounds)
         sends, arriving = self._post(0, None)
         for t in range(-1, rounds):
             for block in program.own_blocks(t + 1):
-                yield Visit(t, block, None, self._own(block))
+                yield RingBlock(t, block, None, self._own(block))
             if t < 0:
                 continue
             hop = program.schedule.arrival(t, program.group)
@@ -197,7 +197,7 @@ class KeyValueRing:
                 handle.wait()
             sends, arriving = self._post(t + 1, pair)
             if hop is not None and pair is not None:
-                yield Visit(t, hop.block, hop, pair)
+                yield RingBlock(t, hop.block, hop, pair)
             if end_of_round is not None:
                 end_of_round(t)
         for handle in sends:
@@ -227,7 +227,7 @@ class KeyValueRing:
 class GradientRing:
     """Gradients of keys and values on their way to the owners of the blocks, one round behind the keys."""
 
-    def __init__(self, program: Program, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def __init__(self, program: RingProgram, dk: torch.Tensor, dv: torch.Tensor) -> None:
         self.program, self.dk, self.dv = program, dk, dv
         self.messages = Messages(program, True, dk, dk.dtype)
         self.sends: list[Handle] = []
@@ -235,7 +235,7 @@ class GradientRing:
         self.so_far: Arrival | None = None  # the sum from the groups before, for the block of the next round
         self.returns: list[tuple[int, Arrival]] = []  # own blocks that come back
 
-    def target(self, visit: Visit) -> Pair:
+    def target(self, visit: RingBlock) -> Pair:
         """Where the gradient of a visiting block is added up."""
         block = self.program.schedule.blocks[visit.block]
         if visit.hop is None and len(block.at) == 1:
@@ -247,7 +247,7 @@ class GradientRing:
             self.made = (visit.hop, pair)
         return pair
 
-    def computed(self, visit: Visit, pair: Pair) -> None:
+    def computed(self, visit: RingBlock, pair: Pair) -> None:
         """The gradient of a visiting block is complete in ``pair``, which :meth:`target` gave."""
         at = self.program.schedule.blocks[visit.block].at
         if visit.hop is None and len(at) > 1:
@@ -305,11 +305,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, program: Program,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, program: RingProgram,
         dropout: ScoreDropout | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out, lse = accumulators(q)
-        for visit in KeyValueRing(program, k, v).visits():
+        for visit in KeyValueRing(program, k, v).blocks():
             program.attention.forward(q, *visit.pair, program.tiles[visit.block], out, lse, dropout)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -321,10 +321,10 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        program: Program = ctx.program
+        program: RingProgram = ctx.program
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         ring, delta = GradientRing(program, dk, dv), program.attention.kernel.delta(grad, out)
-        for visit in KeyValueRing(program, k, v).visits(ring.end_of_round):
+        for visit in KeyValueRing(program, k, v).blocks(ring.end_of_round):
             target = ring.target(visit)
             tiles = program.tiles[visit.block]
             program.attention.backward(grad, q, *visit.pair, out, lse, tiles, (dq, *target), delta, ctx.dropout)

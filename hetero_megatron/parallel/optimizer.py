@@ -103,15 +103,15 @@ class ShardedOptimizer:
             for master in masters:
                 master.grad = None
         flat.clear()
-        self.spread(isinstance(self.inner, ScalingOptimizer))
+        self.all_gather(isinstance(self.inner, ScalingOptimizer))
 
     @torch.no_grad()
-    def spread(self, copied: bool = False) -> None:
+    def all_gather(self, copied: bool = False) -> None:
         """Make every holder's parameters equal to the owners' masters; ``copied``: the update wrote what it can."""
         params = {name: p.detach() for name, p in self.sync.params.items()}
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
         under_way: deque[Action] = deque()
-        for action in self.sync.spreads:
+        for action in self.sync.all_gathers:
             _, bucket, hop = action
             exchange = self.sync.by_bucket[bucket]
             # A bucket goes on when its hop before has come; others wait for their turn, to bound the memory.

@@ -20,7 +20,7 @@ from hetero_megatron.schedule import Action, receive_order
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
 DrawsOf = Callable[[int], Draws]  # global index of a micro-batch's first row -> what its dropout draws by
 _BACKWARD = {"B", "B_INPUT", "W", "SEND_B", "RECV_B", "REDUCE"}
-_AFTER = {"UPDATE", "SPREAD"}  # the optimizer's
+_AFTER = {"UPDATE", "ALL_GATHER"}  # the optimizer's
 
 
 class StepWork:

@@ -249,19 +249,19 @@ def bucket_crossing(bucket: Bucket, islands: Sequence[tuple[int, ...]]) -> tuple
 
 
 def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """(REDUCE, SPREAD) of one rank in the order in which it starts them: by bucket, and within one hop after hop; the
-    parameters come back the other way round. All ranks keep to this one order, so none waits in a circle."""
+    """(REDUCE, ALL_GATHER) of one rank in the order in which it starts them: by bucket, and within one hop after hop;
+    the parameters come back the other way round. All ranks keep to this one order, so none waits in a circle."""
     mine = [b for b in buckets if rank in b.hops[0]]
-    reduces = tuple(action for b in mine for action in bucket_actions(b, spread=False))
-    spreads = tuple(action for b in mine for action in bucket_actions(b, spread=True))
-    return reduces, spreads
+    reduces = tuple(action for b in mine for action in bucket_actions(b, gather=False))
+    all_gathers = tuple(action for b in mine for action in bucket_actions(b, gather=True))
+    return reduces, all_gathers
 
 
-def bucket_actions(bucket: Bucket, spread: bool) -> tuple[Action, ...]:
+def bucket_actions(bucket: Bucket, gather: bool) -> tuple[Action, ...]:
     """What every holder does with one bucket, in order."""
     hops = range(len(bucket.hops))
-    if spread:
-        return tuple(Action("SPREAD", bucket.index, h) for h in reversed(hops))
+    if gather:
+        return tuple(Action("ALL_GATHER", bucket.index, h) for h in reversed(hops))
     return tuple(Action("REDUCE", bucket.index, h) for h in hops)
 
 

@@ -46,15 +46,15 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
     return tuple(out)
 
 
-SyncActions = tuple[tuple[Action, ...], tuple[Action, ...]]  # REDUCEs, SPREADs
+SyncActions = tuple[tuple[Action, ...], tuple[Action, ...]]  # REDUCEs, ALL_GATHERs
 
 
 class Collectives:
     """Which groups of ranks meet in an action: ``collectives(rank, action)``, in the order in which they first meet.
 
-    F and B: the rank's TP group, then the groups of its context and of its experts. REDUCE and SPREAD: the holders of
-    the bucket, or those in the rank's island. UPDATE: all ranks, for loss and norm. Groups of one rank exchange nothing
-    and are left out.
+    F and B: the rank's TP group, then the groups of its context and of its experts. REDUCE and ALL_GATHER: the holders
+    of the bucket, or those in the rank's island. UPDATE: all ranks, for loss and norm. Groups of one rank exchange
+    nothing and are left out.
     """
 
     def __init__(self, plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec) -> None:
@@ -72,7 +72,7 @@ class Collectives:
         kind, index, hop = action
         if kind in ("F", "B", "B_INPUT"):
             return self._layers[rank]
-        if kind in ("REDUCE", "SPREAD"):
+        if kind in ("REDUCE", "ALL_GATHER"):
             group = self._buckets[index].hops[hop].group(rank)
             return (group,) if len(group) > 1 else ()
         return self._everyone if kind == "UPDATE" else ()
@@ -82,7 +82,7 @@ class Collectives:
         return self(rank, action) if action[0] in SYNCHRONISATION else ()
 
     def kinds(self) -> dict[int, tuple[int, ...]]:
-        """By rank: equal for ranks that are in the same groups in all REDUCEs and SPREADs that both of them do."""
+        """By rank: equal for ranks that are in the same groups in all REDUCEs and ALL_GATHERs that both of them do."""
         groups = dict.fromkeys(g for b in self._buckets.values() for hop in b.hops for g in hop.groups)
         inside: dict[int, list[int]] = defaultdict(list)
         for number, group in enumerate(groups):

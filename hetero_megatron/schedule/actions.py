@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 COMPUTE = ("F", "B", "B_INPUT", "W")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-SYNCHRONISATION = ("REDUCE", "UPDATE", "SPREAD")
+SYNCHRONISATION = ("REDUCE", "UPDATE", "ALL_GATHER")
 # Receives posted before they are needed. Each waits on the device, where it takes execution slots from compute: one
 # is under way while a micro-batch is computed.
 LOOKAHEAD = 1
@@ -21,8 +21,8 @@ class Action(NamedTuple):
 
     Kinds: ``F`` forward; ``B`` whole backward, or ``B_INPUT`` (gradient of the input) and ``W`` (of the
     weights); ``SEND_F``/``RECV_F`` activations to and from the neighbours; ``SEND_B``/``RECV_B`` their
-    gradients; ``REDUCE`` sums the gradients of one bucket at their owners, ``SPREAD`` sends its parameters back (the
-    bucket's index stands in ``micro_batch``, the hop in ``chunk``); ``UPDATE`` between them agrees on the norm and
+    gradients; ``REDUCE`` sums the gradients of one bucket at their owners, ``ALL_GATHER`` sends its parameters back
+    (the bucket's index stands in ``micro_batch``, the hop in ``chunk``); ``UPDATE`` between them agrees on the norm and
     takes the optimizer step. A REDUCE starts before its place in the list, in order, as soon as its gradients are
     there; its place is where it must have ended.
     """

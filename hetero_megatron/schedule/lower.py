@@ -32,7 +32,7 @@ def lowered(
 def with_synchronisation(
     schedule: Schedule, rows: Sequence[tuple[Sequence[Action], Sequence[Action]]]
 ) -> Schedule:
-    """Append to each stage its REDUCEs, the UPDATE and its SPREADs; ``rows``: (REDUCEs, SPREADs) per stage."""
+    """Append to each stage its REDUCEs, the UPDATE and its ALL_GATHERs; ``rows``: (REDUCEs, ALL_GATHERs) per stage."""
     update = (Action("UPDATE", 0),)
     stages = (
         (*row, *reduces, *update, *spreads) for row, (reduces, spreads) in zip(schedule.stages, rows, strict=True)

@@ -32,7 +32,7 @@ class Costs:
         weight: per stage, seconds of W, instead of ``weight_share``; B_INPUT takes the rest of B, and ``split`` more.
         split: per stage, seconds that B_INPUT and W together take more than B.
         chunks: per stage and chunk, what each of its actions takes; without it, all chunks of a stage take the same.
-        reduce, spread, update: per stage, seconds of one REDUCE, SPREAD and of the UPDATE.
+        reduce, gather, update: per stage, seconds of one REDUCE, ALL_GATHER and of the UPDATE.
         link_back: the same as ``link`` for gradients, where it differs.
         latency: per boundary, from the end of a transfer's occupation to its arrival.
         host: per stage, seconds of the stage itself by kind of send or receive (``SEND_F``, …); none where missing.
@@ -43,7 +43,7 @@ class Costs:
     link: Sequence[float] = ()
     weight_share: float = 0.5
     reduce: Sequence[float] = ()
-    spread: Sequence[float] = ()
+    gather: Sequence[float] = ()
     update: Sequence[float] = ()
     link_back: Sequence[float] = ()
     latency: Sequence[float] = ()
@@ -177,7 +177,7 @@ class _Run:
         start, end, later, clock = self.starts[stage].append, self.ends[stage].append, self.later, 0.0
         for kind, micro_batch, chunk in self.rows[stage]:
             if kind in compute:
-                # The chunk of a REDUCE or SPREAD is its hop, and costs the same in any.
+                # The chunk of a REDUCE or ALL_GATHER is its hop, and costs the same in any.
                 seconds = (chunks[chunk] if 0 < chunk < len(chunks) else compute)[kind]
                 start(clock)
                 clock = clock + seconds  # arrays are not changed in place
@@ -222,7 +222,7 @@ def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table,
     link = list(costs.link or (0.0,) * (count - 1))
     back, latency = list(costs.link_back or link), list(costs.latency or (0.0,) * (count - 1))
     reduce, host = costs.reduce or (0.0,) * count, costs.host or ({},) * count
-    spread, update = costs.spread or (0.0,) * count, costs.update or (0.0,) * count
+    gather, update = costs.gather or (0.0,) * count, costs.update or (0.0,) * count
     for name, values, want in (
         ("forward", costs.forward, (count,)),
         ("backward", costs.backward, (count,)),
@@ -232,7 +232,7 @@ def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table,
         ("link_back", back, boundaries),
         ("latency", latency, boundaries),
         ("reduce", reduce, (count,)),
-        ("spread", spread, (count,)),
+        ("gather", gather, (count,)),
         ("update", update, (count,)),
         ("host", host, (count,)),
         ("chunks", costs.chunks or host, (count,)),
@@ -242,7 +242,7 @@ def _seconds(count: int, chunks: int, costs: Costs) -> tuple[list[Table], Table,
             raise UserError(f"the schedule has {count} stages", field=name, value=list(values), accepted=accepted)
     compute: list[Table] = []
     for s in range(count):
-        after = {"REDUCE": reduce[s], "SPREAD": spread[s], "UPDATE": update[s]}
+        after = {"REDUCE": reduce[s], "ALL_GATHER": gather[s], "UPDATE": update[s]}
         compute.append([
             {"F": c.forward, "B": c.backward, "W": c.weight, "B_INPUT": c.backward - c.weight + c.split, **after}
             for c in _stage_chunks(costs, s, chunks)

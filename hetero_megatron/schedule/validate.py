@@ -35,7 +35,7 @@ class _Run:
         self.schedule, self.last = schedule, len(schedule.stages) - 1
         self.position = [0] * len(schedule.stages)
         self.done: list[set[Action]] = [set() for _ in schedule.stages]
-        self.synchronising = [""] * len(schedule.stages)  # the last REDUCE, UPDATE or SPREAD of a stage
+        self.synchronising = [""] * len(schedule.stages)  # the last REDUCE, UPDATE or ALL_GATHER of a stage
         self.waiting: dict[tuple[int, Action], int] = {}  # (sending stage, SEND) -> stage that waits for it
         self.unread: set[tuple[int, Action]] = set()
         ready = list(range(len(schedule.stages)))
@@ -89,7 +89,7 @@ class _Run:
             raise self._error(stage, at, "repeats a backward that was done in another form")
         if kind in ("F", "B", "B_INPUT"):
             self._check_input(stage, at, action)
-        if kind in ("REDUCE", "UPDATE", "SPREAD"):
+        if kind in ("REDUCE", "UPDATE", "ALL_GATHER"):
             self._check_synchronisation(stage, at, action)
         elif self.synchronising[stage]:
             raise self._error(stage, at, f"comes after {self.synchronising[stage]}, which needs all gradients")
@@ -112,7 +112,7 @@ class _Run:
             raise self._error(stage, at, f"comes before {made[0]}")
 
     def _check_synchronisation(self, stage: int, at: int, action: Action) -> None:
-        """REDUCE hop after hop, then UPDATE once, then SPREAD, the hops the other way round."""
+        """REDUCE hop after hop, then UPDATE once, then ALL_GATHER, the hops the other way round."""
         kind, bucket, hop = action
         done, updated = self.done[stage], ("UPDATE", 0, 0) in self.done[stage]
         self.synchronising[stage] = str(Action(*action))
@@ -121,13 +121,13 @@ class _Run:
                 raise self._error(stage, at, "comes after the update")
             if hop and ("REDUCE", bucket, hop - 1) not in done:
                 raise self._error(stage, at, f"comes before {Action('REDUCE', bucket, hop - 1)}")
-        elif kind == "SPREAD":
+        elif kind == "ALL_GATHER":
             if not updated:
                 raise self._error(stage, at, "comes before the update")
             if ("REDUCE", bucket, hop) not in done:
                 raise self._error(stage, at, f"without {Action('REDUCE', bucket, hop)}")
-            if ("REDUCE", bucket, hop + 1) in done and ("SPREAD", bucket, hop + 1) not in done:
-                raise self._error(stage, at, f"comes before {Action('SPREAD', bucket, hop + 1)}")
+            if ("REDUCE", bucket, hop + 1) in done and ("ALL_GATHER", bucket, hop + 1) not in done:
+                raise self._error(stage, at, f"comes before {Action('ALL_GATHER', bucket, hop + 1)}")
 
     def finish(self) -> None:
         """Nobody still waits, no message is unread, every forward has its backward."""
@@ -153,8 +153,8 @@ class _Run:
                     raise self._error(stage, rows[stage].index(action), "has no backward")
                 if kind == "B_INPUT" and ("W", m, c) not in done:
                     raise self._error(stage, rows[stage].index(action), "has no W")
-                if kind == "REDUCE" and ("UPDATE", 0, 0) in done and ("SPREAD", m, c) not in done:
-                    raise self._error(stage, rows[stage].index(action), "has no SPREAD")
+                if kind == "REDUCE" and ("UPDATE", 0, 0) in done and ("ALL_GATHER", m, c) not in done:
+                    raise self._error(stage, rows[stage].index(action), "has no ALL_GATHER")
 
     def _error(self, stage: int, at: int, what: str) -> ScheduleError:
         action = self.schedule.stages[stage][at]

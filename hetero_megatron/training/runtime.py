@@ -145,9 +145,9 @@ class Runtime:
         sync = GradientSync(self.comm, params, self.boxes, self.compiled.buckets, built.chunk_names())
         gradients, head = self.kernels.weight_gradients, self.loss.head
         if self.options.compile_backend is None:
-            sync.take_products(built.products(head=head is None), gradients)
+            sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)
         if head is not None and self.model.lm_head.matrix.requires_grad:
-            sync.take_ahead(self.model.lm_head.matrix, gradients, again=self.spec.tied and self.stage.embed)
+            sync.fuse_head_wgrad(self.model.lm_head.matrix, gradients, again=self.spec.tied and self.stage.embed)
         return sync
 
     def apart(self) -> dict[str, str]:

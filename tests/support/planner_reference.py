@@ -22,7 +22,7 @@ from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.plan.memory.states import MemoryBytes
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.incumbent import judge
+from hetero_megatron.planner.search.incumbent import simulate_best
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
@@ -268,7 +268,7 @@ class Exhaustive:
         case, scorer = self.case, self.scorer
         row = [(0.0, 0, candidate)]
         problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch)
-        return bool(judge(row, problem, scorer))
+        return bool(simulate_best(row, problem, scorer))
 
     def _recomputed(self, candidate: PlanTemplate) -> Iterator[PlanTemplate]:
         """With the fastest recompute of each stage that fits on all its ranks: with equal shares of the optimizer

@@ -42,7 +42,7 @@ class GradientSync:
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order; by_bucket: by the bucket's index.
-        reduces, spreads: what this rank does in every step, in order.
+        reduces, all_gathers: what this rank does in every step, in order.
         flat: the parameters of every dense bucket, by its index.
         sums: this rank's partial gradients of the step.
     """
@@ -59,7 +59,7 @@ class GradientSync:
         routes: dict[tuple[object, ...], HopRoutes] = {}
         self.exchanges = [BucketExchange(b, comm, boxes, routes) for b in buckets if comm.rank in b.ranks]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
-        self.reduces, self.spreads = sync_actions(buckets, comm.rank)
+        self.reduces, self.all_gathers = sync_actions(buckets, comm.rank)
         self.flat = flatten_parameters(params, [e.bucket for e in self.exchanges if e.bucket.dense])
         self.sums = GradientSums(params, [e.bucket for e in self.exchanges])
         self._reduction: StepReduction | None = None
@@ -72,7 +72,7 @@ class GradientSync:
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(partial(_call, accumulated, name))
 
-    def take_products(self, products: Iterable[Sequence[torch.Tensor]], gradients: WeightGradients) -> None:
+    def fuse_wgrad_accumulation(self, products: Iterable[Sequence[torch.Tensor]], gradients: WeightGradients) -> None:
         """Have the gradients of some weights added up in place by the product that makes them.
 
         Args:
@@ -84,7 +84,7 @@ class GradientSync:
         for weights in products:
             gradients.assign(weights, partial(self._add_product, [names[id(weight)] for weight in weights]))
 
-    def take_ahead(self, weight: torch.Tensor, gradients: WeightGradients, again: bool) -> None:
+    def fuse_head_wgrad(self, weight: torch.Tensor, gradients: WeightGradients, again: bool) -> None:
         """The same of the weight whose gradient comes in forward, before any of backward: the head's, [V_local, h],
         where its loss makes it.
 

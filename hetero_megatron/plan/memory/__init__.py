@@ -2,7 +2,7 @@
 dry runs and refusals use this one set. No torch.
 
 ``states``: weights, gradients, optimizer, buckets under way. ``activations``: of one rank, with ``fp8`` for products in
-fp8 and ``context_groups`` for stages with context parallelism. ``even_stages``: these of stages without ranks.
+fp8 and ``context_groups`` for stages with context parallelism. ``uniform_stages``: these of stages without ranks.
 ``communicators``: of the communication library. ``of_plan``: all of it for every rank of a plan. ``report``: who does
 not fit, the refusal, the table.
 """

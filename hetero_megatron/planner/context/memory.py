@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_megatron.plan.memory.context_groups import ContextLayers, KeptWorking
-from hetero_megatron.plan.memory.even_stages import EvenStages
+from hetero_megatron.plan.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.planner.context.problem import ContextProblem
 
 Floats = npt.NDArray[np.float64]
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 def member_states(problem: ContextProblem) -> tuple[float, float]:
     """(bytes that every member holds, bytes that all hold together) of weights, gradients and Adam states (these two
     of what is trained). fp32 masters and two moments are divided evenly over the members (distributed optimizer)."""
-    options, memory = problem.options, EvenStages(problem.model, problem.options.item)
+    options, memory = problem.options, UniformStageMemory(problem.model, problem.options.item)
 
     def states(layers: int, embed: bool, head: bool) -> tuple[int, int, int]:
         cut = 1, layers, embed, head

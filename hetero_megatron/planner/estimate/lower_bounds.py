@@ -2,7 +2,7 @@
 
 No plan is faster under the same rates; the search skips what they rule out. :mod:`certificate` bounds the whole search
 space. The *sync tail* of a pipeline is the time from the end of its last backward until its parameters are updated:
-gradient reduction, optimizer, spread of parameters.
+gradient reduction, optimizer, all-gather of parameters.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def _price_segment(
 
 
 def host_seconds(
-    segment: SyncSegment, at: StageId, costs: CostModel, chip: str, item: float, spread: bool
+    segment: SyncSegment, at: StageId, costs: CostModel, chip: str, item: float, gather: bool
 ) -> tuple[float, float]:
     """(before, after): seconds that a rank's host spends on a segment before and after it travels, as in
     :meth:`GradSync.host_seconds`."""
@@ -230,7 +230,7 @@ def host_seconds(
     given, taken = held * (1 - segment.share[at]) * item, held * segment.share[at] * (segment.copies - 1) * item
     fixed, own = rates.exchange_seconds * segment.buckets, held * segment.share[at] * item
     dense = segment.ranks == segment.copies  # without TP all ranks hold the same elements
-    if spread:
+    if gather:
         packed, unpacked = back_copies(given, taken, dense, segment.ranks)
         return packed * rates.pack + fixed, unpacked * rates.unpack + fixed
     begin = own * (rates.add if segment.copies > 1 else rates.pack)
@@ -273,7 +273,7 @@ def sync_ends(
         chips: chip type by stage.
         idle: when each stage's ranks are done with everything else.
         item: bytes per element.
-        times: the last backwards for gradient reduction; None: spread of updated parameters.
+        times: the last backwards for gradient reduction; None: all-gather of updated parameters.
     """
     run = _SyncRun(costs, chips, idle, item, times)
     queues: dict[StageId, list[int]] = defaultdict(list)  # segments of each stage that did not start, last one first

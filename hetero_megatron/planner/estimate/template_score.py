@@ -1,8 +1,8 @@
 """The fast estimate of a template's step time and memory, used for ranking and never reported.
 
 Step time = the pipelines' schedules with their transfers + the part of gradient reduction not hidden by the last
-backward + optimizer + spread of parameters. The step simulator times the best few templates again as concrete plans;
-``benchmarks/bench_planner_optimal.py`` prints how far the two agree.
+backward + optimizer + all-gather of parameters. The step simulator times the best few templates again as concrete
+plans; ``benchmarks/bench_planner_optimal.py`` prints how far the two agree.
 """
 
 from __future__ import annotations

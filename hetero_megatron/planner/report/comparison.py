@@ -18,7 +18,7 @@ from hetero_megatron.planner.report.experts import ExpertGain, expert_gain
 from hetero_megatron.planner.report.rejected import Rejected, fastest_rejected, nearest_rejected
 from hetero_megatron.planner.report.roomier import Roomier, roomier
 from hetero_megatron.planner.search.driver import SearchResult, search_types_alone
-from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress, judge_template
+from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.uniform import UniformPlan, top_uniform_plans, uniform_plans
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, describe
 from hetero_megatron.planner.time_budget import TimeBudget, never
@@ -275,7 +275,7 @@ def text_of(template: PlanTemplate, chips: list[str]) -> str:
     return " + ".join(parts) + (" + …" if len(template.parts) > 4 else "")
 
 
-def choice_text(choice: JudgedPlan, chips: list[str]) -> str:
+def choice_text(choice: SimulatedPlan, chips: list[str]) -> str:
     """Description of a plan."""
     return choice.text or text_of(choice.template, chips)
 
@@ -305,7 +305,7 @@ def _make_up(template: PlanTemplate) -> frozenset[object]:
 
 
 def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: PlanningProblem) -> Variant:
-    choice = judge_template(template, problem, result.scorer)
+    choice = simulate_template(template, problem, result.scorer)
     assert choice is not None, "it lies on the chips of the best plan"
     if choice.prediction.over:
         worst = max(choice.prediction.over, key=lambda o: o.over)
@@ -313,7 +313,7 @@ def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: P
     return Variant(text, choice.step_seconds, _why(result.best, choice))
 
 
-def _why(best: JudgedPlan, other: JudgedPlan) -> str:
+def _why(best: SimulatedPlan, other: SimulatedPlan) -> str:
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
     part = max(grown, key=lambda k: grown[k])
     words = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from hetero_megatron.plan.experts import replicated_experts
 from hetero_megatron.planner.search.expert_stages import with_equal_experts
-from hetero_megatron.planner.search.incumbent import JudgedPlan
+from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.report.prediction import format_seconds
 from hetero_megatron.predictor.simulate.step import predict
@@ -59,7 +59,7 @@ class ExpertGain:
         }  # fmt: skip
 
 
-def expert_gain(best: JudgedPlan, costs: CostModel) -> ExpertGain | None:
+def expert_gain(best: SimulatedPlan, costs: CostModel) -> ExpertGain | None:
     """None for a plan that divides no experts."""
     stages = [stage for pipeline in best.plan.pipelines for stage in pipeline.stages if stage.experts]
     moe = costs.model.moe

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hetero_megatron.planner.estimate.template_score import best_recompute
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult
-from hetero_megatron.planner.search.incumbent import JudgedPlan, judge_template
+from hetero_megatron.planner.search.incumbent import SimulatedPlan, simulate_template
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import Prediction
@@ -35,7 +35,7 @@ def least_free(found: Prediction) -> tuple[float, int]:
 
 
 def roomier(
-    result: SearchResult, problem: PlanningProblem, describe: Callable[[JudgedPlan], str]
+    result: SearchResult, problem: PlanningProblem, describe: Callable[[SimulatedPlan], str]
 ) -> Roomier | None:
     """The fastest plan at hand that leaves every rank ``ROOMY`` of its limit: one that the search has simulated, or the
     best plan with more recomputed. None where the best one is not tight."""
@@ -57,7 +57,7 @@ def _margin(margin: float, share: float) -> float:
     return 1 - (1 - margin) * (1 - share)
 
 
-def _recomputed(result: SearchResult, problem: PlanningProblem) -> Iterator[tuple[JudgedPlan, str]]:
+def _recomputed(result: SearchResult, problem: PlanningProblem) -> Iterator[tuple[SimulatedPlan, str]]:
     """The best plan with the recompute that fits into less memory, where it comes from a template."""
     template, scorer = result.best.template, result.scorer
     if result.best.text or problem.space.recompute is not None:
@@ -77,7 +77,7 @@ def _recomputed(result: SearchResult, problem: PlanningProblem) -> Iterator[tupl
                 return
             parts.append(replace(part, shape=fitting))
         changed: PlanTemplate = replace(template, parts=tuple(parts))
-        plan = judge_template(changed, problem, scorer)
+        plan = simulate_template(changed, problem, scorer)
         if plan is not None:
             yield plan, f"the same with more recomputed ({', '.join(_levels(changed))})"
 

@@ -12,7 +12,7 @@ from hetero_megatron.plan import dump_yaml, to_dict
 from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.plan.show import degrees
 from hetero_megatron.planner.report.comparison import Summary, choice_text
-from hetero_megatron.planner.search.incumbent import JudgedPlan
+from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
@@ -209,7 +209,7 @@ def _why_idle(summary: Summary) -> str:
     return "no plan that was tried is faster with them"
 
 
-def _memory_lines(best: JudgedPlan, model: ModelSpec) -> list[str]:
+def _memory_lines(best: SimulatedPlan, model: ModelSpec) -> list[str]:
     """A table of the stages, and below it who holds which tokens and heads where a stage has several ranks."""
     rows = [("stage", "chip", "ranks", "layers", "divided", "recompute", "memory", "of")]
     held, seen = [], dict[object, int]()
@@ -328,7 +328,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
     }
 
 
-def plan_text(choice: JudgedPlan, model: str, made: MadeFor) -> str:
+def plan_text(choice: SimulatedPlan, model: str, made: MadeFor) -> str:
     """The plan file with a comment and a ``made_for`` section."""
     return f"# {model}: {choice.step_seconds:.4g} s per step predicted. Written by hetero-megatron plan.\n" + dump_yaml(
         replace(choice.plan, made_for=made)

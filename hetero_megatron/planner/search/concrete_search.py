@@ -17,7 +17,7 @@ from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judged_plan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, judged_plan
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
@@ -34,7 +34,7 @@ class Outcome:
     tried: number of structures that were made into plans; total: of those that are possible.
     ended: the time did not end the search; faster: structures that it left out might be faster."""
 
-    plans: list[JudgedPlan] = field(default_factory=list)
+    plans: list[SimulatedPlan] = field(default_factory=list)
     tried: int = 0
     total: int = 0
     ended: bool = True
@@ -68,7 +68,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
         """Seconds that no plan of the structure beats; inf where it has none."""
 
     @abstractmethod
-    def best_plan(self, structure: Structure, best: float) -> JudgedPlan | None:
+    def best_plan(self, structure: Structure, best: float) -> SimulatedPlan | None:
         """Its plan, simulated; None where none fits or takes less than ``best`` seconds."""
 
     def run(self, best: float, budget: TimeBudget) -> Outcome:
@@ -117,7 +117,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
     def predict(self, plan: Plan) -> Prediction:
         return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
 
-    def judged(self, plan: Plan, found: Prediction, text: str) -> JudgedPlan:
+    def simulated(self, plan: Plan, found: Prediction, text: str) -> SimulatedPlan:
         return judged_plan(self.problem, self.scorer, plan, found, text)
 
 

@@ -26,7 +26,7 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure
 from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.template.plan_template import in_flight
 from hetero_megatron.planner.template.search_space import why_no_context
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -72,7 +72,7 @@ class ContextStages:
             self.why += "; none fits into memory" if best == math.inf else "; none is faster than the plan without"
         return outcome.ended
 
-    def search(self, problem: PlanningProblem, scorer: TemplateScorer, best: float) -> JudgedPlan | None:
+    def search(self, problem: PlanningProblem, scorer: TemplateScorer, best: float) -> SimulatedPlan | None:
         """The best plan with context groups that takes less than ``best`` seconds per step."""
         outcome = self._search(problem, scorer).run(best, TimeBudget())
         return outcome.plans[0] if outcome.plans else None
@@ -130,7 +130,7 @@ class _ContextSearch(StagedSearch):
                 return found
         return None
 
-    def best_plan(self, structure: ChipStructure, best: float) -> JudgedPlan | None:
+    def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
         """With the ring block size that is fastest and no more layers recomputed than needed."""
         made = self._plan(structure)
         if made is None or made[0] >= best:
@@ -144,7 +144,7 @@ class _ContextSearch(StagedSearch):
                 again = self.predict(other)
                 if not again.over and (found.over or again.step_seconds < found.step_seconds):
                     plan, found = other, again
-        return None if found.over or found.step_seconds >= best else self.judged(plan, found, text)
+        return None if found.over or found.step_seconds >= best else self.simulated(plan, found, text)
 
     def _plan(self, structure: ChipStructure) -> tuple[float, Plan, str] | None:
         """(closed-form seconds, plan, description); None where a stage does not fit."""

@@ -26,11 +26,11 @@ from hetero_megatron.planner.search.graph_partition import MOST_GROUPS, GraphPar
 from hetero_megatron.planner.search.hetero_tp import HeteroTP
 from hetero_megatron.planner.search.incumbent import (
     Incumbent,
-    JudgedPlan,
     Progress,
     Proposer,
-    judge,
-    judge_template,
+    SimulatedPlan,
+    simulate_best,
+    simulate_template,
 )
 from hetero_megatron.planner.search.infeasible import no_room, refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
@@ -64,8 +64,8 @@ class SearchResult:
     experts: outcome of trying plans that divide experts; empty for dense models.
     parts: outcome of searching parts of the cluster, for objectives other than speed."""
 
-    best: JudgedPlan
-    others: list[JudgedPlan]
+    best: SimulatedPlan
+    others: list[SimulatedPlan]
     pool: DevicePool
     scorer: TemplateScorer
     seconds: float
@@ -168,7 +168,7 @@ def _search_in_fp8(
     return result
 
 
-def _unquantised(plan: JudgedPlan, problem: PlanningProblem, scorer: TemplateScorer) -> JudgedPlan:
+def _unquantised(plan: SimulatedPlan, problem: PlanningProblem, scorer: TemplateScorer) -> SimulatedPlan:
     """A plan that was found without fp8, with the stages in fp8 where that pays if it fits into memory so."""
     stays = without_fp8(plan.plan, problem.dtype)
     for made in (with_dtypes(stays, scorer.costs), stays):
@@ -189,7 +189,7 @@ def _search(
     known = tuple(s for s in problem.space.schedules if supports(f"schedule.{s}"))
     tried = problem.with_space(schedules=known)
     found = _templates(tried, scorer, budget, progress, plain)
-    found.incumbent.plans[:] = judge(found.incumbent.ranked(), tried, scorer, budget)
+    found.incumbent.plans[:] = simulate_best(found.incumbent.ranked(), tried, scorer, budget)
     context = ContextStages()
     context.propose(tried, found.incumbent)
     experts = ExpertStages()
@@ -201,7 +201,7 @@ def _search(
         roomy = make_scorer(tried.with_margin(margin))
         found = _templates(tried, roomy, budget, progress, plain)
         found.bound = 0.0  # it assumes less memory than plans may use
-        plans, evaluated = judge(found.incumbent.ranked(), tried, scorer, budget), evaluated + roomy.evaluated
+        plans, evaluated = simulate_best(found.incumbent.ranked(), tried, scorer, budget), evaluated + roomy.evaluated
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
     if not plans and problem.space.offload == "auto" and problem.can_offload:
@@ -308,7 +308,7 @@ def _add_types_alone(result: SearchResult, problem: PlanningProblem, budget: Tim
         if alike and not own.best.text:
             template = own.best.template.on_groups(groups)
             result.by_groups = (*result.by_groups, template)
-            plan = judge_template(template, problem, result.scorer)
+            plan = simulate_template(template, problem, result.scorer)
             if plan is not None and not plan.prediction.over and all(plan.plan != x.plan for x in plans):
                 plans.append(plan)
     plans.sort(key=lambda plan: plan.step_seconds)

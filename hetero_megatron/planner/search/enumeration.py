@@ -21,7 +21,7 @@ import numpy as np
 from hetero_megatron.planner.estimate.layer_partition import LISTED, Floats, count_splits
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.incumbent import Incumbent, judge
+from hetero_megatron.planner.search.incumbent import Incumbent, simulate_best
 from hetero_megatron.planner.search.memory_fit import MemoryFit
 from hetero_megatron.planner.search.stage_sequences import (
     MOST_SEQUENCES,
@@ -77,8 +77,8 @@ class Enumeration:
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         run = _Enumerator(problem, incumbent)
         # The scorer's memory is a mean: what it lets pass, and the simulator does not, would hide what fits.
-        fitting = (row for row in incumbent.ranked() if judge([row], problem, incumbent.scorer, incumbent.budget))
-        best = next(fitting, None)
+        scorer, budget = incumbent.scorer, incumbent.budget
+        best = next((row for row in incumbent.ranked() if simulate_best([row], problem, scorer, budget)), None)
         incumbent.rows[:] = [] if best is None else [best]
         run.best = incumbent.seconds
         complete = run.run()
@@ -329,7 +329,7 @@ class _Enumerator:
             seconds, made = score.step_seconds, found.joined()
             if seconds < self.best:
                 # Islands have communicators of their own, so less may fit. That other levels then do is not tried.
-                if not judge([(seconds, 0, made)], self.problem, self.scorer):
+                if not simulate_best([(seconds, 0, made)], self.problem, self.scorer):
                     least = min(least, self.scorer.bounds.lower_bound(found))
                     continue
                 self.best = seconds

@@ -26,7 +26,7 @@ from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSp
 from hetero_megatron.planner.search.expert_partition import divide_experts, least_seconds
 from hetero_megatron.planner.search.expert_price import DivisionPrice, divided
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import Prediction
@@ -140,7 +140,7 @@ class _ExpertSearch(StagedSearch):
             costs.append([known[share] for share in popular])
         return costs, [kinds.index(chip) for chip in chips], [cap for _, cap in kinds]
 
-    def best_plan(self, structure: ChipStructure, best: float) -> JudgedPlan | None:
+    def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
         """With fewer experts on ranks that lack memory, and replicated ones where that is faster."""
         for recompute in self.recompute_kinds:
             caps: list[dict[int, int]] = [{} for _ in range(structure.stages)]
@@ -154,14 +154,16 @@ class _ExpertSearch(StagedSearch):
                     return None
                 found = self.predict(plan)
                 if not found.over:
-                    once = self.judged(plan, found, self._text(structure, plan))
-                    judged = self._replicated(structure, once, caps)
-                    return judged if judged.step_seconds < best else None
+                    once = self.simulated(plan, found, self._text(structure, plan))
+                    simulated = self._replicated(structure, once, caps)
+                    return simulated if simulated.step_seconds < best else None
                 if not self._lower(plan, found, caps):
                     break
         return None
 
-    def _replicated(self, structure: ChipStructure, once: JudgedPlan, caps: Sequence[dict[int, int]]) -> JudgedPlan:
+    def _replicated(
+        self, structure: ChipStructure, once: SimulatedPlan, caps: Sequence[dict[int, int]]
+    ) -> SimulatedPlan:
         """The plan with replicated experts if it fits and is faster; else ``once``, which has each on one rank."""
         best, limits = once, [dict(cap) for cap in caps]
         for _ in range(ROUNDS):
@@ -171,8 +173,8 @@ class _ExpertSearch(StagedSearch):
                 if found.over:
                     lowered |= self._lower(plan, found, limits)
                 elif found.step_seconds < best.step_seconds:
-                    judged = self.judged(plan, found, self._text(structure, plan))
-                    best = replace(judged, once_seconds=once.step_seconds)
+                    simulated = self.simulated(plan, found, self._text(structure, plan))
+                    best = replace(simulated, once_seconds=once.step_seconds)
             if best is not once or not lowered:
                 break
         return best

@@ -16,7 +16,7 @@ from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.concrete_search import ConcreteSearch
 from hetero_megatron.planner.search.graph_partition import layer_seconds
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
@@ -80,7 +80,7 @@ class _TensorParallelSearch(ConcreteSearch[_Structure]):
             return math.inf
         return pipeline.num_micro_batches * (max(costs.forward) + max(costs.backward))
 
-    def best_plan(self, structure: _Structure, best: float) -> JudgedPlan | None:
+    def best_plan(self, structure: _Structure, best: float) -> SimulatedPlan | None:
         """With less on ranks that lack memory, and recompute only where nothing fits without."""
         for recompute in self.recompute_kinds:
             weights = structure.weights
@@ -92,7 +92,7 @@ class _TensorParallelSearch(ConcreteSearch[_Structure]):
                 found = self.predict(plan)
                 if not found.over:
                     text = self._text(structure, recompute, weights)
-                    return self.judged(plan, found, text) if found.step_seconds < best else None
+                    return self.simulated(plan, found, text) if found.step_seconds < best else None
                 ranks = {x.rank for x in found.over}
                 units = [unit for p in plan.pipelines for unit in p.stages[0].units]
                 over = {t for unit in units for t, rank in enumerate(unit.ranks) if rank in ranks}

@@ -1,7 +1,7 @@
 """The incumbent: the best plans found so far, and when to stop looking.
 
-Proposers offer plan templates, ranked by the fast estimate of :class:`TemplateScorer`. :func:`judge` turns the best few
-into concrete plans and times them with the step simulator; only those times are reported.
+Proposers offer plan templates, ranked by the fast estimate of :class:`TemplateScorer`. :func:`simulate_best` turns
+the best few into concrete plans and times them with the step simulator; only those times are reported.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Incumbent:
         )  # fmt: skip
         self.keep = 2 * max(problem.options.top, 1) if keep is None else keep
         self.rows: list[Row] = []
-        self.plans: list[JudgedPlan] = []
+        self.plans: list[SimulatedPlan] = []
         self.seeds: list[Row] = []
         self.by_groups: dict[frozenset[int], Row] = {}
         self.rejected: Counter[str] = Counter()
@@ -124,7 +124,7 @@ class Incumbent:
         if self.progress is not None and better:
             self.progress(f"{seconds:.4g} s per step with {plural(template.pipelines, 'pipeline')}")
 
-    def take_plan(self, plan: JudgedPlan) -> None:
+    def take_plan(self, plan: SimulatedPlan) -> None:
         """Insert a simulated plan."""
         self.plans[:] = sorted([*self.plans, plan], key=lambda x: x.step_seconds)
         if self.progress is not None and self.plans[0] is plan:
@@ -150,7 +150,7 @@ def _canonical(template: PlanTemplate) -> PlanTemplate:
 
 
 @dataclass(frozen=True)
-class JudgedPlan:
+class SimulatedPlan:
     """A concrete plan and its simulated step.
 
     Attributes:
@@ -174,21 +174,21 @@ class JudgedPlan:
 
 def judged_plan(
     problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, found: Prediction, text: str
-) -> JudgedPlan:
+) -> SimulatedPlan:
     """A plan that was not made from a template; ``text`` describes it."""
     chips = {rank for group in scorer.pool.groups for node in group.ranks for rank in node}
     idle = tuple(sorted(chips - set(plan.ranks)))
-    return JudgedPlan(plan, problem.cluster, PlanTemplate(()), found, idle, text)
+    return SimulatedPlan(plan, problem.cluster, PlanTemplate(()), found, idle, text)
 
 
-def judge(
+def simulate_best(
     rows: list[Row], problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget | None = None
-) -> list[JudgedPlan]:
+) -> list[SimulatedPlan]:
     """Simulate concrete plans of the best templates; returns those that fit, fastest first. On small clusters every
     template estimated to be faster than the best simulated plan is simulated too. When ``budget`` is over, the first
     one that fits is enough."""
     budget = budget or TimeBudget()
-    found: list[JudgedPlan] = []
+    found: list[SimulatedPlan] = []
     least, small, top = math.inf, scorer.pool.chips <= SMALL, problem.options.top
     for seconds, _, template in rows:
         if seconds > WINDOW * (least if small else rows[0][0]) and found:
@@ -197,7 +197,7 @@ def judge(
             break
         if found and budget.over():
             break
-        plan = budget.finish(partial(judge_template, template, problem, scorer))
+        plan = budget.finish(partial(simulate_template, template, problem, scorer))
         if plan is not None and not plan.prediction.over:
             found.append(plan)
             least = min(least, plan.step_seconds)
@@ -209,7 +209,7 @@ def placed_plan(placed: PlacedTemplate, problem: PlanningProblem, scorer: Templa
     return with_dtypes(to_plan(placed, problem.cluster, problem.seq_length, problem.model.num_heads), scorer.costs)
 
 
-def judge_template(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> JudgedPlan | None:
+def simulate_template(template: PlanTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> SimulatedPlan | None:
     """The plan of a template, validated and simulated; None when its TP groups do not pack into the nodes."""
     placed = place(template, scorer.pool)
     if placed is None:
@@ -219,4 +219,4 @@ def judge_template(template: PlanTemplate, problem: PlanningProblem, scorer: Tem
     plan = with_islands_where_quick(plan, model, cluster)
     validate(plan, model, cluster, dtype=problem.dtype)
     prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
-    return JudgedPlan(plan, cluster, template, prediction, placed.idle)
+    return SimulatedPlan(plan, cluster, template, prediction, placed.idle)

@@ -18,7 +18,7 @@ from hetero_megatron.plan import Plan, supports, validate
 from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
-from hetero_megatron.planner.search.incumbent import Incumbent, JudgedPlan, judge_template
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
 from hetero_megatron.planner.search.schedule_score import Rules, ScheduleScorer
 from hetero_megatron.planner.search.schedule_times import least_of_times, pipeline_times, without_context
@@ -159,13 +159,13 @@ class ScheduleSearch:
 
     def _try_best(self, best: Sequence[_Candidate], problem: PlanningProblem, incumbent: Incumbent) -> bool:
         """Simulate the best candidates; False where the incumbent said to stop."""
-        fastest: tuple[JudgedPlan, int] | None = None
+        fastest: tuple[SimulatedPlan, int] | None = None
         for i, candidate in enumerate(best):
             if fastest is not None and (i >= SIMULATED or candidate.seconds > WITHIN * best[0].seconds):
                 break
             if incumbent.should_stop():
                 return False
-            start = judge_template(candidate.template, problem, incumbent.scorer)
+            start = simulate_template(candidate.template, problem, incumbent.scorer)
             if start is None:
                 continue
             if not start.prediction.over and start.step_seconds < incumbent.plans[0].step_seconds:
@@ -178,13 +178,13 @@ class ScheduleSearch:
 
     @staticmethod
     def _try(
-        start: JudgedPlan, chunks: int, effort: float, problem: PlanningProblem, incumbent: Incumbent
+        start: SimulatedPlan, chunks: int, effort: float, problem: PlanningProblem, incumbent: Incumbent
     ) -> bool:
         """Whether a plan is the fastest under a schedule made for it; ``effort``: the part of what may be taken."""
         costs, cut = incumbent.scorer.costs, start.plan if chunks == 1 else interleaved(start.plan, chunks)
         most = effort * problem.space.schedule_effort * (EFFORT if chunks == 1 else CHUNKED_EFFORT)
         made = None if cut is None else adapted(cut, start.prediction, costs, int(most))
-        found = None if made is None else _judged(start, made, problem, costs)
+        found = None if made is None else _simulated(start, made, problem, costs)
         if found is None or found.step_seconds >= incumbent.plans[0].step_seconds:
             return False
         incumbent.take_plan(found)
@@ -234,7 +234,7 @@ def _estimate(
     return _Candidate(seconds, chunks, template, made)
 
 
-def _judged(start: JudgedPlan, plan: Plan, problem: PlanningProblem, costs: CostModel) -> JudgedPlan | None:
+def _simulated(start: SimulatedPlan, plan: Plan, problem: PlanningProblem, costs: CostModel) -> SimulatedPlan | None:
     """None where it does not fit, or cannot run."""
     try:
         validate(plan, problem.model, problem.cluster, dtype=problem.dtype)

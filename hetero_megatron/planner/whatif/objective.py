@@ -22,7 +22,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.context_certificate import most_tokens
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
-from hetero_megatron.planner.search.incumbent import JudgedPlan, Progress
+from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 
@@ -55,14 +55,14 @@ class ClusterPart:
     most: float
 
 
-def cost_per_hour(choice: JudgedPlan) -> float | None:
+def cost_per_hour(choice: SimulatedPlan) -> float | None:
     """Cost per hour of the chips that a plan uses; None where one has no ``cost_per_hour``."""
     costs = [choice.cluster.chip_of(rank).cost_per_hour for rank in choice.plan.ranks]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if len(known) == len(costs) else None
 
 
-def tokens_per_cost(choice: JudgedPlan) -> float | None:
+def tokens_per_cost(choice: SimulatedPlan) -> float | None:
     """Tokens per currency unit; None where a chip that the plan uses has no ``cost_per_hour``."""
     cost = cost_per_hour(choice)
     return None if cost is None else choice.prediction.tokens_per_second * 3600 / cost

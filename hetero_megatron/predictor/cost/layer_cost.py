@@ -13,9 +13,9 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Recompute, Stage
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import cut_fits, stage_fp8
-from hetero_megatron.plan.memory.even_stages import EvenStages
 from hetero_megatron.plan.memory.of_plan import logits_limit
 from hetero_megatron.plan.memory.states import ITEM_BYTES, MemoryBytes, host_bytes
+from hetero_megatron.plan.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.plan.routing import EVEN, Routing
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
@@ -27,14 +27,14 @@ from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.utils.cached_method import cached_method
 
-SWAPS = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
+TP_COLLECTIVES = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
 
 
 def swaps(model: ModelSpec, load: ExpertLoad | None) -> float:
     """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
     if model.moe is None or load is None:
-        return SWAPS
-    return SWAPS - 2 * load.layers * (not model.moe.shared_ffn)
+        return TP_COLLECTIVES
+    return TP_COLLECTIVES - 2 * load.layers * (not model.moe.shared_ffn)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StageChoice:
 
     @property
     def cut(self) -> tuple[int, int, bool, bool]:
-        """What :class:`EvenStages` knows a stage by."""
+        """What :class:`UniformStageMemory` knows a stage by."""
         return self.tp, self.layers, self.embed, self.head
 
 
@@ -175,7 +175,7 @@ class CostModel:
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
         self.links = LinkModel(self.rates)
-        self.memory = EvenStages(model, self.item, options.moments, options.logits_bytes)
+        self.memory = UniformStageMemory(model, self.item, options.moments, options.logits_bytes)
         self._home = {
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
         }

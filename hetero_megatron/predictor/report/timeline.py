@@ -75,7 +75,7 @@ def _round(seconds: float) -> float:
 
 def format_timeline(found: Prediction, width: int = 100) -> str:
     """One row per stage; each column shows the mark that takes most of its time: F forward, b backward, w weight
-    gradients, g gradient reduction, u optimizer, p parameter spread, . waiting."""
+    gradients, g gradient reduction, u optimizer, p parameter all-gather, . waiting."""
     lines = ["timeline (F forward, b backward, w weight gradients, g gradients, u optimizer, p parameters, . waiting)"]
     scale = width / found.step_seconds if found.step_seconds else 0.0
     for group in groups(found):
@@ -125,7 +125,7 @@ def perfetto_trace(found: Prediction) -> Mapping[str, Any]:
                     event["cname"] = COLORS[action.kind][action.chunk > 0]
                 events.append(event)
     events += _buckets("gradients", found.reduces, len(found.timelines))
-    events += _buckets("parameters", found.spreads, len(found.timelines) + 1)
+    events += _buckets("parameters", found.all_gathers, len(found.timelines) + 1)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -118,9 +118,9 @@ class BucketFlows:
         return {(self.ranks[i], self.ranks[j]): n for i, j, n in rows}
 
     @cached_method
-    def traffic(self, spread: bool, places: PortIndex) -> PortTraffic:
-        """In elements; from holders to owners, or with ``spread`` back."""
-        return port_traffic(self, places, spread)
+    def traffic(self, gather: bool, places: PortIndex) -> PortTraffic:
+        """In elements; from holders to owners, or with ``gather`` back."""
+        return port_traffic(self, places, gather)
 
 
 def bucket_flows(bucket: Bucket, at: Ints) -> BucketFlows:
@@ -153,20 +153,20 @@ def _volume(holders: Layout, owners: Layout) -> tuple[Ints, Ints]:
     return kind, volume
 
 
-def port_traffic(flows: BucketFlows, places: PortIndex, spread: bool) -> PortTraffic:
-    """Traffic from holders to owners, or with ``spread`` of the new parameters back. Equal flows between ranks that are
+def port_traffic(flows: BucketFlows, places: PortIndex, gather: bool) -> PortTraffic:
+    """Traffic from holders to owners, or with ``gather`` of the new parameters back. Equal flows between ranks that are
     placed alike on nodes only differ in the ports, so the rest is cached."""
     nodes, node = distinct(places.node[flows.at])
     group = places.group_of_node[nodes]
-    key = (spread, flows.volume.shape, *(x.tobytes() for x in (flows.volume, flows.kind, node, group)))
+    key = (gather, flows.volume.shape, *(x.tobytes() for x in (flows.volume, flows.kind, node, group)))
     if key not in places.traffic:
-        places.traffic[key] = _local_traffic(flows, node, group, places.groups, spread)
+        places.traffic[key] = _local_traffic(flows, node, group, places.groups, gather)
     found = places.traffic[key]
     where = np.concatenate([flows.at, len(places.ranks) + nodes])
     return replace(found, ports=2 * where[found.ports >> 1] + (found.ports & 1))
 
 
-def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, ...], spread: bool) -> PortTraffic:
+def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str, ...], gather: bool) -> PortTraffic:
     """Traffic with ports numbered within the flows: ranks, then nodes. ``node`` [ranks], ``group`` [nodes]."""
     nodes, ranks = np.arange(len(group)), np.arange(len(node))
     count = np.zeros((len(nodes), len(flows.volume)))  # holders of each kind
@@ -178,7 +178,7 @@ def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str
     others[np.arange(len(node)), flows.kind] -= 1
     longest = np.where(others > 0.5, flows.volume.T, 0).max(axis=1)  # largest message to each rank inside its node
     np.fill_diagonal(between, 0.0)
-    if spread:
+    if gather:
         between, local = between.T, local[::-1]
     rows: list[tuple[Ints, Floats, tuple[bool, LinkKind]]] = []
     most: dict[LinkKind, float] = {}
@@ -197,7 +197,7 @@ def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str
                 rows.append((2 * (len(ranks) + nodes[group == g]), part.sum(axis=1), (False, kind)))
                 rows.append((2 * (len(ranks) + nodes[group == h]) + 1, part.sum(axis=0), (True, kind)))
                 most[kind] = float(part.max())
-                holders, owners = (group == h, group[node] == g) if spread else (group == g, group[node] == h)
+                holders, owners = (group == h, group[node] == g) if gather else (group == g, group[node] == h)
                 there = count[holders].sum(axis=0) - np.where(holders[node[owners]][:, None], count[node[owners]], 0.0)
                 pairs[kind] = float(np.where(there > 0.5, flows.volume.T[owners], 0).max())
     return _joined(rows, most, pairs)

@@ -1,4 +1,4 @@
-"""Gradient reduction and parameter spread of a concrete plan, action by action.
+"""Gradient reduction and all-gather of parameters of a concrete plan, action by action.
 
 The actions are the runtime's (:func:`~hetero_megatron.plan.buckets.bucket_actions`). A bucket is sent when all its
 ranks have its gradients (during the last backward) and fewer than ``IN_FLIGHT`` buckets are under way. Every rank
@@ -58,8 +58,8 @@ class GradSync:
         )
 
     @cached_method
-    def price(self, content: BucketFlows, item: float, spread: bool) -> PortPrice:
-        found = price(content.traffic(spread, self.structure.places), item, self.network)
+    def price(self, content: BucketFlows, item: float, gather: bool) -> PortPrice:
+        found = price(content.traffic(gather, self.structure.places), item, self.network)
         return replace(found, latency=found.latency + self.network.posting(content.ranks))
 
     def last_backwards(
@@ -111,12 +111,12 @@ class GradSync:
         return part.action + head + (b - first) * each
 
     @cached_method
-    def host_seconds(self, content: BucketFlows, dense: bool, item: float, spread: bool) -> tuple[Floats, Floats]:
+    def host_seconds(self, content: BucketFlows, dense: bool, item: float, gather: bool) -> tuple[Floats, Floats]:
         """(before, after) an action on a bucket travels, [ranks] seconds of the host: packing what others get; summing
         gradients or unpacking parameters."""
         pack, unpack, fixed = (x[content.at] for x in (self._pack, self._unpack, self._fixed))
         count = len(content.ranks)
-        if spread:  # owners give what they took
+        if gather:  # owners give what they took
             packed, unpacked = back_copies(content.given, content.taken, dense, count)
             return packed * item * pack + fixed, unpacked * item * unpack + fixed
         add = self._add[content.at]
@@ -125,7 +125,7 @@ class GradSync:
         return (0 if dense else content.given) * item * pack + fixed, summed
 
     def run(
-        self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, spread: bool
+        self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, gather: bool
     ) -> tuple[dict[int, float], list[BucketSpan]]:
         """(seconds at which each rank is done with all its buckets, when each hop of a bucket travels).
 
@@ -133,10 +133,10 @@ class GradSync:
             ready: seconds at which each rank of a bucket has its content, before packing.
             idle: by rank, seconds at which it is done with everything else.
             item: bytes per element.
-            spread: parameters from owners to holders, instead of gradients to owners.
+            gather: parameters from owners to holders, instead of gradients to owners.
         """
         sharded = self.model.options.sharded  # an all-reduce packs and adds on the way
-        places, order = self.structure.places, self.structure.order(spread)
+        places, order = self.structure.places, self.structure.order(gather)
         hosts = RankHosts(
             len(places.ranks), IN_FLIGHT if self.structure.hops == 1 else max(IN_FLIGHT, len(order.actions))
         )
@@ -147,9 +147,9 @@ class GradSync:
 
         def launch(number: int) -> None:
             action = order.actions[number]
-            pack = self.host_seconds(action.content, action.bucket.dense, item, spread)[0] if sharded else 0.0
+            pack = self.host_seconds(action.content, action.bucket.dense, item, gather)[0] if sharded else 0.0
             there = ready(action.bucket)[action.content.inside]
-            limited = spread or action.hop == 0
+            limited = gather or action.hop == 0
             sent = hosts.start(action.content.at, action.bucket.index, there, pack, limited)
             heapq.heappush(heap, (float(sent.max()), number))
 
@@ -159,12 +159,12 @@ class GradSync:
         while heap:
             at, number = heapq.heappop(heap)
             action = order.actions[number]
-            cost = self.price(action.content, item, spread)
+            cost = self.price(action.content, item, gather)
             start = max(at, float(free[cost.ports].max())) if len(cost.ports) else at
             free[cost.ports] = start + cost.busy
             end = start + cost.seconds + cost.latency
             spans.append(BucketSpan(action.bucket.index, start, end, action.hop))
-            after = self.host_seconds(action.content, action.bucket.dense, item, spread)[1] if sharded else 0.0
+            after = self.host_seconds(action.content, action.bucket.dense, item, gather)[1] if sharded else 0.0
             hosts.travel(action.content.at, action.bucket.index, end, after)
             for following, count in order.following.get(number, ()):
                 missing[following] -= count

@@ -14,7 +14,7 @@ from functools import partial
 
 from hetero_megatron.plan import Stage, Unit
 from hetero_megatron.plan.context_plan import StageContext, stage_contexts
-from hetero_megatron.predictor.cost.layer_cost import SWAPS, CostModel, UnitSeconds
+from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Port
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import ModelSpec, shares
@@ -114,10 +114,10 @@ class _Layer:
                 columns = heads_and_columns(model.model, unit.tp_split, t)[1]
                 linear, ratio = operators.split(columns, rows, unit.num_tokens)
                 there, back = operators.exchange(columns, rows, unit.num_tokens, swap)
-                self.linear[rank] = (linear[0] + SWAPS * there, linear[1] + SWAPS * back)
+                self.linear[rank] = (linear[0] + TP_COLLECTIVES * there, linear[1] + TP_COLLECTIVES * back)
                 self.floor = (
-                    max(self.floor[0], rates.layer_seconds + SWAPS * posting),
-                    max(self.floor[1], rates.layer_backward_seconds + SWAPS * posting),
+                    max(self.floor[0], rates.layer_seconds + TP_COLLECTIVES * posting),
+                    max(self.floor[1], rates.layer_backward_seconds + TP_COLLECTIVES * posting),
                 )
                 heads = self.context.member(rank).computed.q_heads
                 share = (heads[1] - heads[0]) / model.model.num_heads

@@ -50,7 +50,7 @@ class Prediction:
         mfu: model FLOPs over the peak of the chips used; None where a peak is unknown (emulated chips).
         memory: by rank, including the framework's overhead; limits: usable bytes by rank; over: ranks that do not fit.
         timelines: of each pipeline; pipeline_seconds: their ends.
-        reduces, spreads: when each bucket travels.
+        reduces, all_gathers: when each bucket travels.
         parts: seconds of the step: ``pipelines``, ``jitter`` (added by unsteady chips), ``gradients`` (exposed),
             ``optimizer``, ``parameters``.
         busy: by rank, seconds of its stage's forwards and backwards, including TP exchanges.
@@ -74,7 +74,7 @@ class Prediction:
     over: tuple[OverLimit, ...]
     timelines: tuple[Timeline, ...]
     reduces: tuple[BucketSpan, ...]
-    spreads: tuple[BucketSpan, ...]
+    all_gathers: tuple[BucketSpan, ...]
     parts: Mapping[str, float]
     busy: Mapping[int, float]
     chips: Mapping[int, str]
@@ -138,14 +138,14 @@ class StepTimes:
 
     end: float
     reduces: tuple[BucketSpan, ...]
-    spreads: tuple[BucketSpan, ...]
+    all_gathers: tuple[BucketSpan, ...]
     parts: Mapping[str, float]
     tails: Mapping[int, float]
 
 
 class StepSimulator:
-    """One step of a valid plan: pipelines, then reduction of gradients, optimizer and spread of parameters. Every part
-    is simulated when it is first asked for. ``prepared``, ``sync``: as of :func:`predict`.
+    """One step of a valid plan: pipelines, then reduction of gradients, optimizer and all-gather of parameters. Every
+    part is simulated when it is first asked for. ``prepared``, ``sync``: as of :func:`predict`.
 
     Raises:
         UserError: the cluster has fewer chips than the plan.
@@ -216,7 +216,7 @@ class StepSimulator:
         summed, reduces = sync.run(ready, computed, costs.options.gradient_bytes or costs.wide, False)
         barrier = max(summed.values()) + self._barrier_seconds()
         updated = {r: barrier + self._update_seconds(r) for r in self.plan.ranks}
-        written, spreads = sync.run(self._all_at(updated), updated, costs.item, True)
+        written, all_gathers = sync.run(self._all_at(updated), updated, costs.item, True)
         end = max(written.values())
         last = max(computed.values())
         parts_of_step = {
@@ -226,7 +226,7 @@ class StepSimulator:
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
         }
-        return StepTimes(end, tuple(reduces), tuple(spreads), parts_of_step, self._tails(computed, summed))
+        return StepTimes(end, tuple(reduces), tuple(all_gathers), parts_of_step, self._tails(computed, summed))
 
     def _tails(self, computed: Mapping[int, float], summed: Mapping[int, float]) -> dict[int, float]:
         last = dict(computed)
@@ -256,7 +256,7 @@ class StepSimulator:
             over=self.over,
             timelines=timelines,
             reduces=times.reduces,
-            spreads=times.spreads,
+            all_gathers=times.all_gathers,
             parts=times.parts,
             busy={
                 rank: timeline.busy[s]

@@ -1,4 +1,4 @@
-"""Rate-independent structure of gradient sync: participants, element counts and order of each REDUCE and SPREAD."""
+"""Rate-independent structure of gradient sync: participants, element counts and order of each REDUCE and ALL_GATHER."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ class SyncStructure:
         """Indices of the bucket's ranks in the plan."""
         return self._at[bucket.index]
 
-    def actions(self, bucket: Bucket, spread: bool) -> list[list[SyncAction]]:
+    def actions(self, bucket: Bucket, gather: bool) -> list[list[SyncAction]]:
         """Participants of each action on a bucket, by hop, in the order of the actions."""
         rows = self._contents[bucket.index]
-        return [[SyncAction(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, spread)]
+        return [[SyncAction(bucket, a.chunk, c) for c in rows[a.chunk]] for a in bucket_actions(bucket, gather)]
 
-    def order(self, spread: bool) -> ActionOrder:
-        return self._order(spread and self.hops > 1)  # with single hops it is the same in both directions
+    def order(self, gather: bool) -> ActionOrder:
+        return self._order(gather and self.hops > 1)  # with single hops it is the same in both directions
 
     @cached_method
-    def _order(self, spread: bool) -> ActionOrder:
-        found = [m for b in self.buckets for row in self.actions(b, spread) for m in row]
+    def _order(self, gather: bool) -> ActionOrder:
+        found = [m for b in self.buckets for row in self.actions(b, gather) for m in row]
         latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action
         missing: list[int] = []
         following: dict[int, list[tuple[int, int]]] = defaultdict(list)

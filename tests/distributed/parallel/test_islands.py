@@ -168,7 +168,7 @@ def test_two_hops_take_turns() -> None:
     """Every rank's second hop of a bucket begins after its first has ended, and the way back is the other way round."""
     plan = plan_from_dict(replicas(4, ["0-1", "2-3"]), SPEC)
     found = predict(plan, SPEC, nodes("5 MB/s"), "fp32")
-    for spans, first in ((found.reduces, 0), (found.spreads, 1)):
+    for spans, first in ((found.reduces, 0), (found.all_gathers, 1)):
         by_hop = {h: [s for s in spans if s.hop == h] for h in (0, 1)}
         assert len(by_hop[0]) == 2 * len(by_hop[1]) > 0  # an exchange per island, and one between them
         for late in by_hop[1 - first]:
@@ -222,17 +222,17 @@ def test_the_step_as_data() -> None:
     schedules = step_schedules(plan, buckets)
     validate_step(plan, buckets, SPEC, schedules)
     assert format_grid(schedules[0]).split() == (
-        ["stage", "0:", "F0", "B0", "REDUCE0", "REDUCE0.1", "UPDATE0", "SPREAD0.1", "SPREAD0"]
+        ["stage", "0:", "F0", "B0", "REDUCE0", "REDUCE0.1", "UPDATE0", "ALL_GATHER0.1", "ALL_GATHER0"]
     )
     assert format_step(plan, buckets, SPEC).splitlines() == [
         "pipelines 0-3, 1f1b",
-        "  stage 0: F0        B0        REDUCE0   REDUCE0.1 UPDATE0   SPREAD0.1 SPREAD0",
+        "  stage 0: F0        B0        REDUCE0   REDUCE0.1 UPDATE0   ALL_GATHER0.1 ALL_GATHER0",
         "F, B: ranks 0-1 | 2-3 | 4-5 | 6-7 meet",
         "REDUCE0: ranks 0-3 | 4-7 meet",
         "REDUCE0.1: ranks 0-7 meet",
         "UPDATE0: ranks 0-7 meet",
-        "SPREAD0.1: ranks 0-7 meet",
-        "SPREAD0: ranks 0-3 | 4-7 meet",
+        "ALL_GATHER0.1: ranks 0-7 meet",
+        "ALL_GATHER0: ranks 0-3 | 4-7 meet",
     ]
     meet = Collectives(plan, buckets, SPEC)
     assert meet(0, Action("F", 0)) == ((0, 1),)
@@ -243,15 +243,15 @@ def test_the_step_as_data() -> None:
 
 
 STEP = [Action("F", 0), Action("B", 0), Action("REDUCE", 0), Action("REDUCE", 0, 1), Action("UPDATE", 0),
-        Action("SPREAD", 0, 1), Action("SPREAD", 0)]  # fmt: skip
+        Action("ALL_GATHER", 0, 1), Action("ALL_GATHER", 0)]  # fmt: skip
 DAMAGED = {
     "B after REDUCE": ([0, 2, 1, 3, 4, 5, 6], "B0 comes after REDUCE0"),
     "hops swapped": ([0, 1, 3, 2, 4, 5, 6], "REDUCE0.1 comes before REDUCE0"),
     "REDUCE after the update": ([0, 1, 2, 4, 3, 5, 6], "REDUCE0.1 comes after the update"),
-    "SPREAD before the update": ([0, 1, 2, 3, 6, 4, 5], "SPREAD0 comes before the update"),
-    "SPREAD hops swapped": ([0, 1, 2, 3, 4, 6, 5], "SPREAD0 comes before SPREAD0.1"),
-    "no SPREAD": ([0, 1, 2, 3, 4, 5], "REDUCE0 has no SPREAD"),
-    "no REDUCE": ([0, 1, 4, 6], "SPREAD0 without REDUCE0"),
+    "ALL_GATHER before the update": ([0, 1, 2, 3, 6, 4, 5], "ALL_GATHER0 comes before the update"),
+    "ALL_GATHER hops swapped": ([0, 1, 2, 3, 4, 6, 5], "ALL_GATHER0 comes before ALL_GATHER0.1"),
+    "no ALL_GATHER": ([0, 1, 2, 3, 4, 5], "REDUCE0 has no ALL_GATHER"),
+    "no REDUCE": ([0, 1, 4, 6], "ALL_GATHER0 without REDUCE0"),
 }
 
 
@@ -322,8 +322,8 @@ def test_every_random_plan_has_a_valid_step(seed: int) -> None:
     buckets = make_buckets(plan, spec, 4 << 10)
     validate_step(plan, buckets, spec, step_schedules(plan, buckets))
     for rank in plan.ranks:
-        reduces, spreads = sync_actions(buckets, rank)
-        assert len(reduces) == len(spreads) == sum(len(b.hops) for b in buckets if rank in b.ranks)
+        reduces, all_gathers = sync_actions(buckets, rank)
+        assert len(reduces) == len(all_gathers) == sum(len(b.hops) for b in buckets if rank in b.ranks)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -30,7 +30,7 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, best_uniform, summarize
 from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.incumbent import JudgedPlan
+from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -165,7 +165,7 @@ def test_no_part_of_a_search_goes_on_when_it_is_to_stop(rows: Any, space: Search
 
 
 def test_a_search_without_time_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_megatron.planner.search.driver.judge", lambda *_: [])
+    monkeypatch.setattr("hetero_megatron.planner.search.driver.simulate_best", lambda *_: [])
     options = SearchOptions(space=SearchSpace(context="never", offload="never"))
     with pytest.raises(UserError, match="--time-limit: none of the plans found by then fits"):
         search(
@@ -330,7 +330,7 @@ def test_memory_of_pipelines_that_differ_in_micro_batch_or_tp_is_shown_apart() -
     plan = plan_from_dict(data, planner_cases.MODEL)
     cluster = planner_cases.cluster(3, 2)
     found = predict(plan, planner_cases.MODEL, cluster, "fp32")
-    lines = _memory_lines(JudgedPlan(plan, cluster, PlanTemplate(()), found, ()), planner_cases.MODEL)
+    lines = _memory_lines(SimulatedPlan(plan, cluster, PlanTemplate(()), found, ()), planner_cases.MODEL)
     assert [line.split()[0] for line in lines[: lines.index("")]] == ["stage", "0.0", "1.0", "2.0"]
 
 
@@ -358,13 +358,13 @@ def test_room_for_the_search_is_not_taken_from_plans(
 ) -> None:
     """Where nothing that was found fits exactly, the search counts with more margin; limits and bound do not."""
     module, left = importlib.import_module("hetero_megatron.planner.search.driver"), [calls]
-    judge = module.judge
+    judge = module.simulate_best
 
-    def nothing_at_first(*words: Any) -> list[JudgedPlan]:
+    def nothing_at_first(*words: Any) -> list[SimulatedPlan]:
         left[0] -= 1
         return [] if left[0] >= 0 else judge(*words)
 
-    monkeypatch.setattr(module, "judge", nothing_at_first)
+    monkeypatch.setattr(module, "simulate_best", nothing_at_first)
     cluster = cluster_from_dict(there(("L40S", 2, 1)))
     options = SearchOptions(space=replace(FEW, context="never"), exhaustive=exhaustive)
     result = search(PlanningProblem(MODEL, cluster, 1024, 8, options))

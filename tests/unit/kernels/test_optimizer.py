@@ -157,7 +157,7 @@ def test_16_bit_weights_are_what_the_update_wrote() -> None:
     runtime.train_step(lambda rows: batch(), 0, 2, 1e-3)
     for name, _, master in runtime.optimizer.owned():
         assert torch.equal(runtime.sync.params[name].detach(), (master + 0.5).bfloat16())
-    runtime.optimizer.spread()  # as after loading a checkpoint: all of them, from the masters
+    runtime.optimizer.all_gather()  # as after loading a checkpoint: all of them, from the masters
     for name, _, master in runtime.optimizer.owned():
         assert torch.equal(runtime.sync.params[name].detach(), master.bfloat16())
 

@@ -17,7 +17,7 @@ from hetero_megatron.parallel.grad_sync.routes import HopRoutes, local_pieces
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets
 from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.plan.memory.even_stages import EvenStages
+from hetero_megatron.plan.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.plan.routing import Routing, hit_probability, layer_loads, mean_loads
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.predictor.simulate.bucket_flows import bucket_flows
@@ -92,7 +92,7 @@ def test_what_an_average_layer_holds_is_what_the_tensors_say(name: str) -> None:
     spec = SPECS[name]
     share = whole_share(spec)
     whole = sum(tensor_box(t, share).size for t in logical_tensors(spec) if isinstance(t.layer, int))
-    assert EvenStages(spec, 2).held(1, spec.num_layers, False, False) == whole
+    assert UniformStageMemory(spec, 2).held(1, spec.num_layers, False, False) == whole
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])

@@ -28,7 +28,7 @@ from hetero_megatron.plan.memory.fp8 import backward_bytes
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.incumbent import judge_template
+from hetero_megatron.planner.search.incumbent import simulate_template
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.cost.product_cost import quantised_bytes
@@ -225,14 +225,14 @@ def test_estimates_of_templates_and_predictions_of_their_plans_take_the_same_sec
     asked = replace(asked, model=replace(MODEL, num_layers=4))
     scorer = make_scorer(asked)
     for template in search(asked, scorer=scorer).ranked[:6]:
-        judged = judge_template(template, asked, scorer)
-        assert judged is not None
-        known = StageCosts(judged.plan, scorer.costs)
+        simulated = simulate_template(template, asked, scorer)
+        assert simulated is not None
+        known = StageCosts(simulated.plan, scorer.costs)
         shapes = {
             (shape.micro_batch_size, *((scorer.pool.groups[s.group].chip, s.layers, s.tp, s.dp) for s in shape.stages)):
             shape for shape in (part.shape for part in template.parts)
         }  # fmt: skip
-        for pipeline in judged.plan.pipelines:
+        for pipeline in simulated.plan.pipelines:
             costs, stages = known.of(pipeline).costs, pipeline.stages
             kinds = [(s.chip, s.num_layers, len(s.units[0].ranks), len(s.units)) for s in stages]
             forward, backward = scorer.stage_seconds(shapes[pipeline.micro_batch_size, *kinds])

@@ -91,7 +91,7 @@ def test_gradients_travel_behind_the_last_backward_and_parameters_after_it() -> 
     assert found.parts["pipelines"] == pytest.approx(66)
     assert found.parts["gradients"] == pytest.approx(5.0, rel=2e-3)  # its embedding is ready at the end of backward
     assert found.parts["parameters"] == pytest.approx(5.0, rel=2e-3)
-    assert len(found.reduces) == len(found.spreads) == 1
+    assert len(found.reduces) == len(found.all_gathers) == 1
 
 
 def test_large_models_hide_gradients_behind_backward() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.incumbent import judge_template
+from hetero_megatron.planner.search.incumbent import simulate_template
 from hetero_megatron.planner.search.schedule_score import ScheduleScorer
 from hetero_megatron.planner.search.schedule_search import adapted, interleaved
 from hetero_megatron.planner.template.plan_template import (
@@ -40,7 +40,7 @@ def test_the_estimate_is_near_to_the_simulated_step(chunks: int) -> None:
     for layers in ((3, 2, 3, 3), (4, 2, 2, 3), (2, 3, 3, 3)):
         problem = PlanningProblem(MODEL, where, SEQ, 8, SearchOptions(dtype="fp32"))
         scorer = make_scorer(problem)
-        start = judge_template(template(layers, 1, 8), problem, scorer)
+        start = simulate_template(template(layers, 1, 8), problem, scorer)
         assert start is not None
         cut = start.plan if chunks == 1 else interleaved(start.plan, chunks)
         assert cut is not None

@@ -25,7 +25,7 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, summarize
 from hetero_megatron.planner.report.text import summary_json
 from hetero_megatron.planner.search.driver import search
-from hetero_megatron.planner.search.incumbent import judge
+from hetero_megatron.planner.search.incumbent import simulate_best
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
@@ -127,7 +127,7 @@ def test_links_of_unequal_directions(seed: int) -> None:
     if reference.found is not None:
         row = [(best, 0, reference.found)]
         problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch)
-        (choice,) = judge(row, problem, scorer)
+        (choice,) = simulate_best(row, problem, scorer)
         assert choice.step_seconds == pytest.approx(best, rel=0.01)
         assert bound <= choice.step_seconds * 1.001
 

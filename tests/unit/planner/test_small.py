@@ -19,7 +19,7 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summarize
 from hetero_megatron.planner.report.text import summary_json
 from hetero_megatron.planner.search.driver import SearchResult, search, search_or_error
-from hetero_megatron.planner.search.incumbent import Incumbent, judge_template
+from hetero_megatron.planner.search.incumbent import Incumbent, simulate_template
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
@@ -70,7 +70,7 @@ def test_communicators_do_not_hide_what_fits() -> None:
     problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=space))
     stages = tuple(StageTemplate(g, tp, 1, n) for g, tp, n in ((1, 1, 1), (1, 1, 1), (2, 2, 2), (0, 2, 0)))
     known = PlanTemplate((PipelineReplicas(PipelineTemplate(1, stages), 1, case.batch),))
-    there = judge_template(known, problem, make_scorer(problem))
+    there = simulate_template(known, problem, make_scorer(problem))
     assert there is not None and not there.prediction.over
     assert search(problem).best.step_seconds <= there.step_seconds * (1 + 1e-9)
 
@@ -83,9 +83,9 @@ def test_a_rank_reduces_one_segment_after_the_other() -> None:
     shapes = [(StageTemplate(0, 1, 1, 3), StageTemplate(2, 2, 1, 1)),
               (StageTemplate(0, 1, 1, 2), StageTemplate(1, 1, 1, 1), StageTemplate(1, 1, 1, 1))]  # fmt: skip
     template = PlanTemplate(tuple(PipelineReplicas(PipelineTemplate(1, shape), 1, 2) for shape in shapes))
-    judged, score = judge_template(template, problem, scorer), scorer.score(template)
-    assert judged is not None and score is not None
-    assert score.step_seconds == pytest.approx(judged.step_seconds, rel=0.03)
+    simulated, score = simulate_template(template, problem, scorer), scorer.score(template)
+    assert simulated is not None and score is not None
+    assert score.step_seconds == pytest.approx(simulated.step_seconds, rel=0.03)
 
 
 def test_equal_plans_are_kept_once() -> None:

@@ -18,7 +18,7 @@ from hetero_megatron.utils.cached_method import cached_method
 AVERAGED = 16  # layers over which buckets are averaged: those of small layers have several
 
 
-class EvenStages:
+class UniformStageMemory:
     """Of one model. A stage is given by the degree of its TP groups, its number of layers, which are average ones where
     their kinds differ, and whether it has the embedding and the head.
 
