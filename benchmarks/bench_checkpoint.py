@@ -44,7 +44,7 @@ def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import Platform
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.optimizer_factory import optimizer_factory
     from hetero_megatron.training.runtime import Runtime

@@ -31,7 +31,7 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.context_plan import context_groups, stage_contexts
     from hetero_megatron.platform import Platform
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
 
     length = own * count
     spec = from_hf_config({

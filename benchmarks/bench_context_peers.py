@@ -35,7 +35,7 @@ def our_attention(comm: Any, count: int, length: int, kind: str) -> tuple[Callab
     from hetero_megatron.parallel.context import ContextAttention, StageAttention
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.context_plan import context_groups, stage_contexts
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
 
     spec = from_hf_config({
         "model_type": "llama", "num_hidden_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS,

@@ -52,8 +52,9 @@ def run_ddp(case: str, steps: int, transformers: bool, keep: bool = False) -> No
     from hetero_megatron.model import GPTStage, initial_values
     from hetero_megatron.ops import cross_entropy as our_cross_entropy
     from hetero_megatron.platform.host_memory import keep_freed_memory
-    from hetero_megatron.spec import from_hf_config, stage_tensors, tensor_box
     from hetero_megatron.spec import shares as split
+    from hetero_megatron.spec import stage_tensors, tensor_box
+    from hetero_megatron.spec.hf_config import from_hf_config
 
     if keep:
         assert keep_freed_memory()
@@ -102,7 +103,7 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import Platform
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.optimizer_factory import optimizer_factory
     from hetero_megatron.training.runtime import Runtime

@@ -36,7 +36,7 @@ def run(size: int, rounds: int) -> None:
     from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.plan.islands import crossing
     from hetero_megatron.platform import Platform
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.runtime import Runtime
 
     spec, world = from_hf_config(MODEL), 2 * size

@@ -123,7 +123,7 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import detect_platform
     from hetero_megatron.platform.plugins import load_plugins
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.optimizer_factory import optimizer_factory

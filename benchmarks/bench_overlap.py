@@ -47,7 +47,7 @@ def make_runtime(pipelines: list[dict[str, Any]], samples: int) -> tuple[Any, Ca
     from hetero_megatron.plan import plan_from_dict
     from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import Platform
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.runtime import Runtime
 
     spec = from_hf_config(MODEL)

@@ -85,7 +85,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     from hetero_megatron.plan.kernels import with_kernels
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.runtime import Runtime
     from hetero_megatron.training.runtime_options import RuntimeOptions

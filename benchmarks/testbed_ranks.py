@@ -29,7 +29,8 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform import detect_platform
-from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
+from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.testbed.clocks import worst_clock
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.optimizer_factory import optimizer_factory

@@ -21,8 +21,8 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import from_hf_config
 from hetero_megatron.spec.flops import sequence_flops
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory

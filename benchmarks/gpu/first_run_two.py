@@ -63,7 +63,7 @@ def train(case: str, options: argparse.Namespace) -> None:
     from hetero_megatron.plan.compile import CompiledPlan
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
-    from hetero_megatron.spec import from_hf_config
+    from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.islands import plan_for
     from hetero_megatron.training.kernels import rank_kernels

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.companions import Companions, from_directory
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
-from hetero_megatron.checkpoint.finite import is_finite, listed
+from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import FLAG, save_hf
@@ -45,6 +45,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.platform.dtypes import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
 from hetero_megatron.utils.progress import WorkLine, tracked
+from hetero_megatron.utils.text import listed
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hetero_megatron.checkpoint.export_folder import check_work, work_of
-from hetero_megatron.checkpoint.finite import is_finite, listed
+from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_files import DTYPES, StoredTensor, as_stored, bits, put_box
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
@@ -27,6 +27,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.utils.progress import WorkLine, tracked
+from hetero_megatron.utils.text import listed
 
 Owned = tuple[str, Box, torch.Tensor]  # logical name, box, its values
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_bin import BinFile
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.spec.mistaken import WRITTEN
@@ -31,6 +30,7 @@ from hetero_megatron.utils.files import (
     read_json_object,
     require_regular,
 )
+from hetero_megatron.utils.text import listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

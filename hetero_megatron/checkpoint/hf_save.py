@@ -26,7 +26,8 @@ from hetero_megatron.checkpoint.hf_files import (
 from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
-from hetero_megatron.spec import LogicalTensor, ModelSpec, export_config, logical_tensors, to_hf_config
+from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.utils.text import plural
 
 FLAG = "--save-hf"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from hetero_megatron.checkpoint.finite import listed
+from hetero_megatron.utils.text import listed
 
 # Components anywhere in a name, and prefixes of all names -> who wraps models so.
 _INSIDE = {

@@ -18,7 +18,6 @@ from hetero_megatron.cli.flags.model import build_dropout, build_spec
 from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name, parse_all
 from hetero_megatron.cli.flags.plan import build_plan, take_defaults
 from hetero_megatron.cli.flags.unused import check_use
-from hetero_megatron.cli.hub import model_directory
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
@@ -134,6 +133,8 @@ def configure_arguments(
 
 def _find_model(args: Arguments) -> None:
     if args["load_hf"] is not None:
+        from hetero_megatron.cli.hub import model_directory
+
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
 
 

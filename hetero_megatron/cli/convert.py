@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     # Only now: importing torch takes seconds, and a refusal should not.
     import_torch()
     from hetero_megatron.checkpoint.convert import DTYPES, from_native, to_native
-    from hetero_megatron.checkpoint.finite import listed
+    from hetero_megatron.utils.text import listed
 
     dtype = options.get("--dtype")
     dtype = None if dtype is None else dtype_name(dtype)

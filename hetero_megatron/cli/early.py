@@ -9,18 +9,19 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.collect import Collector
 from hetero_megatron.cli.flags.parse import WHERE, Arguments, flag_name
-from hetero_megatron.data import DataConfig, open_indexed
-from hetero_megatron.data.chat.records import HUB, find_records
-from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
-from hetero_megatron.data.sources import stdlib
-from hetero_megatron.data.splits import SplitPaths, find_split
+from hetero_megatron.data import DataConfig
+from hetero_megatron.data.indexed import open_indexed
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
 from hetero_megatron.training.config import EvaluationConfig
 from hetero_megatron.utils.outputs import try_export, try_file, try_folder
+
+if TYPE_CHECKING:
+    from hetero_megatron.data.splits import SplitPaths
 
 # Every flag that names a place to write.
 OUTPUTS: dict[str, Callable[[str, str], None]] = {
@@ -96,6 +97,8 @@ def check_data(data: DataConfig | None, evaluation: EvaluationConfig, trains: bo
 
 
 def _check_split(data: DataConfig, which: int) -> None:
+    from hetero_megatron.data.splits import find_split
+
     split = find_split(data, which)
     for path in split.paths if split is not None else ():
         assert split is not None
@@ -106,6 +109,10 @@ def _check_split(data: DataConfig, which: int) -> None:
 
 def _count(data: DataConfig, split: SplitPaths, path: str) -> int | None:
     """Documents of a path; None: enough for the split, or too many to be counted here, or a stream."""
+    from hetero_megatron.data.chat.records import HUB, find_records
+    from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
+    from hetero_megatron.data.sources import stdlib
+
     share = split.shares[split.which]
     enough = min(MOST_READ, math.ceil(2 / share)) if share else MOST_READ
     if path.startswith(HUB) or data.reads_stream:

@@ -6,7 +6,6 @@ import math
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.data import DataConfig, build_datasets
-from hetero_megatron.data.chat import PackedConversations
 from hetero_megatron.utils.text import plural
 
 
@@ -32,6 +31,8 @@ def take_epochs(
         return
     if data.reads_stream:
         raise flag_error("epochs", epochs, "a stream has no known length", "--train-iters or --train-samples")
+    from hetero_megatron.data.chat.packed import PackedConversations
+
     found = build_datasets(data, seq_length, args["seed"], (1, 0, 0), rows, log=lambda _: None).train
     if not isinstance(found, PackedConversations):
         problem = "a blend of several data sets has no epochs: each has its own"

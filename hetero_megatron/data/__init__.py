@@ -3,35 +3,20 @@
 ``build_datasets`` and everything up to a ``Sample`` is NumPy; only ``data.batch`` and ``data.loader`` import torch.
 """
 
-from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.build import Datasets, build_datasets, config_tokenizer, reads_text, refuse_bytes
 from hetero_megatron.data.config import DataConfig
-from hetero_megatron.data.entropy import unigram_entropy
-from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, write_indexed
-from hetero_megatron.data.mock import MockDataset
-from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Dataset, Sample
-from hetero_megatron.data.streaming import StreamingDataset
 from hetero_megatron.data.tokenizers import Tokenizer, build_tokenizer
 
 __all__ = [
-    "BlendedDataset",
     "DataConfig",
     "Dataset",
     "Datasets",
-    "IndexedWriter",
-    "MockDataset",
-    "PackedDataset",
     "Sample",
-    "StreamingDataset",
-    "TokenStore",
     "Tokenizer",
     "build_datasets",
     "build_tokenizer",
     "config_tokenizer",
-    "open_indexed",
     "reads_text",
     "refuse_bytes",
-    "unigram_entropy",
-    "write_indexed",
 ]

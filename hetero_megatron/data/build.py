@@ -6,24 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.data.cache import Log, cache_folder, say
-from hetero_megatron.data.chat.build import ChatData
-from hetero_megatron.data.chat.packed import PackedConversations
 from hetero_megatron.data.config import SPLITS, DataConfig
-from hetero_megatron.data.corpus import Corpus, find_corpus, indexed_prefix, is_indexed
 from hetero_megatron.data.fingerprint import corpus_fingerprint, data_fingerprint
-from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
-from hetero_megatron.data.sample import Dataset, Stream
-from hetero_megatron.data.splits import SplitPaths, find_split, split_dataset
-from hetero_megatron.data.streaming import WINDOW, StreamingDataset
-from hetero_megatron.data.tokenize import tokenize
+from hetero_megatron.data.sample import Dataset, StoredDataset, Stream
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.data.chat.build import ChatData
+    from hetero_megatron.data.corpus import Corpus
+    from hetero_megatron.data.indexed import TokenStore
+    from hetero_megatron.data.splits import SplitPaths
 
 MOST_BYTE_ROWS = 512  # of a model that may be meant for bytes: 256, the end of a document, and padding
 
@@ -102,31 +101,40 @@ def build_datasets(
         required_eod(tokenizer, "--eod-mask-loss masks what follows it")
     limit = _limit(tokenizer, model_vocab_size)
     log(_tokenizer_line(config, tokenizer, limit))
-    builder: _SplitBuilder | ChatData = (ChatData if config.sft else _SplitBuilder)(
-        config, seq_length, seed, tokenizer, limit, log, keep
-    )
+    builder = _builder_of(config)(config, seq_length, seed, tokenizer, limit, log, keep)
 
     def make(which: int) -> Dataset | None:
         if served is None:
             return builder.split(which)
+        from hetero_megatron.data.splits import find_split
+
         return served(which) if find_split(config, which) is not None else None
 
     train, valid, test = (make(i) if n else None for i, n in enumerate(num_samples))
     for name, dataset, n in zip(SPLITS, (train, valid, test), num_samples):
-        if isinstance(dataset, PackedConversations):
-            log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}")
-        elif isinstance(dataset, PackedDataset):
-            log(
-                f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')} of "
-                f"{plural(dataset.documents[1] - dataset.documents[0], 'document')}, "
-                f"{plural(dataset.num_tokens, 'token')}"
-            )
+        if isinstance(dataset, StoredDataset):
+            what = ""
+            if isinstance(dataset, PackedDataset):
+                documents = plural(dataset.documents[1] - dataset.documents[0], "document")
+                what = f" of {documents}, {plural(dataset.num_tokens, 'token')}"
+            log(f"data: {name}: {plural(n, 'sample')} = {plural(dataset.num_epochs(n), 'epoch')}{what}")
     streams = (train,) if isinstance(train, Stream) else ()
     return Datasets(train, valid, test, tokenizer, builder.eod, streams, config.reads_stream)
 
 
+def _builder_of(config: DataConfig) -> type[_SplitBuilder] | type[ChatData]:
+    """Of text, or of conversations."""
+    if not config.sft:
+        return _SplitBuilder
+    from hetero_megatron.data.chat.build import ChatData
+
+    return ChatData
+
+
 def reads_text(config: DataConfig) -> bool:
     """Whether the data must be tokenized: neither mock data nor .bin/.idx."""
+    from hetero_megatron.data.corpus import is_indexed
+
     paths = [p for words in (config.data_path, *map(config.paths_of, SPLITS)) for p in words or ()]
     return not config.mock_data and not any(is_indexed(p) for p in paths)
 
@@ -209,6 +217,8 @@ class _SplitBuilder:
         config = self.config
         if config.mock_data:  # different seeds, so that validation samples are not training samples
             return None if which == 2 else MockDataset(self.seq_length, self.seed + (which << 32), self._mock_eod())
+        from hetero_megatron.data.splits import find_split, split_dataset
+
         split = find_split(config, which)
         if split is None:
             return None
@@ -227,6 +237,10 @@ class _SplitBuilder:
         )  # fmt: skip
 
     def _store(self, path: str, flag: str) -> TokenStore:
+        from hetero_megatron.data.corpus import indexed_prefix, is_indexed
+        from hetero_megatron.data.indexed import open_indexed
+        from hetero_megatron.data.tokenize import tokenize
+
         if path not in self._stores:
             if path != "stdlib" and is_indexed(path):
                 self._stores[path] = open_indexed(indexed_prefix(path), flag)
@@ -237,6 +251,8 @@ class _SplitBuilder:
         return self._stores[path]
 
     def _corpus(self, path: str, flag: str) -> Corpus:
+        from hetero_megatron.data.corpus import find_corpus
+
         corpus = find_corpus(path, self.config.json_keys, flag)
         if notice := corpus.notice():
             self.log(notice)
@@ -248,6 +264,9 @@ class _SplitBuilder:
         return cache_folder(self.config.data_cache_path) if self.config.data_cache_path else None
 
     def _stream(self, split: SplitPaths) -> Dataset:
+        from hetero_megatron.data.corpus import is_indexed
+        from hetero_megatron.data.streaming import WINDOW, StreamingDataset
+
         paths = split.paths
         if len(paths) > 1 or split.weights:
             raise UserError(

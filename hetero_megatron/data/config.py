@@ -15,6 +15,7 @@ DEFAULT_SPLIT = "969,30,1"  # Megatron's
 DATALOADER_TYPES = ("single", "streaming")
 # Short: the exact value of "1e999999999" is a fraction that fills the memory.
 _NUMBER = re.compile(r"[+-]?([0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})([eE][+-]?[0-9]{1,2})?")
+OVERLONG = ("keep-start", "keep-end", "drop", "refuse")  # what becomes of conversations longer than a sample
 
 
 @dataclass(frozen=True)

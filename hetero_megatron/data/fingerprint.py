@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetero_megatron.data.blend import BlendedDataset
-from hetero_megatron.data.chat.packed import PackedConversations
-from hetero_megatron.data.indexed import TokenStore
-from hetero_megatron.data.packing import PackedDataset
-from hetero_megatron.data.sample import Dataset
+from hetero_megatron.data.sample import Blend, Dataset, StoredDataset
+
+if TYPE_CHECKING:
+    from hetero_megatron.data.indexed import TokenStore
 
 SAMPLES = 4  # the first ones: windows from all over the data, because they are shuffled
 PLACES, WIDTH = 1024, 64  # of stored tokens: windows of so many, spread evenly; less are hashed as a whole
@@ -35,10 +35,10 @@ def corpus_fingerprint(dataset: Dataset | None, tokenizer: str) -> str:
 
 def _stored(dataset: Dataset | None) -> Iterator[tuple[TokenStore, tuple[int, int]]]:
     """(store, first and last document) of each part of a blend."""
-    if isinstance(dataset, BlendedDataset):
+    if isinstance(dataset, Blend):
         for part in dataset.datasets:
             yield from _stored(part)
-    elif isinstance(dataset, (PackedDataset, PackedConversations)):
+    elif isinstance(dataset, StoredDataset):
         yield dataset.store, dataset.documents
 
 

@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hetero_megatron.data.cache import Log, cache_key, cached_arrays, say
-from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.progress import WorkLine
 from hetero_megatron.utils.text import plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.data.indexed import TokenStore
 
 _KEPT_EPOCHS = 3  # a batch touches two; one more for a validation set that is read meanwhile
 _SLOW_DOCUMENTS = 500_000  # from here on, building the index is announced

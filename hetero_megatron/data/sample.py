@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hetero_megatron.data.indexed import TokenStore
 
 
 class Sample(NamedTuple):
@@ -23,6 +26,26 @@ class Dataset(Protocol):
     """Samples by global index, independent of the caller."""
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+@runtime_checkable
+class StoredDataset(Dataset, Protocol):
+    """Samples of stored documents, in epochs: packed text or packed conversations.
+
+    ``documents``: the first and the last one's number in ``store``, half-open.
+    """
+
+    store: TokenStore
+    documents: tuple[int, int]
+
+    def num_epochs(self, num_samples: int) -> int: ...
+
+
+@runtime_checkable
+class Blend(Dataset, Protocol):
+    """Samples of several data sets in turn."""
+
+    datasets: Sequence[Dataset]
 
 
 @runtime_checkable

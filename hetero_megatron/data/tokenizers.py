@@ -15,8 +15,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from hetero_megatron.data.limits import TOKENIZE, UNLIMITED, CallLimits
-from hetero_megatron.data.sentencepiece_model import byte_pairs, read_model
-from hetero_megatron.data.tokenizer_files import cannot_load, check_directory, read_vocabulary, refuse_panics
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_bytes
 
@@ -122,6 +120,8 @@ class HuggingFaceTokenizer:
     """A tokenizer of transformers, from a directory or by its name on the hub."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
+        from hetero_megatron.data.tokenizer_files import cannot_load, check_directory, refuse_panics
+
         source = check_directory(model)
         from transformers import AutoTokenizer
 
@@ -211,6 +211,8 @@ class GPT2BPETokenizer:
     """GPT-2's byte-level BPE from its vocab.json and merges.txt; documents end with ``<|endoftext|>``."""
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
+        from hetero_megatron.data.tokenizer_files import read_vocabulary, refuse_panics
+
         vocabulary = read_vocabulary(vocab_file, "--vocab-file")
         text = read_bytes(vocab_file, "--vocab-file") + read_bytes(merge_file, "--merge-file")
         from tokenizers.implementations import ByteLevelBPETokenizer
@@ -244,6 +246,9 @@ class Llama2Tokenizer:
     before each document and its end after it, as Megatron's type of this name has them."""
 
     def __init__(self, model: str) -> None:
+        from hetero_megatron.data.sentencepiece_model import byte_pairs, read_model
+        from hetero_megatron.data.tokenizer_files import refuse_panics
+
         file = str(Path(model) / "tokenizer.model") if Path(model).is_dir() else model
         found = read_model(file, "--tokenizer-model")
         with refuse_panics():
@@ -375,6 +380,8 @@ def _size(ids: Any, field: str, value: str) -> int:
 
 def _encoded(name: str, encode: Callable[[], Sequence[int]], limits: CallLimits) -> np.ndarray:
     """Ids as int64. A damaged tokenizer may only fail here."""
+    from hetero_megatron.data.tokenizer_files import refuse_panics
+
     limits.begin(TOKENIZE)
     try:
         with refuse_panics():

@@ -11,17 +11,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.comm.hooks import Clock, Hooks, start_now
-from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
-from hetero_megatron.emulation.core_lock import CoreLock
-from hetero_megatron.emulation.pacing import NodeLanes, Pacer
 from hetero_megatron.environment.launcher import TESTBED, LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.testbed.report import MEANING
-from hetero_megatron.testbed.state import CLOCK, CLOCKS, LOAD, READY
 from hetero_megatron.utils.files import read_json_object
+
+if TYPE_CHECKING:
+    from hetero_megatron.emulation.core_lock import CoreLock
+    from hetero_megatron.emulation.pacing import NodeLanes, Pacer
 
 FAULTS_EVERY = 1.0  # seconds between two looks at the control file
 
@@ -81,6 +80,8 @@ class Emulation:
     def started(self) -> None:
         """Tell the launcher that start-up is over, and what follows is emulated."""
         if self.directory is not None:
+            from hetero_megatron.testbed.state import READY
+
             (self.directory / READY.format(self.rank)).touch()
 
     @contextlib.contextmanager
@@ -102,6 +103,8 @@ class Emulation:
         """One line for the console; empty without emulation."""
         if self.chips == self.links == "none":
             return ""
+        from hetero_megatron.testbed.report import MEANING
+
         return f"testbed: chips {self.chips} ({MEANING[self.chips]}), links {self.links}"
 
     def facts(self) -> dict[str, Any]:
@@ -109,6 +112,8 @@ class Emulation:
         launcher knows them by now. Empty without emulation."""
         if self.chips == self.links == "none":
             return {}
+        from hetero_megatron.testbed.state import LOAD
+
         load = self.directory / LOAD if self.directory is not None else None
         seen = read_json_object(load) if load is not None and load.exists() else {}
         return {"chips": self.chips, "links": self.links, **seen}
@@ -116,6 +121,8 @@ class Emulation:
     def _make_clock(self) -> Clock:
         if self.chips == "none":
             return Clock()
+        from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
+
         if self.chips == "clock":
             return EmulatedClock(self._speed_now, OperatorSeconds(), tell=self._make_tell())
         if self.chips != "soft":
@@ -126,6 +133,8 @@ class Emulation:
         """Writes the clock's figures where the launcher reads them, also of a rank that dies later."""
         if self.directory is None:
             return lambda *_: None
+        from hetero_megatron.testbed.state import CLOCK, CLOCKS
+
         file = os.open(self.directory / CLOCKS, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return lambda *seconds: os.pwrite(file, CLOCK.pack(*seconds), self.rank * CLOCK.size)
 
@@ -133,11 +142,15 @@ class Emulation:
         core = self._cores[self.rank] if self._cores else -1
         if self.directory is None or self._cores.count(core) < 2:
             return None
+        from hetero_megatron.emulation.core_lock import CoreLock
+
         return CoreLock(self.directory / f"core-{core}")
 
     def _make_pacer(self, pace: Mapping[str, Any] | None) -> Pacer | None:
         if self.links != "paced" or pace is None:
             return None
+        from hetero_megatron.emulation.pacing import Pacer
+
         rates = {i: float(rate) for i, rate in enumerate(pace["bandwidth"][self.rank]) if rate is not None}
         latency = {i: float(s) for i, s in enumerate((pace.get("latency") or {self.rank: ()})[self.rank]) if s}
 
@@ -148,6 +161,8 @@ class Emulation:
         return Pacer(now, latency, self._timeout, self._make_lanes(rates))
 
     def _make_lanes(self, rates: Mapping[int, float]) -> NodeLanes | None:
+        from hetero_megatron.emulation.pacing import NodeLanes
+
         if not self._node_of or self.directory is None:
             return None
         node = self._node_of[self.rank]

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hetero_megatron.environment.slurm_names import meeting_point
-
 _TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id JOB ..."
 
 
@@ -113,6 +111,8 @@ def _tasks(environment: Mapping[str, str]) -> Iterator[Task]:
             rank, size, local_rank, local_size = (number for _, number in values)
             task = Task(names.launcher, names.advice, signs, rank, size, local_rank, local_size)
             if names.launcher == "srun":
+                from hetero_megatron.environment.slurm_names import meeting_point
+
                 address, port = meeting_point(environment)
                 task = replace(task, address=address, port=port, node=environment.get("SLURMD_NODENAME", ""))
             yield task

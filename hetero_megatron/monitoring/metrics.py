@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.expert_log import ExpertFigures
 from hetero_megatron.monitoring.log_sinks import Board, LineFile, QuietThreads
-from hetero_megatron.monitoring.rewind import rewind
 from hetero_megatron.utils.files import is_regular, open_append, read_json_object
 
 FILE, WANDB_FILE = "metrics.jsonl", "wandb.json"
@@ -224,6 +223,8 @@ class MetricsWriter:
 
 def _open(directory: Path, resumed: Resumed | None) -> tuple[BinaryIO, bool]:
     """(metrics.jsonl for appending, whether it held an evaluation after the step from which the run goes on)."""
+    from hetero_megatron.monitoring.rewind import rewind
+
     path, logged = directory / FILE, False
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -11,18 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.html.page import kind_of
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.plan.memory.states import moments_of
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.predictor.report.timeline import prediction_charts
-from hetero_megatron.predictor.simulate.prepared import PreparedPlan
-from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator, predict
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.files import open_append
+
+if TYPE_CHECKING:
+    from hetero_megatron.predictor.cost.layer_cost import CostOptions
+    from hetero_megatron.predictor.simulate.step import Prediction
 
 FILE = "events.jsonl"
 
@@ -44,6 +43,9 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     """
     if config.cluster is None:
         return None, ""
+    from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+    from hetero_megatron.predictor.simulate.step import predict
+
     try:
         options, prepared = _options(config), PreparedPlan(config.compiled)
         found = predict(config.plan, config.spec, config.cluster, config.dtype, options=options, prepared=prepared)
@@ -57,12 +59,18 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
 def expected_busy(config: RunConfig) -> dict[int, float]:
     """Predicted seconds of compute in a step by rank, as ``busy_seconds`` measures them, where there is an
     :func:`expectation`."""
+    from hetero_megatron.predictor.cost.layer_cost import CostModel
+    from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+    from hetero_megatron.predictor.simulate.step import StepSimulator
+
     assert config.cluster is not None
     costs = CostModel(config.spec, config.cluster, config.plan.seq_length, config.dtype, _options(config))
     return StepSimulator(config.plan, costs, PreparedPlan(config.compiled)).computing
 
 
 def _options(config: RunConfig) -> CostOptions:
+    from hetero_megatron.predictor.cost.layer_cost import CostOptions
+
     return CostOptions(moments=moments_of(config.optimizer.name), fp8=config.fp8, logits_bytes=config.logits_bytes)
 
 
@@ -70,6 +78,8 @@ def start_event(
     config: RunConfig, found: Prediction | None, busy: Mapping[int, float], chips: Mapping[int, str], first_step: int
 ) -> dict[str, Any]:
     """What a report needs to know about this start of the job; ``busy``: :func:`expected_busy`, with ``found``."""
+    from hetero_megatron.predictor.report.timeline import prediction_charts
+
     prediction = None
     if found is not None:
         prediction = {
@@ -89,6 +99,8 @@ def start_event(
 
 def measured_rows(actions: Sequence[Any]) -> list[tuple[str, float, float, int]]:
     """(kind, start, seconds, micro-batch) of a rank's compute actions of one step, from the start of the first."""
+    from hetero_megatron.html.page import kind_of
+
     kept = [t for t in actions if t.action.kind in ("F", "B", "B_INPUT", "W")]
     origin = actions[0].start if actions else 0.0
     return [(kind_of(t.action), t.start - origin, t.end - t.start, t.action.micro_batch) for t in kept]

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,14 +25,14 @@ from hetero_megatron.monitoring.record import (
     start_event,
 )
 from hetero_megatron.monitoring.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
-from hetero_megatron.plan.routing_stats import write_routing_stats
 from hetero_megatron.platform import Platform
-from hetero_megatron.predictor.report.prediction import format_step_seconds
 from hetero_megatron.spec.flops import sequence_flops
-from hetero_megatron.testbed.clocks import Kept, spread, worst_clock
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.utils.text import notice_line, plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.testbed.clocks import Kept
 
 SPREAD_STEPS = 1000  # the last ones, whose compute may have varied
 TIMELINE_AFTER = 2  # steps before the one whose timeline is written down: the first ones are slower
@@ -104,6 +104,8 @@ class Reporter:
             print(notice_line(notice), flush=True)
         busy: dict[int, float] = {}
         if found is not None:
+            from hetero_megatron.predictor.report.prediction import format_step_seconds
+
             busy = expected_busy(self.config)
             self.predicted = found.step_seconds
             print(f"predicted step: {format_step_seconds(found)}", flush=True)
@@ -238,6 +240,8 @@ class Reporter:
 
     def _expert_load(self, step: int) -> None:
         """Write down how often each expert was chosen in this run."""
+        from hetero_megatron.plan.routing_stats import write_routing_stats
+
         moe, path = self.config.spec.moe, self.config.logging.routing_stats
         if moe is None or not self._experts.load:
             return
@@ -250,6 +254,8 @@ class Reporter:
 
     def _worst_clock(self) -> Kept | None:
         """How far emulated clocks could be kept; None on real chips. Called on all ranks."""
+        from hetero_megatron.testbed.clocks import spread, worst_clock
+
         mine = self.runtime.comm.clock.report()
         if not mine:
             return None

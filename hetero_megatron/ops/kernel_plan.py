@@ -20,7 +20,6 @@ from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.joint_gemm import Products, bind_joint_gemm, separate, watched_joint_gemm
 from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
-from hetero_megatron.ops.library import compiled_call
 from hetero_megatron.ops.linear_cross_entropy import bind_linear_cross_entropy
 from hetero_megatron.ops.registry import Registry, unknown
 
@@ -74,6 +73,8 @@ class KernelPlan:
         return bind_joint_gemm(choice.kernel, self.weight_gradients, self.gemm)
 
     def _call(self, choice: KernelChoice) -> Any:
+        from hetero_megatron.ops.library import compiled_call
+
         spec, kernel = self.registry.spec(choice.kernel.op), choice.kernel
         if choice.signature.compiled and not kernel.traceable:
             return compiled_call(spec, kernel)

@@ -11,7 +11,6 @@ from hetero_megatron.layout import Box
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.parallel.int8_base import store_in_int8
-from hetero_megatron.parallel.lora import apply_lora
 from hetero_megatron.plan import Stage
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.dropout import NO_DROPOUT
@@ -50,5 +49,7 @@ def empty_stage(
         seq_length=seq_length, dropout=dropout, store=partial(store_in_int8, tensors, scales),
     )  # fmt: skip
     if spec.lora is not None:
+        from hetero_megatron.parallel.lora import apply_lora
+
         apply_lora(module, spec.lora, boxes, dtype, device)
     return EmptyStage(module, tensors, boxes, scales)

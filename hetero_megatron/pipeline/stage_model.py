@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,6 @@ from hetero_megatron.model.gpt import MLP
 from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.tile_kernels import tile_kernel
-from hetero_megatron.parallel.context import apply_context_parallel
-from hetero_megatron.parallel.dora import RowNorms
 from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.int8_base import fill
@@ -25,6 +23,9 @@ from hetero_megatron.pipeline.rank_stage import RankStage
 from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.spec import Dropout, LogicalTensor, stage_tensors
 from hetero_megatron.utils.progress import tracked
+
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.dora import RowNorms
 
 # (logical tensor, box) -> its values there, of the box's shape, in any dtype, in host memory
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]
@@ -61,6 +62,8 @@ class StageModel:
         self.module, self.boxes, self.scales = made.module, made.boxes, made.scales
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
+            from hetero_megatron.parallel.dora import RowNorms
+
             self.row_norms = RowNorms(self.module, made.tensors, spec.lora.scale, comm.group(here.unit.ranks))
         _fill(made, initialize)
         self._divide()
@@ -76,6 +79,9 @@ class StageModel:
         intervals = [torch.arange(a, b, device=comm.device) for a, b in unit.tokens or ((0, 0),)]
         model.token_numbers = torch.cat(intervals)
         if here.context is not None:
+            from hetero_megatron.ops.tile_kernels import tile_kernel
+            from hetero_megatron.parallel.context import apply_context_parallel
+
             choices = self.kernels.choices
             kernel = tile_kernel(comm.device, choices["attention"].kernel, here.spec.attn_softcap)
             apply_context_parallel(model, here.context, comm, kernel, choices["attn_merge"].kernel.forward)

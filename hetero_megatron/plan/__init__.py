@@ -13,9 +13,6 @@ from hetero_megatron.plan.canonical import (
 )
 from hetero_megatron.plan.capabilities import supports
 from hetero_megatron.plan.dump import dump_yaml, to_dict
-from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
 from hetero_megatron.plan.schema import load_plan, plan_from_dict
 from hetero_megatron.plan.shares import (
     activation_layout,
@@ -32,10 +29,8 @@ from hetero_megatron.plan.show import format_plan
 from hetero_megatron.plan.validate import idle_ranks, validate
 
 __all__ = [
-    "FlagScaleParallel",
     "Interval",
     "KeyValues",
-    "MegatronParallel",
     "Optimizer",
     "Pipeline",
     "Place",
@@ -46,8 +41,6 @@ __all__ = [
     "activation_layout",
     "dump_yaml",
     "format_plan",
-    "from_flagscale",
-    "from_megatron",
     "idle_ranks",
     "load_plan",
     "locate",

@@ -11,8 +11,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Pipeline, Plan
 from hetero_megatron.schedule import Held, Schedule, generate, held_states, lower, lowered
 from hetero_megatron.schedule.generators import SPLITTING
-from hetero_megatron.schedule.stage_orders import schedule_of
-from hetero_megatron.schedule.stored import expand, schedule_from_dict, schedule_to_dict
 
 ADAPTIVE = "adaptive"
 
@@ -57,6 +55,9 @@ def _held_by_generated(
 
 @lru_cache(maxsize=16)
 def _stored(orders: tuple[str, ...], num_micro_batches: int, chunks: int) -> Schedule:
+    from hetero_megatron.schedule.stage_orders import schedule_of
+    from hetero_megatron.schedule.stored import expand
+
     return lower(schedule_of(ADAPTIVE, [expand(text, 3 * num_micro_batches * chunks) for text in orders], chunks))
 
 
@@ -77,6 +78,8 @@ def made_for(pipeline: Pipeline) -> str:
 
 def stored_schedule(pipeline: Pipeline) -> dict[str, Any]:
     """The pipeline's schedule as plan-file data."""
+    from hetero_megatron.schedule.stored import schedule_to_dict
+
     return schedule_to_dict(ADAPTIVE, pipeline.orders, pipeline.num_micro_batches, made_for(pipeline))
 
 
@@ -86,6 +89,8 @@ def read_stored_schedule(stored: Any, pipeline: Pipeline, field: str) -> tuple[s
     Raises:
         UserError: malformed, for another pipeline, incomplete or deadlocked, with the place marked.
     """
+    from hetero_megatron.schedule.stored import schedule_from_dict
+
     schedule_from_dict(
         stored, len(pipeline.stages), pipeline.num_micro_batches, made_for(pipeline), field=field,
         num_chunks=pipeline.chunks,

@@ -66,3 +66,6 @@ class Schedule:
         if there is None or there[0] == stage:
             return None
         return there[0], Action(_OTHER_END[kind], micro_batch, there[1])
+
+
+Rows = tuple[tuple[Action, ...], ...]  # of every stage in turn

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.schedule.actions import Action, Schedule
+from hetero_megatron.schedule.actions import Action, Rows, Schedule
 from hetero_megatron.schedule.chunk_groups import chunk_passes
-from hetero_megatron.schedule.zero_bubble import Rows, zero_bubble
 
 Generator = Callable[..., Rows]
 
@@ -57,6 +56,13 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 1) -> Rows:
         _alternating(forwards, backwards, min((chunks - 1) * largest + 2 * (stages - 1 - s), len(forwards)))
         for s in range(stages)
     )
+
+
+def zero_bubble(stages: int, micro_batches: int, chunks: int = 1, caps: Sequence[int] = ()) -> Rows:
+    """ZB-H1 and its relatives (:func:`hetero_megatron.schedule.zero_bubble.zero_bubble`), loaded where a plan asks."""
+    from hetero_megatron.schedule.zero_bubble import zero_bubble
+
+    return zero_bubble(stages, micro_batches, chunks, caps)
 
 
 GENERATORS: dict[str, Generator] = {

@@ -1,8 +1,6 @@
 """What a model is, without torch: configuration, logical tensors, how they are shared, what they cost."""
 
 from hetero_megatron.spec.dropout import Dropout
-from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
@@ -25,8 +23,6 @@ __all__ = [
     "Rope",
     "RopeScaling",
     "Share",
-    "export_config",
-    "from_hf_config",
     "load_model",
     "logical_tensors",
     "model_folder",
@@ -34,7 +30,6 @@ __all__ = [
     "shares",
     "stage_tensors",
     "tensor_box",
-    "to_hf_config",
     "trained_tensors",
     "whole_share",
 ]

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.spec.mistaken import WRITTEN, refuse_mistaken
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.paper_models import PAPER_MODELS
 from hetero_megatron.spec.rope import Rope, RopeScaling
@@ -89,6 +87,9 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
     """
     if name in _PRESETS and field == "--model":
         return _PRESETS[name]
+    from hetero_megatron.spec.hf_config import from_hf_config
+    from hetero_megatron.spec.mistaken import WRITTEN, refuse_mistaken
+
     refuse_mistaken(name, field)
     path, folder = Path(name), os.path.isdir(name)  # unlike Path.is_dir, takes any name
     if folder:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from hetero_megatron.checkpoint.adapter import AdapterWeights, check_target, merged, save_adapter
-from hetero_megatron.checkpoint.companions import Companions
-from hetero_megatron.checkpoint.hf_save import save_hf
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.dora import first_magnitude
 from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, logical_tensors
@@ -22,11 +19,16 @@ from hetero_megatron.spec.tensors import MAGNITUDE
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 
+if TYPE_CHECKING:
+    from hetero_megatron.checkpoint.companions import Companions
+
 
 class Adapters:
     """Of a model with adapters; built on every rank of the plan before the runtime."""
 
     def __init__(self, config: RunConfig) -> None:
+        from hetero_megatron.checkpoint.adapter import AdapterWeights, check_target
+
         self.config, self.spec = config, config.spec
         options = config.adapter
         self._source = AdapterWeights(options.load, self.spec) if options.load is not None else None
@@ -37,6 +39,8 @@ class Adapters:
         self, tensor: LogicalTensor, box: Box, base: Callable[[LogicalTensor, Box], torch.Tensor]
     ) -> torch.Tensor:
         """First values of a box of an adapter; ``base``: those of the model that it belongs to."""
+        from hetero_megatron.parallel.dora import first_magnitude
+
         if self._source is not None:
             return self._source.read(tensor, box)
         module, _, kind = tensor.name.removesuffix(".weight").rpartition(".")
@@ -54,6 +58,8 @@ class Adapters:
 
     def save(self, runtime: Runtime) -> str:
         """Write --save-adapter, in fp32 (fp64 of a run in fp64). Called on all ranks."""
+        from hetero_megatron.checkpoint.adapter import save_adapter
+
         assert self.config.adapter.save is not None and runtime.optimizer is not None
         dtype = torch.promote_types(runtime.dtype, torch.float32)
         base = self.config.load_hf or self.config.model_directory
@@ -62,6 +68,9 @@ class Adapters:
 
     def save_merged(self, runtime: Runtime, dtypes: Mapping[str, torch.dtype], along: Companions) -> str:
         """Write --save-hf: the base with the adapters merged into it. Called on all ranks."""
+        from hetero_megatron.checkpoint.adapter import merged
+        from hetero_megatron.checkpoint.hf_save import save_hf
+
         assert self.config.save_hf is not None
         base = self.spec.base
         rank, params = runtime.comm.rank, dict(runtime.model.named_parameters())

@@ -5,37 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hetero_megatron import __version__
-from hetero_megatron.checkpoint.companions import Companions
-from hetero_megatron.checkpoint.lock import DirectoryLock
-from hetero_megatron.checkpoint.native import LOAD, PRETRAINED, Checkpoint, CheckpointSaver, open_checkpoint
-from hetero_megatron.checkpoint.state import (
-    WEIGHT_DTYPES,
-    encode_dtypes,
-    load_tensors,
-    merge_numbers,
-    moments,
-    owned_tensors,
-    weight_dtypes,
-)
-from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.training.companions import run_companions
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.same_schedule import differences
 from hetero_megatron.training.save_directory import writes_checkpoints
-from hetero_megatron.training.saved_state import check_state
 from hetero_megatron.utils.text import notice_line, plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.checkpoint.lock import DirectoryLock
+    from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)
@@ -73,6 +61,8 @@ class Checkpointing:
         lock: DirectoryLock | None,
         source_dtypes: dict[str, torch.dtype] | None,
     ) -> None:
+        from hetero_megatron.checkpoint.companions import Companions
+
         self.config, self.runtime, self.data, self.source_dtypes = config, runtime, data, source_dtypes
         options = config.checkpoint
         self.active, self._lock = writes_checkpoints(config), lock
@@ -82,6 +72,8 @@ class Checkpointing:
         self.saver: CheckpointSaver | None = None
         if self.active:
             assert options.save is not None and group is not None
+            from hetero_megatron.checkpoint.native import CheckpointSaver
+
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize,
                 check=lock.check if lock is not None else None, dtype=runtime.dtype,
@@ -107,6 +99,8 @@ class Checkpointing:
 
     def save(self, progress: ConsumedSamples, loss_scale: LossScale) -> None:
         """Copy and write in the background, unless this step is saved already."""
+        from hetero_megatron.checkpoint.state import owned_tensors
+
         if self.saver is None or self.last_saved == progress.step:
             return
         assert self.runtime.optimizer is not None
@@ -121,6 +115,8 @@ class Checkpointing:
         self._log(f"saving checkpoint of step {progress.step} to {self.saver.directory.at(progress.step)}")
 
     def _state(self, progress: ConsumedSamples, loss_scale: LossScale) -> dict[str, Any]:
+        from hetero_megatron.checkpoint.state import WEIGHT_DTYPES, encode_dtypes
+
         config = self.config
         return {
             "step": progress.step,
@@ -140,6 +136,8 @@ class Checkpointing:
         }
 
     def _merge(self, ranks: Sequence[Any]) -> Mapping[str, Any]:
+        from hetero_megatron.checkpoint.state import merge_numbers
+
         saved = self.config.checkpoint.save_optim
         mine, numbers = self.config.optimizer, merge_numbers([r["numbers"] for r in ranks])
         optimizer = {"name": mine.name, "momentum": mine.momentum, "numbers": numbers, "rates": mine.rates()}
@@ -161,16 +159,22 @@ class Checkpointing:
 
     def load(self) -> tuple[RunConfig, ConsumedSamples, LossScale]:
         """Restore weights and optimizer; returns the configuration (with the schedule that counts) and the progress."""
+
         config, options = self.config, self.config.checkpoint
         fresh = (config, ConsumedSamples(), config.loss_scale)
         found, finetune = self._find(), options.finetune
         if found is None and options.pretrained is not None:
+            from hetero_megatron.checkpoint.native import PRETRAINED
+
             found, finetune = self._open(options.pretrained, PRETRAINED), True
             if found is None:
                 raise _none_in(PRETRAINED, options.pretrained)
         together(self.runtime.world, lambda: self._take_along(found))
         if found is None:
             return fresh
+        from hetero_megatron.checkpoint.state import load_tensors, weight_dtypes
+        from hetero_megatron.training.saved_state import check_state
+
         check_state(found)
         state = found.state
         check_spec(found, config, finetune)
@@ -208,6 +212,8 @@ class Checkpointing:
 
     def _take_along(self, found: Checkpoint | None) -> None:
         if self.runtime.world.index == 0 and (self.saver is not None or self.config.save_hf is not None):
+            from hetero_megatron.training.companions import run_companions
+
             self.companions = run_companions(self.config, self.data, found, self._log)
             if self.saver is not None:
                 self.saver.extra.update(self.companions.native())
@@ -222,6 +228,8 @@ class Checkpointing:
         options = self.config.checkpoint
         if options.load is None:
             return None
+        from hetero_megatron.checkpoint.native import LOAD
+
         found = self._open(options.load, LOAD, options.step)
         if found is None:
             if options.required:
@@ -231,6 +239,8 @@ class Checkpointing:
         return found
 
     def _open(self, path: str, field: str, step: int | None = None) -> Checkpoint | None:
+        from hetero_megatron.checkpoint.native import open_checkpoint
+
         previous = self.config.checkpoint.previous_on_corruption
         return open_checkpoint(path, self.runtime.world, step, previous, self._log, field)
 
@@ -283,6 +293,8 @@ def _none_in(flag: str, path: str) -> UserError:
 
 def _had_momentum(found: Checkpoint) -> bool:
     """As the flag was: where no step was taken yet (fp16 looks for its scale) there are no moments in either case."""
+    from hetero_megatron.checkpoint.state import moments
+
     saved = found.state["optimizer"]
     return bool(saved["momentum"] if "momentum" in saved else moments(found))
 
@@ -298,6 +310,8 @@ def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
     """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
+    from hetero_megatron.checkpoint.stored_spec import stored_spec
+
     saved, mine = stored_spec(found.state["model"]), config.spec
     if saved.lora is not None and mine.lora is not None:  # a setting of the run
         saved = replace(saved, lora=replace(saved.lora, dropout=mine.lora.dropout))
@@ -315,6 +329,9 @@ def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
 
 def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
     """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
+    from hetero_megatron.checkpoint.native import LOAD
+    from hetero_megatron.training.same_schedule import differences
+
     source, schedule = config.checkpoint.schedule_from, config.schedule
     if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet
         return config

@@ -13,7 +13,8 @@ from hetero_megatron.checkpoint.native import Checkpoint
 from hetero_megatron.data import Datasets, reads_text
 from hetero_megatron.data.tokenizers import ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import ModelSpec, export_config
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.files import read_bytes
 from hetero_megatron.utils.text import notice_line

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from hetero_megatron.checkpoint.finite import listed
-from hetero_megatron.checkpoint.residual import base_weights
 from hetero_megatron.comm import Group
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
@@ -13,7 +13,10 @@ from hetero_megatron.spec import LogicalTensor
 from hetero_megatron.training.adapters import adapters_of, finite
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.utils.text import notice_line
+from hetero_megatron.utils.text import listed, notice_line
+
+if TYPE_CHECKING:
+    from hetero_megatron.checkpoint.hf_load import HFWeights
 
 
 class InitialWeights:
@@ -32,7 +35,11 @@ class InitialWeights:
 
     def __init__(self, config: RunConfig, world: Group) -> None:
         self.config = config
-        self.source = base_weights(config.load_hf, config.spec) if config.load_hf is not None else None
+        self.source: HFWeights | None = None
+        if config.load_hf is not None:
+            from hetero_megatron.checkpoint.residual import base_weights
+
+            self.source = base_weights(config.load_hf, config.spec)
         self.adapters = adapters_of(config, world)
 
     @property

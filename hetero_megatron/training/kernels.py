@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from hetero_megatron.dry_run.expert_layers import with_expected_rows
-from hetero_megatron.dry_run.products import with_chip_chunks, with_chip_products
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
@@ -100,6 +98,9 @@ def _signature(platform: Platform, dtype: torch.dtype) -> Signature:
 
 def shape_kernels(config: RunConfig, rank: int, dtype: torch.dtype) -> KernelPlan:
     """Kernels for a dry run with fake tensors: torch's own, whatever the plan asks for; shapes and sizes are alike."""
+    from hetero_megatron.dry_run.expert_layers import with_expected_rows
+    from hetero_megatron.dry_run.products import with_chip_chunks, with_chip_products
+
     here = RankStage(config.plan, config.spec, rank)
     kernels = default_kernels(
         config.spec, here.share, here.stage.head, dtype, tp=here.unit.tp,

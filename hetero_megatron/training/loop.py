@@ -19,7 +19,6 @@ from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
-from hetero_megatron.training.export import export
 from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.loss_scale import LossScale
@@ -88,6 +87,8 @@ class Training:
             self._evaluate("validation")
             if data.test is not None and (config.skip_train or self.step == config.steps):
                 self._evaluate("test")
+        from hetero_megatron.training.export import export
+
         export(config, self.step, self.runtime, self.weights, self.checkpoints, self.reporter)
         self.checkpoints.wait()
         self.reporter.finish(self.step, self.exit.reason)

@@ -11,18 +11,21 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.comm.refusals import together
-from hetero_megatron.data import Datasets, build_datasets, unigram_entropy
+from hetero_megatron.data import Datasets, build_datasets
 from hetero_megatron.data.batch import BatchOptions
-from hetero_megatron.data.chat.build import show_sample
+from hetero_megatron.data.entropy import unigram_entropy
 from hetero_megatron.data.loader import BatchLoader
 from hetero_megatron.data.sample import Dataset
-from hetero_megatron.data.sample_server import SampleClient, SampleServer, ServedDataset, socket_folder
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.text import rank_ranges, word
+
+if TYPE_CHECKING:
+    from hetero_megatron.data.sample_server import SampleServer
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 HostKey = tuple[str, str, int, int]
@@ -60,6 +63,8 @@ class NodeData:
         self.datasets = build() if alone else self._share(build)
 
     def _share(self, build: Callable[..., Datasets]) -> Datasets:
+        from hetero_megatron.data.sample_server import SampleClient, SampleServer, ServedDataset
+
         world, comm = self._world, self._comm
         hosts = together(world, lambda: host_key(comm.launcher.node), HostKey)
         readers = [world.ranks[hosts.index(host)] for host in hosts]  # of each rank
@@ -104,6 +109,8 @@ class NodeData:
     def describe(self, data: Dataset) -> str:
         """A conversation as it is trained on, or the entropy of single tokens; reads the first samples of ``data``."""
         if self._flags.sft:
+            from hetero_megatron.data.chat.build import show_sample
+
             return show_sample(data[0], self.datasets.tokenizer)
         entropy = unigram_entropy(data, num_samples=64)
         return f"data: unigram entropy {entropy:.3f} nats, the loss of counting tokens alone"
@@ -116,6 +123,8 @@ class NodeData:
 
 def host_key(node: str | None) -> HostKey:
     """Equal for ranks that can share a socket: same node (its name, or the host's), same kernel, same folder."""
+    from hetero_megatron.data.sample_server import socket_folder
+
     try:
         boot = BOOT.read_text().strip()
     except OSError:  # not Linux

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, refine
 from hetero_megatron.plan.buckets import tensor_holders
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.utils.text import rank_ranges
+from hetero_megatron.utils.text import listed, rank_ranges
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
 _WORD = 16  # hex digits of a hash that are compared

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +19,6 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.dropout import Draws
-from hetero_megatron.parallel.balance import LoadBalance, StepRouting
-from hetero_megatron.parallel.compile import apply_compile
-from hetero_megatron.parallel.device_graphs import LayerGraphs
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import ShardedOptimizer, owned_norm
 from hetero_megatron.parallel.update import OptimizerFactory
@@ -36,6 +34,10 @@ from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions
+
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.balance import LoadBalance, StepRouting
+    from hetero_megatron.parallel.device_graphs import LayerGraphs
 
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
 # (loss sum, tokens and squared norm of each rank: fp64 [ranks, 3]; loss; norm) -> whether the step is not to be taken
@@ -110,8 +112,12 @@ class Runtime:
         self.model, self.boxes, self.scales, self.row_norms = built.module, built.boxes, built.scales, built.row_norms
         self.balance: LoadBalance | None = None
         if spec.moe is not None:
+            from hetero_megatron.parallel.balance import LoadBalance
+
             self.balance = LoadBalance(self.model, plan, spec, options.balancing, comm, dtype)
         if options.compile_backend is not None:
+            from hetero_megatron.parallel.compile import apply_compile
+
             apply_compile(self.model, options.compile_backend)
         self.loss = StageLoss(self.here, self.model, self.kernels, self.tp_group, self.loss_chunk)
         self.reader = ScalarReader(comm.accelerator)
@@ -122,6 +128,8 @@ class Runtime:
         self.graphs: LayerGraphs | None = None
         self.eager_steps = options.graphs_after or 0
         if options.graphs_after is not None:
+            from hetero_megatron.parallel.device_graphs import LayerGraphs
+
             assert comm.accelerator is not None, "there are no graphs of a processor"
             self.graphs = LayerGraphs(self.model, self.stage.chunks, comm.accelerator, self.sync)
         by_load = [t.name for t in logical_tensors(spec) if t.by_load]

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.checkpoint.lock import DirectoryLock, lock_directory
-from hetero_megatron.checkpoint.native import check_writable
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import CheckpointConfig, RunConfig
 from hetero_megatron.utils.text import notice_line
+
+if TYPE_CHECKING:
+    from hetero_megatron.checkpoint.lock import DirectoryLock
 
 
 def writes_checkpoints(config: RunConfig) -> bool:
@@ -30,6 +31,10 @@ def claim_directory(config: RunConfig, group: Group) -> DirectoryLock | None:
     options = config.checkpoint
     if not writes_checkpoints(config):
         return None
+    from hetero_megatron.checkpoint.directory import CheckpointDirectory
+    from hetero_megatron.checkpoint.lock import lock_directory
+    from hetero_megatron.checkpoint.native import check_writable
+
     assert options.save is not None
     check_writable(options.save, group)
     lock = lock_directory(options.save, group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from hetero_megatron.checkpoint.hf_save import check_target
 from hetero_megatron.comm import Comm
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.monitoring.reporter import Reporter
@@ -49,6 +48,8 @@ def set_up(
     lock = claim_directory(config, world)
     make_folders(config, world)
     if config.save_hf is not None:
+        from hetero_megatron.checkpoint.hf_save import check_target
+
         check_target(config.save_hf, config.spec.base, world)
     weights = InitialWeights(config, world)
     # Before weights are read and the model is built: a mistyped path is known at once.

@@ -79,3 +79,9 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return "0 s" if abs(seconds) < 5e-10 else f"{seconds * 1e9:.3g} ns"
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Distinct names for a message, in order."""
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:most]) + (f" and {len(distinct) - most} more" if len(distinct) > most else "")

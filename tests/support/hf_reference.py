@@ -20,7 +20,8 @@ from transformers.models.ministral3 import modeling_ministral3
 
 from hetero_megatron.checkpoint.names import name_table
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import ModelSpec, from_hf_config, logical_tensors
+from hetero_megatron.spec import ModelSpec, logical_tensors
+from hetero_megatron.spec.hf_config import from_hf_config
 
 
 def make_hf(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hetero_megatron.checkpoint.finite import listed
 from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.megatron.names import MegatronSource, is_copied, join, joined_shape, source
 from hetero_megatron.checkpoint.megatron.tensors import EMBEDDING, HEAD, MegatronTensors
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+from hetero_megatron.utils.text import listed
 
 
 class MegatronWeights:

@@ -9,7 +9,7 @@ from hetero_megatron.cli.flags.parse import WHERE, Arguments, flag_error, flag_n
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import FlagScaleParallel, MegatronParallel, Plan, from_flagscale, from_megatron, load_plan
+from hetero_megatron.plan import Plan, load_plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.islands import add_islands, format_added
 from hetero_megatron.plan.made_for import LORA_KEYS, MadeFor, lora_words, made_for_of
@@ -73,6 +73,9 @@ def build_plan(
     if args.has(*_MESHES):
         plan = _from_meshes(args, spec, launcher)
     else:
+        from hetero_megatron.plan.importers.megatron import from_megatron
+        from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+
         chosen = {key: args[key] for key in _UNIFORM if args[key] is not None}
         plan = from_megatron(
             MegatronParallel(
@@ -192,6 +195,8 @@ def _searched(
 
 
 def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment) -> Plan:
+    from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
+
     for key in _WITH_MESHES:
         if key in args.given:
             raise flag_error(key, args[key], "it contradicts --hetero-process-meshes", "one of the two")

@@ -11,7 +11,6 @@ from hetero_megatron.cli.flags.parse import WHERE, Arguments, together
 from hetero_megatron.cli.flags.table import ALL
 from hetero_megatron.data import DataConfig
 from hetero_megatron.data.config import SPLITS
-from hetero_megatron.data.corpus import may_have_keys
 from hetero_megatron.errors import UserError
 
 FILES, KEYED = "data files", "a *.jsonl, *.parquet or *.arrow corpus"
@@ -75,6 +74,8 @@ def _facts(args: Arguments) -> set[str]:
 
 
 def _data_facts(data: DataConfig) -> set[str]:
+    from hetero_megatron.data.corpus import may_have_keys
+
     if data.mock_data:
         return set()
     words = [word for group in (data.data_path, *map(data.paths_of, SPLITS)) for word in group or ()]

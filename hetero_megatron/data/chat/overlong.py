@@ -11,7 +11,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import plural
 
 FLAG = "--overlong-samples"
-POLICIES = ("keep-start", "keep-end", "drop", "refuse")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -16,11 +16,13 @@ from hetero_megatron.ops.gemm import WeightGradients, WeightKernel
 from hetero_megatron.ops.joint_gemm import joint_rows
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums, flatten_parameters
-from hetero_megatron.parallel.grad_sync.reduction import StepReduction
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes
 from hetero_megatron.parallel.side_stream import SideStream
 from hetero_megatron.plan.buckets import Bucket, sync_actions
 from hetero_megatron.schedule import Action
+
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.grad_sync.reduction import StepReduction
 
 
 class GradientSync:
@@ -164,6 +166,8 @@ class GradientSync:
     def begin(self, reduces: Iterable[Action]) -> None:
         """The last gradients of the first chunk will come: from now on the ``reduces`` start, in this order, each as
         soon as its bucket is complete. Every bucket of this rank is among them."""
+        from hetero_megatron.parallel.grad_sync.reduction import StepReduction
+
         self._reduction = StepReduction(reduces, self.by_bucket, self.sums, self._aside, self._chunks)
 
     def last_gradients(self, chunk: int, products: Iterable[torch.Tensor] | None) -> None:

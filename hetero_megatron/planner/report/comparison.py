@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import from_megatron
+from hetero_megatron.plan.importers.megatron import from_megatron
 from hetero_megatron.planner.estimate.certificate import LowerBound, assumptions, price_bound
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer

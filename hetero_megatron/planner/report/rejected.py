@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, from_megatron, validate
+from hetero_megatron.plan import Plan, validate
+from hetero_megatron.plan.importers.megatron import from_megatron
 from hetero_megatron.plan.memory.report import OverLimit
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.training.alignment.capture import Call, CallRecorder, CaptureFiles, LiveCompare
-from hetero_megatron.training.alignment.dump import LayerDump
 from hetero_megatron.training.config import AlignmentConfig
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.utils.text import notice_line
+
+if TYPE_CHECKING:
+    from hetero_megatron.training.alignment.capture import Call, CallRecorder, CaptureFiles, LiveCompare
+    from hetero_megatron.training.alignment.dump import LayerDump
 
 
 class Alignment:
@@ -27,6 +30,8 @@ class Alignment:
         config = self.config
         if config.check is None and config.capture is None:
             return kernels
+        from hetero_megatron.training.alignment.capture import CallRecorder, CaptureFiles, LiveCompare
+
         if config.check is not None:
             self._compare = LiveCompare(kernels.registry.specs)
         if config.capture is not None:
@@ -51,6 +56,8 @@ class Alignment:
                 if self._watch.wants(specs[op]):
                     print(notice_line(f"operators of rank {rank}: {op} is not watched: {why}"), flush=True)
         if self.config.dump is not None:
+            from hetero_megatron.training.alignment.dump import LayerDump
+
             self._dump = LayerDump(runtime.model, self.config.dump, runtime.comm.rank)
 
     @contextmanager

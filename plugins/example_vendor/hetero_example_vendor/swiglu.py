@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from hetero_megatron.ops import Capability, Kernel
 from hetero_megatron.ops.kernel import VENDOR
 

@@ -17,9 +17,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from hetero_megatron.errors import UserError
 from hetero_megatron.environment.foreign_launcher import find_task
 from hetero_megatron.environment.launcher import read_launcher
+from hetero_megatron.errors import UserError
 
 SET_HERE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from hetero_megatron.platform import CPU
+
 from hetero_mpi_island.backend_name import BACKEND
 
 

@@ -18,8 +18,8 @@ import mpi4py
 
 if "mpi4py.MPI" not in sys.modules:  # else whoever imported it has decided
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
-from hetero_megatron.errors import UserError
 from hetero_megatron.environment.launcher import read_launcher
+from hetero_megatron.errors import UserError
 from mpi4py import MPI
 
 START_UP_SECONDS = 60.0  # processes need long and unlike times to start

@@ -20,7 +20,8 @@ from hetero_megatron.layout import Box
 from hetero_megatron.parallel.int8_base import BaseWeights
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, from_hf_config, trained_tensors
+from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, trained_tensors
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_to_logical, make_hf

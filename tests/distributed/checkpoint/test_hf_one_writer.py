@@ -26,7 +26,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import ModelSpec, from_hf_config, load_model, logical_tensors
+from hetero_megatron.spec import ModelSpec, load_model, logical_tensors
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.checkpoint.test_hf_load import MIB, MODELS, PLANS, WIDE, anonymous_bytes, save
 from tests.support.parity import RandomSamples, build_optimizer, fixed_case

@@ -12,17 +12,13 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
-from hetero_megatron.plan import (
-    FlagScaleParallel,
-    MegatronParallel,
-    Plan,
-    from_flagscale,
-    from_megatron,
-    plan_from_dict,
-    to_dict,
-)
+from hetero_megatron.plan import Plan, plan_from_dict, to_dict
 from hetero_megatron.plan.context_plan import context_groups, stage_contexts
-from hetero_megatron.spec import ModelSpec, from_hf_config
+from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plan.importers.megatron import from_megatron
+from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.parity import Case, check_case
 from tests.support.pool import shared_pool
 from tests.support.random_plans import random_context

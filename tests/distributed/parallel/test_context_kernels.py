@@ -19,7 +19,7 @@ from hetero_megatron.ops.kernel import VENDOR
 from hetero_megatron.ops.tile_kernels import OperatorKernel, ReferenceKernel, tile_kernel
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.distributed.training.test_kernel_training import LENGTH, MODEL, STEPS, compare, kernels_of, make_plan, train
 from tests.support.pool import shared_pool
 

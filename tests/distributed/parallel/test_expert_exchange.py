@@ -16,8 +16,8 @@ from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.plan.experts import destinations
 from hetero_megatron.plan.token_hops import token_hops
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
-from hetero_megatron.spec import from_hf_config
 from hetero_megatron.spec.expert_load import INDEX
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.pool import shared_pool
 

@@ -14,7 +14,7 @@ from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.update import SGD, AdamW
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.pool import shared_pool

@@ -35,7 +35,7 @@ from hetero_megatron.schedule import (
     validate,
     validate_collectives,
 )
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.parity import check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
 

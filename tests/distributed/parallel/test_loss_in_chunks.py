@@ -24,7 +24,8 @@ from hetero_megatron.parallel.long_loss import in_chunks, loss_chunk, vocab_loss
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import Lora, ModelSpec, adapted, from_hf_config, shares
+from hetero_megatron.spec import Lora, ModelSpec, adapted, shares
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import agree_on_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory

@@ -15,7 +15,7 @@ from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.update import AdamW
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime

@@ -22,7 +22,8 @@ from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import LogicalTensor, ModelSpec, from_hf_config
+from hetero_megatron.spec import LogicalTensor, ModelSpec
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_megatron.plan import MegatronParallel, from_megatron, plan_from_dict, to_dict
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.plan import plan_from_dict, to_dict
+from hetero_megatron.plan.importers.megatron import from_megatron
+from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, check_case
 from tests.support.pool import shared_pool

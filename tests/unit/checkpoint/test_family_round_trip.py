@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Llama4Config, Llama4F
 
 from hetero_megatron.checkpoint.convert import from_native, to_native
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import from_hf_config, to_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_export import to_hf_config
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
 from tests.support.moe_models import MOE_FAMILIES

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hetero_megatron.data.chat import ChatEncoder, read_conversation
+from hetero_megatron.data.chat.conversation import read_conversation
+from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 from hetero_megatron.errors import UserError
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from hetero_megatron.data.chat import ChatEncoder, Encoded, read_conversation
+from hetero_megatron.data.chat.conversation import read_conversation
+from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 from hetero_megatron.errors import UserError
 from tests.support.chat import CONVERSATIONS, FORGETFUL, TEMPLATES, chat_tokenizer, turns, unmarked

@@ -10,8 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from hetero_megatron.checkpoint.companions import from_checkpoint, from_directory
-from hetero_megatron.data.chat import ChatEncoder, read_conversation
 from hetero_megatron.data.chat.build import read_template
+from hetero_megatron.data.chat.conversation import read_conversation
+from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 from hetero_megatron.errors import UserError
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_megatron.data.chat import ChatEncoder
+from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.chat.packed import encoded_records
 from hetero_megatron.data.chat.records import find_records
 from hetero_megatron.data.corpus import find_corpus

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hetero_megatron.cli import preprocess
-from hetero_megatron.data import DataConfig, build_datasets, build_tokenizer, open_indexed, write_indexed
+from hetero_megatron.data import DataConfig, build_datasets, build_tokenizer
 from hetero_megatron.data.corpus import is_indexed
-from hetero_megatron.data.indexed import IndexedWriter, token_dtype
+from hetero_megatron.data.indexed import IndexedWriter, open_indexed, token_dtype, write_indexed
 from hetero_megatron.errors import UserError
 
 # Three sequences of int32 tokens in two documents: [5 6 7] [8] | [9 10]

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from hetero_megatron.cli import preprocess
-from hetero_megatron.data import DataConfig, build_datasets, build_tokenizer, open_indexed, write_indexed
+from hetero_megatron.data import DataConfig, build_datasets, build_tokenizer
 from hetero_megatron.data.corpus import may_have_keys
 from hetero_megatron.data.folder import one_kind
+from hetero_megatron.data.indexed import open_indexed, write_indexed
 from hetero_megatron.data.sources import parquet
 from hetero_megatron.errors import UserError
 

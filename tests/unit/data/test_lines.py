@@ -10,7 +10,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from hetero_megatron.cli.preprocess import main as preprocess
-from hetero_megatron.data.chat import ChatEncoder, read_conversation
+from hetero_megatron.data.chat.conversation import read_conversation
+from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.corpus import find_corpus
 from hetero_megatron.data.indexed import open_indexed
 from hetero_megatron.data.sources import jsonl

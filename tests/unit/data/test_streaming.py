@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_megatron.data import DataConfig, StreamingDataset, build_datasets
+from hetero_megatron.data import DataConfig, build_datasets
 from hetero_megatron.data.corpus import Corpus, find_corpus
+from hetero_megatron.data.streaming import StreamingDataset
 from hetero_megatron.data.tokenizers import ByteTokenizer
 from hetero_megatron.errors import UserError
 from tests.support.refusals import refused

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hetero_megatron.data.chat import read_conversation
+from hetero_megatron.data.chat.conversation import read_conversation
 from hetero_megatron.data.chat.records import find_records
 from hetero_megatron.errors import UserError
 from tests.support.chat import turns

@@ -13,7 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hetero_megatron.data import DataConfig, build_datasets
-from hetero_megatron.data.chat import ChatEncoder, Encoded, read_conversation
+from hetero_megatron.data.chat.conversation import read_conversation
+from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.marks import COUNTS, SPARED, UNCLEAR
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 from hetero_megatron.errors import UserError

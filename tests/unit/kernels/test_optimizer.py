@@ -14,7 +14,7 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.update import AdamW
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.training.test_kernel_training import MODEL, batch, make_plan
 from tests.support.kernel_cases import BF16, DEVICE, FP32, FP64, inputs_fenced, randn

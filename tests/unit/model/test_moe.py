@@ -12,7 +12,9 @@ from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import cross_entropy
-from hetero_megatron.spec import export_config, from_hf_config, logical_tensors
+from hetero_megatron.spec import logical_tensors
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_export import export_config
 from tests.support.hf_reference import hf_grads, hf_logits, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_models import MOE_FAMILIES
 from tests.unit.model.test_hf import build, error, micro_batch

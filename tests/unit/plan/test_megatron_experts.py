@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import MegatronParallel, from_megatron, plan_from_dict, to_dict
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.plan import plan_from_dict, to_dict
+from hetero_megatron.plan.importers.megatron import from_megatron
+from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 
 SPEC = from_hf_config(MOE_FAMILIES["mixtral"])  # 4 experts, 2 layers

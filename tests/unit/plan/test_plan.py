@@ -16,15 +16,11 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.run_pictures import plan_picture
 from hetero_megatron.plan import (
-    FlagScaleParallel,
-    MegatronParallel,
     Plan,
     Recompute,
     activation_layout,
     dump_yaml,
     format_plan,
-    from_flagscale,
-    from_megatron,
     idle_ranks,
     load_plan,
     locate,
@@ -37,6 +33,9 @@ from hetero_megatron.plan import (
     validate,
 )
 from hetero_megatron.plan.context import nested_zigzag
+from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plan.importers.megatron import from_megatron
+from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
 from hetero_megatron.plan.schema import expand
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.yaml_document import from_data, parse_document

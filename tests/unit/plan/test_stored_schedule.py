@@ -15,7 +15,8 @@ from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict, to_
 from hetero_megatron.plan.pipeline_schedule import pipeline_schedule, splits_backward
 from hetero_megatron.schedule import in_flight, simulate
 from hetero_megatron.schedule.simulate import Costs
-from hetero_megatron.spec import ModelSpec, from_hf_config
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.random_plans import adapt
 
 LLAMA = {

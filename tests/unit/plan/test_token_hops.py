@@ -16,7 +16,8 @@ from hetero_megatron.plan.islands import add_islands
 from hetero_megatron.plan.routing import layer_loads
 from hetero_megatron.plan.token_hops import TokenHops, stage_token_hops
 from hetero_megatron.predictor.simulate.step import predict
-from hetero_megatron.spec import ModelSpec, from_hf_config
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import pipe, plan, stage
 

@@ -25,7 +25,8 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
-from hetero_megatron.spec import ModelSpec, MoE, from_hf_config
+from hetero_megatron.spec import ModelSpec, MoE
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import pipe, plan, stage
 

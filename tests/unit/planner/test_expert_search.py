@@ -23,7 +23,8 @@ from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.predictor.simulate.step import predict
-from hetero_megatron.spec import MoE, from_hf_config
+from hetero_megatron.spec import MoE
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import LLAMA
 

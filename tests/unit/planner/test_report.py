@@ -19,7 +19,8 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat
-from hetero_megatron.plan import Plan, from_megatron, load_plan, validate
+from hetero_megatron.plan import Plan, load_plan, validate
+from hetero_megatron.plan.importers.megatron import from_megatron
 from hetero_megatron.planner.estimate.certificate import _PriceBound, price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions

@@ -18,7 +18,7 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform import CPU, Accelerator, Platform
 from hetero_megatron.platform.conformance import FAIL, check_platform
 from hetero_megatron.platform.plugins import load_plugins
-from hetero_megatron.spec import from_hf_config
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import RandomSamples, fixed_case
 from tests.support.small_plans import LLAMA, pipe, plan, stage

@@ -19,9 +19,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import GenerationConfig
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import export_config, from_hf_config, load_model
+from hetero_megatron.spec import load_model
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.families.gpt2 import GPT2_ALIASES
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.hf_keys import FIXED, HARMLESS
 from tests.support.families import DENSE
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact

@@ -11,9 +11,10 @@ from transformers import CONFIG_MAPPING
 from hetero_megatron.checkpoint.adapter import adapter_table
 from hetero_megatron.cli.models import adapters, markdown
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import Lora, adapted, from_hf_config
+from hetero_megatron.spec import Lora, adapted
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.families.refused import REFUSED
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.lora import MLP_TARGETS, all_linear
 from tests.support.families import BASE, DENSE
 from tests.support.moe_models import MOE_FAMILIES

@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import export_config, from_hf_config
 from hetero_megatron.spec.flops import parameter_count
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_export import export_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 GPT_OSS: dict[str, Any] = {

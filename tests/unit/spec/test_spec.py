@@ -19,14 +19,12 @@ from hetero_megatron.spec import (
     LogicalTensor,
     ModelSpec,
     Share,
-    from_hf_config,
     load_model,
     logical_tensors,
     preset_names,
     shares,
     stage_tensors,
     tensor_box,
-    to_hf_config,
     whole_share,
 )
 from hetero_megatron.spec.flops import (
@@ -38,6 +36,8 @@ from hetero_megatron.spec.flops import (
     sequence_flops,
     visible_pairs,
 )
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.hf_export import to_hf_config
 from tests.support.families import DENSE
 from tests.support.moe_models import MOE_FAMILIES
 

@@ -19,8 +19,9 @@ from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.predictor.cost.rates_document import as_document
 from hetero_megatron.predictor.simulate.step import predict
-from hetero_megatron.spec import from_hf_config, whole_share
+from hetero_megatron.spec import whole_share
 from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 

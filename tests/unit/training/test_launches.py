@@ -19,7 +19,8 @@ from hetero_megatron.ops.kernel import VENDOR
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.spec import from_hf_config, shares
+from hetero_megatron.spec import shares
+from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime

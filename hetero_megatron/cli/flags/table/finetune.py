@@ -1,7 +1,7 @@
 """Flags about fine-tuning: conversations, and what of them counts."""
 
 from hetero_megatron.cli.flags.flag import count, needs, switch, value
-from hetero_megatron.data.chat.overlong import POLICIES
+from hetero_megatron.data.config import OVERLONG
 from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MAX_RANK, MOST_ALPHA
 
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
@@ -23,7 +23,7 @@ FLAGS = (
     value(
         "--overlong-samples", str, "keep-start", "conversations longer than --seq-length: cut at their end or start, "
         "left out, or refused; the run says how many there were",
-        choices=POLICIES, needs=_SFT,
+        choices=OVERLONG, needs=_SFT,
     ),
     value(
         "--epochs", float, None, "instead of --train-iters: how often to go through the conversations, in whole steps",
