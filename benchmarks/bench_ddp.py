@@ -51,7 +51,7 @@ def run_ddp(case: str, steps: int, transformers: bool, keep: bool = False) -> No
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import GPTStage, initial_values
     from hetero_megatron.ops import cross_entropy as our_cross_entropy
-    from hetero_megatron.platform.host_memory import keep_freed_memory
+    from hetero_megatron.platform.platform import keep_freed_memory
     from hetero_megatron.spec import shares as split
     from hetero_megatron.spec import stage_tensors, tensor_box
     from hetero_megatron.spec.hf_config import from_hf_config

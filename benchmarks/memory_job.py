@@ -21,7 +21,7 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform import detect_platform
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.optimizer_factory import optimizer_factory

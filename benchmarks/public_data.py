@@ -22,7 +22,7 @@ from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES
 from hetero_megatron.predictor.cost.rates import Rates, load_rates, model_fingerprint
 from hetero_megatron.predictor.rate_fitting import MeasuredRun
 from hetero_megatron.spec import ModelSpec, load_model
-from hetero_megatron.spec.paper_models import gpt
+from hetero_megatron.spec.presets import gpt
 
 DATA = Path(os.environ.get("HETERO_PUBLIC_DATA") or Path(__file__).resolve().parent.parent / "shared" / "data")
 

@@ -42,7 +42,7 @@ from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
 from hetero_megatron.utils.progress import WorkLine, tracked
 from hetero_megatron.utils.text import listed

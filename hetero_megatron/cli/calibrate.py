@@ -220,7 +220,7 @@ def _measure(
     from hetero_megatron.calibration import Job, calibrate
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.emulation import Emulation
-    from hetero_megatron.platform.dtypes import DTYPES as TORCH_DTYPES
+    from hetero_megatron.platform.platform import DTYPES as TORCH_DTYPES
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
     from hetero_megatron.training.config import OptimizerConfig

@@ -27,7 +27,7 @@ from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.kernels import with_kernels
-from hetero_megatron.plan.pipeline_schedule import splits_backward
+from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.training.config import RunConfig
 

@@ -219,7 +219,7 @@ def _generate(
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.generation import Decoder, Sampling
     from hetero_megatron.plan.shares import pipeline_shares
-    from hetero_megatron.platform.dtypes import DTYPES
+    from hetero_megatron.platform.platform import DTYPES
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.training.islands import plan_for, transport_of
     from hetero_megatron.training.rank_platform import check_device, check_world, platform_at, position

@@ -27,7 +27,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml
 from hetero_megatron.plan.export import FORMATS, export
 from hetero_megatron.plan.made_for import MadeFor, made_for
-from hetero_megatron.plan.memory.states import ITEM_BYTES, moments_of
+from hetero_megatron.plan.memory.of_plan import ITEM_BYTES, moments_of
 from hetero_megatron.plan.routing import routing_of
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline

@@ -18,7 +18,7 @@ from hetero_megatron.plan import load_plan
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.islands import add_islands, format_added, format_islands
 from hetero_megatron.plan.made_for import made_for_of
-from hetero_megatron.plan.memory.states import ITEM_BYTES, moments_of
+from hetero_megatron.plan.memory.of_plan import ITEM_BYTES, moments_of
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.plan.routing import routing_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions

@@ -18,7 +18,7 @@ from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.utils.text import notice_line
 
 if TYPE_CHECKING:
-    from hetero_megatron.plan.memory.states import MemoryBytes
+    from hetero_megatron.plan.memory.of_plan import MemoryBytes
     from hetero_megatron.training.config import RunConfig
 
 
@@ -119,8 +119,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     """What every rank needs, by formula."""
     from hetero_megatron.plan.memory.communicators import with_communicators
-    from hetero_megatron.plan.memory.of_plan import estimate_memory
-    from hetero_megatron.plan.memory.states import moments_of
+    from hetero_megatron.plan.memory.of_plan import estimate_memory, moments_of
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets

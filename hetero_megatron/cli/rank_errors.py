@@ -39,7 +39,7 @@ def end_rank(error: BaseException, launcher: LauncherEnvironment, environment: M
 
 def peer_error(error: CommError, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
     """The same of a peer that died or does not answer, with a diagnosis for the launcher."""
-    from hetero_megatron.monitoring.diagnosis import leave_diagnosis
+    from hetero_megatron.monitoring.stragglers import leave_diagnosis
 
     say_error(str(error), environment)
     leave_diagnosis(error, launcher.diagnoses)

@@ -18,8 +18,8 @@ from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
-from hetero_megatron.monitoring.diagnosis import diagnoses_at
 from hetero_megatron.monitoring.record import expectation
+from hetero_megatron.monitoring.stragglers import diagnoses_at
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.dump import dump_yaml
 from hetero_megatron.plan.made_for import lora_words

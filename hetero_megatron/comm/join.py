@@ -19,7 +19,7 @@ from hetero_megatron.comm.rendezvous import Rendezvous
 from hetero_megatron.environment.launcher import LauncherEnvironment, loopback_interface, read_launcher
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
-from hetero_megatron.platform.host_memory import keep_freed_memory
+from hetero_megatron.platform.platform import keep_freed_memory
 
 # Ranks take long and varying times to start (imports, a busy host), whatever the timeout of transfers.
 START_UP = timedelta(seconds=60)

@@ -10,7 +10,6 @@ import numpy as np
 if TYPE_CHECKING:
     from hetero_megatron.data.indexed import TokenStore
 
-
 class Sample(NamedTuple):
     """``tokens`` int64 [seq_length + 1]; ``documents`` int32 [n], ascending starts in ``tokens[:-1]``, first 0.
 

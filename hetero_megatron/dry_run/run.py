@@ -20,7 +20,7 @@ from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.parallel.optimizer import in_place
 from hetero_megatron.parallel.update import Optimizer
 from hetero_megatron.plan import locate
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory

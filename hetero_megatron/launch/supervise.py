@@ -23,9 +23,17 @@ from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup, SupervisedJob
-from hetero_megatron.monitoring.diagnosis import cut_pairs, diagnoses_at, read_diagnoses, take_joined, to_drop
 from hetero_megatron.monitoring.record import add_event
-from hetero_megatron.monitoring.stragglers import DRIFT, DRIFT_FILE, read_drift
+from hetero_megatron.monitoring.stragglers import (
+    DRIFT,
+    DRIFT_FILE,
+    cut_pairs,
+    diagnoses_at,
+    read_diagnoses,
+    read_drift,
+    take_joined,
+    to_drop,
+)
 from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
 from hetero_megatron.utils.text import plural
 

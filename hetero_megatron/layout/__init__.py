@@ -4,12 +4,9 @@ Everything in the project that moves between ranks is a box (a half-open n-D int
 space; everything that knows about uneven shapes lives here.
 """
 
-from hetero_megatron.layout.box import Box
-from hetero_megatron.layout.cut import cut, cut_in_tiles, largest_remainder
-from hetero_megatron.layout.layout import Layout
+from hetero_megatron.layout.box import Box, cut, cut_in_tiles, largest_remainder, tiles
+from hetero_megatron.layout.layout import Cell, Layout, refine
 from hetero_megatron.layout.owners import assign_owners, crossing_elements, representatives
-from hetero_megatron.layout.refine import Cell, refine
-from hetero_megatron.layout.tiling import tiles
 from hetero_megatron.layout.transfer import Piece, Transfer, reduction, transfer
 
 __all__ = [

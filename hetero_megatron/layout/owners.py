@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from hetero_megatron.layout.box import Box
-from hetero_megatron.layout.layout import Layout
-from hetero_megatron.layout.refine import refine
+from hetero_megatron.layout.layout import Layout, refine
 
 AGAIN = 5  # times that runs are poured again
 

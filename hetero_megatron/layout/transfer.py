@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_megatron.layout.box import Box
-from hetero_megatron.layout.layout import IntArray, Layout, box_arrays, overlapping_pairs
-from hetero_megatron.layout.refine import Cell, refine
+from hetero_megatron.layout.layout import Cell, IntArray, Layout, box_arrays, overlapping_pairs, refine
 
 LinkCost = Callable[[int, int], float]  # seconds or any monotone cost of moving one element src -> dst
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.monitoring.expert_log import ExpertFigures
 from hetero_megatron.monitoring.log_sinks import Board, LineFile, QuietThreads
+from hetero_megatron.monitoring.throughput import ExpertFigures
 from hetero_megatron.utils.files import is_regular, open_append, read_json_object
 
 FILE, WANDB_FILE = "metrics.jsonl", "wandb.json"

@@ -13,7 +13,6 @@ import torch
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.monitoring.console import ConsoleLine, format_line, format_short, format_validation
-from hetero_megatron.monitoring.expert_log import ExpertFigures, ExpertTotals, figures_of
 from hetero_megatron.monitoring.log_sinks import tell
 from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
 from hetero_megatron.monitoring.record import (
@@ -24,7 +23,14 @@ from hetero_megatron.monitoring.record import (
     measured_rows,
     start_event,
 )
-from hetero_megatron.monitoring.throughput import measured_peak_flops, tokens_per_chip_second, work_shares
+from hetero_megatron.monitoring.throughput import (
+    ExpertFigures,
+    ExpertTotals,
+    figures_of,
+    measured_peak_flops,
+    tokens_per_chip_second,
+    work_shares,
+)
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.training.config import RunConfig
@@ -240,7 +246,7 @@ class Reporter:
 
     def _expert_load(self, step: int) -> None:
         """Write down how often each expert was chosen in this run."""
-        from hetero_megatron.plan.routing_stats import write_routing_stats
+        from hetero_megatron.plan.routing import write_routing_stats
 
         moe, path = self.config.spec.moe, self.config.logging.routing_stats
         if moe is None or not self._experts.load:

@@ -24,8 +24,7 @@ from hetero_megatron.parallel.collectives import sum_of_ranks
 from hetero_megatron.plan import Plan, Stage, locate, stage_at
 from hetero_megatron.plan.experts import destinations, expert_groups, sequence_group
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.balance import Balancing
-from hetero_megatron.spec.moe import MoE
+from hetero_megatron.spec.moe import Balancing, MoE
 
 
 @dataclass(frozen=True)

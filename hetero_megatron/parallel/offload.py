@@ -10,7 +10,7 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.memory.states import cannot_offload, moments_of
+from hetero_megatron.plan.memory.of_plan import cannot_offload, moments_of
 
 FIELD = "optimizer.offload"
 COMPILING = 900  # seconds; no compilation takes that long

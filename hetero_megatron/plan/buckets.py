@@ -21,8 +21,15 @@ from numpy.typing import NDArray
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.context_plan import context_groups
-from hetero_megatron.plan.experts import Islands, has_experts, rank_shares, sequence_group, split_by_island
-from hetero_megatron.plan.token_hops import WORTH_A_HOP, routing_groups
+from hetero_megatron.plan.experts import (
+    WORTH_A_HOP,
+    Islands,
+    has_experts,
+    rank_shares,
+    routing_groups,
+    sequence_group,
+    split_by_island,
+)
 from hetero_megatron.schedule import Action
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, logical_tensors, stage_tensors, tensor_box
 

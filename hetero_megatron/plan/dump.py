@@ -19,7 +19,7 @@ from hetero_megatron.plan.canonical import (
     Stage,
     Unit,
 )
-from hetero_megatron.plan.pipeline_schedule import stored_schedule
+from hetero_megatron.plan.program import stored_schedule
 from hetero_megatron.plan.schema import shifted
 from hetero_megatron.utils.text import rank_ranges
 

@@ -1,11 +1,16 @@
-"""The small spellings inside a plan: ranks, layer ranges, weights."""
+"""Reading the fields of a plan file: kinds, ranges and names of keys, and where a value was written: its line, or its
+flag."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import gcd
+from typing import Any
 
 from hetero_megatron.cluster.cluster import MAX_RANKS
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan.canonical import Interval, Recompute
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry
@@ -94,3 +99,73 @@ def first_layers(count: int, num_layers: int) -> Recompute:
     if count <= 0 or num_layers == 0:
         return Recompute()
     return Recompute("full") if count >= num_layers else Recompute("first", count)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a canonical plan were read, for messages.
+
+    Args:
+        file: name of the file; empty for plans that were built by code.
+        lines: line of each path as spelled.
+        pipelines: canonical pipeline -> pipeline as spelled (they differ after ``repeat``).
+    """
+
+    file: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    pipelines: tuple[int, ...] = ()
+
+    def error(self, problem: str, path: str, value: Any = None, accepted: str = "") -> UserError:
+        """A UserError about a canonical path, reported by the path and line of the spelling."""
+        spelled = self.spelled(path)
+        return UserError(problem, field=spelled, value=value, accepted=accepted, where=self.where(spelled))
+
+    def spelled(self, path: str) -> str:
+        match = re.match(r"pipelines\[(\d+)\]", path)
+        if match and self.pipelines:
+            return f"pipelines[{self.pipelines[int(match[1])]}]" + path[match.end() :]
+        return path
+
+    def where(self, path: str) -> str:
+        """file:line of a path, or of the nearest value around it."""
+        while path and path not in self.lines:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        line = self.lines.get(path, 0)
+        return f"{self.file}:{line}" if self.file and line else self.file
+
+
+PATH = re.compile(r"(?:pipelines\[\d+\]\.stages\[(\d+)\]\.)?(\w+).*")
+
+
+def flag_error(flag: str, value: object, problem: str, accepted: str = "") -> UserError:
+    """A UserError about a flag, given by the name of its field."""
+    return UserError(
+        problem, field="--" + flag.replace("_", "-"), value=value, accepted=accepted, where="command line"
+    )
+
+
+@dataclass(frozen=True)
+class Blame:
+    """``flag`` (by the name of its field) with ``value`` made something of the plan; ``place``: what part of it;
+    ``accepted``: what of the flag would be, where the law would say it of a plan."""
+
+    flag: str
+    value: object
+    place: str = ""
+    accepted: str = ""
+
+
+@dataclass(frozen=True)
+class FlagSource(Source):
+    """Laws of ``validate`` are reported by flags: ``blame(key, stage)`` says which one made a key of a stage of every
+    pipeline (as in a plan file), or of the plan (stage -1); None: none did."""
+
+    blame: Callable[[str, int], Blame | None] = lambda key, stage: None
+
+    def error(self, problem: str, path: str, value: Any = None, accepted: str = "") -> UserError:
+        match = PATH.fullmatch(path)
+        found = self.blame(match[2], int(match[1] or -1)) if match else None
+        if found is None:
+            return super().error(problem, path, value, accepted)
+        text = f"{found.place}: {problem}" if found.place else problem
+        return flag_error(found.flag, found.value, text, found.accepted or accepted)

@@ -16,9 +16,8 @@ from hetero_megatron.layout.transfer import reduction_elements
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, by_islands, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.experts import Islands
+from hetero_megatron.plan.experts import Islands, stage_token_hops
 from hetero_megatron.plan.routing import layer_loads
-from hetero_megatron.plan.token_hops import stage_token_hops
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import format_bytes, plural, rank_ranges, word
 

@@ -13,7 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
-from hetero_megatron.plan.source import Source
+from hetero_megatron.plan.fields import Source
 from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.utils.text import plural
 

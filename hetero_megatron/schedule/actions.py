@@ -1,9 +1,12 @@
-"""What a stage can do: an action is a kind, a micro-batch and a virtual chunk."""
+"""What a pipeline schedule is: actions by stage; what each stage holds of them, in which order its messages arrive,
+and the groups in which micro-batches pass chunks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 COMPUTE = ("F", "B", "B_INPUT", "W")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -69,3 +72,97 @@ class Schedule:
 
 
 Rows = tuple[tuple[Action, ...], ...]  # of every stage in turn
+
+
+Held = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the most micro-batches whose activations are alive at once (from F until B, or W where
+    split); those of several chunks are added up.
+    """
+    return tuple(max((sum(held) + sum(left) for held, left in states), default=0) for states in held_states(schedule))
+
+
+def held_states(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
+    """Per stage, what it holds at the moments when it holds most, of which none holds less of all than another:
+    by chunk, micro-batches between F and their B or B_INPUT, and between B_INPUT and W."""
+    known: dict[tuple[Action, ...], tuple[Held, ...]] = {}
+    for row in schedule.stages:
+        if row not in known:
+            known[row] = _row_states(row, schedule.chunks)
+    return tuple(known[row] for row in schedule.stages)
+
+
+def _row_states(row: tuple[Action, ...], chunks: int) -> tuple[Held, ...]:
+    counts = [0] * (2 * chunks)  # whole activations by chunk, then what W needs by chunk
+    found: dict[tuple[int, ...], None] = {(0,) * (2 * chunks): None}
+    grew = False
+    for kind, _, chunk in row:
+        if kind == "F":
+            counts[chunk] += 1
+            grew = True
+        elif kind == "B" or kind == "B_INPUT" or kind == "W":
+            if grew or kind == "B_INPUT":  # before this one it held more than after any since
+                found[tuple(counts)] = None
+            grew = False
+            if kind != "W":
+                counts[chunk] -= 1
+            if kind != "B":
+                counts[chunks + chunk] += 1 if kind == "B_INPUT" else -1
+            if kind == "B_INPUT":  # what W needs may be more than the activations that are gone
+                found[tuple(counts)] = None
+    found[tuple(counts)] = None
+    most = np.array(list(found), np.int64)
+    top = np.sum(np.all(np.less_equal(most[:, None], most[None]), axis=2), axis=1) == 1  # all differ
+    return tuple((tuple(x[:chunks]), tuple(x[chunks:])) for x in most[top].tolist())
+
+
+def receive_order(schedule: Schedule, stage: int) -> tuple[Action, ...]:
+    """The receives of a stage of a lowered schedule, in an order in which no message overtakes another of its sender.
+
+    Where messages of one pair of ranks queue up (all but gloo's do), they must be posted in the order of their sends.
+    That is the order of the stage's own list, except where both activations and gradients come from one stage: two
+    stages with several chunks.
+    """
+    rows, sent = schedule.stages, dict[int, list[Action]]()
+    place: dict[Action, tuple[int, int]] = {}  # of a receive: its sender, and how many it sends before
+    for action in rows[stage]:
+        there = schedule.peer(stage, action) if action.kind in ("RECV_F", "RECV_B") else None
+        if there is not None and there[0] not in sent:
+            sender = there[0]
+            sent[sender] = []
+            for send in rows[sender]:
+                back = schedule.peer(sender, send) if send.kind in ("SEND_F", "SEND_B") else None
+                if back is not None and back[0] == stage:
+                    place[back[1]] = sender, len(sent[sender])
+                    sent[sender].append(back[1])
+    posted = dict.fromkeys(sent, 0)
+    order: list[Action] = []
+    for action in rows[stage]:
+        if action in place:
+            sender, number = place[action]
+            order += sent[sender][posted[sender] : number + 1]
+            posted[sender] = max(posted[sender], number + 1)
+    return tuple(order)
+
+
+class ChunkPasses(NamedTuple):
+    """Forwards and backwards of every stage in order, each a (micro-batch, chunk); sizes of the smallest and the
+    largest group."""
+
+    forwards: list[tuple[int, int]]
+    backwards: list[tuple[int, int]]
+    smallest: int
+    largest: int
+
+
+def chunk_passes(micro_batches: int, chunks: int, groups: int) -> ChunkPasses:
+    """Micro-batches divided evenly over ``groups``, of which each passes all chunks before the next one does."""
+    bounds = [micro_batches * g // groups for g in range(groups + 1)]
+    forwards, backwards, sizes = [], [], []
+    for start, stop in zip(bounds, bounds[1:]):
+        forwards += [(m, c) for c in range(chunks) for m in range(start, stop)]
+        backwards += [(m, c) for c in reversed(range(chunks)) for m in range(start, stop)]
+        sizes.append(stop - start)
+    return ChunkPasses(forwards, backwards, min(sizes), max(sizes))

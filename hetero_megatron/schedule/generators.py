@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.schedule.actions import Action, Rows, Schedule
-from hetero_megatron.schedule.chunk_groups import chunk_passes
+from hetero_megatron.schedule.actions import Action, Rows, Schedule, chunk_passes
 
 Generator = Callable[..., Rows]
 

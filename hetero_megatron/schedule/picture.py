@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from hetero_megatron.schedule.actions import COMPUTE
-from hetero_megatron.schedule.held import in_flight
+from hetero_megatron.schedule.actions import COMPUTE, in_flight
 from hetero_megatron.schedule.simulate import Timed, Timeline
 
 # Told apart with any colour vision, and readable on white and on black with white digits in them.

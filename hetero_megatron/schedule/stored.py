@@ -10,7 +10,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.schedule.actions import Action, Schedule
 from hetero_megatron.schedule.lower import lower
 from hetero_megatron.schedule.pipeline_times import StageMemory
-from hetero_megatron.schedule.show import format_rows
 from hetero_megatron.schedule.stage_orders import (
     KIND_OF_LETTER,
     Row,
@@ -20,7 +19,7 @@ from hetero_megatron.schedule.stage_orders import (
     schedule_of,
     split_letter,
 )
-from hetero_megatron.schedule.validate import ScheduleError, validate
+from hetero_megatron.schedule.validate import ScheduleError, format_rows, validate
 
 VERSION = 1
 KEYS = ("version", "name", "made_for", "num_micro_batches", "stages")

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hetero_megatron.schedule.actions import Action, Rows, Schedule
-from hetero_megatron.schedule.chunk_groups import ChunkPasses, chunk_passes
+from hetero_megatron.schedule.actions import Action, ChunkPasses, Rows, Schedule, chunk_passes
 from hetero_megatron.schedule.chunk_scheduling import ChunkRule, list_schedule_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes, chunked_lower_bound_seconds, time_chunk_orders
 from hetero_megatron.schedule.pipeline_times import LinkTimes, StageTimes

@@ -7,8 +7,18 @@ from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.moe import MoE
 from hetero_megatron.spec.presets import load_model, model_folder, preset_names
 from hetero_megatron.spec.rope import Rope, RopeScaling
-from hetero_megatron.spec.sharing import Share, shares, tensor_box, whole_share
-from hetero_megatron.spec.tensors import Axis, LogicalTensor, adapted, logical_tensors, stage_tensors, trained_tensors
+from hetero_megatron.spec.tensors import (
+    Axis,
+    LogicalTensor,
+    Share,
+    adapted,
+    logical_tensors,
+    shares,
+    stage_tensors,
+    tensor_box,
+    trained_tensors,
+    whole_share,
+)
 
 __all__ = [
     "Axis",

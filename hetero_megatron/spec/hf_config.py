@@ -10,8 +10,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.spec.dropout import DROPOUT_KEYS, check_rate
 from hetero_megatron.spec.families import FAMILIES, Family, wrapped_family
 from hetero_megatron.spec.families.refused import why
-from hetero_megatron.spec.hf_keys import HARMLESS, check_keys
-from hetero_megatron.spec.hf_reader import Config, ConfigReader
+from hetero_megatron.spec.hf_reader import HARMLESS, Config, ConfigReader, check_keys
 from hetero_megatron.spec.model_spec import ModelSpec
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_config import from_hf_config, language_config
-from hetero_megatron.spec.hf_keys import HARMLESS
+from hetero_megatron.spec.hf_reader import HARMLESS
 from hetero_megatron.spec.hf_rope import ROPE_KEYS
 from hetero_megatron.spec.model_spec import ModelSpec
 

@@ -6,7 +6,7 @@ import torch
 
 from hetero_megatron.checkpoint.hf_save import save_hf
 from hetero_megatron.monitoring.reporter import Reporter
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.training.checkpointing import Checkpointing
 from hetero_megatron.training.config import RunConfig

@@ -10,7 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from hetero_megatron.data.loader import BatchLoader
+from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.reporter import Reporter

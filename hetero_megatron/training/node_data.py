@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.comm.refusals import together
 from hetero_megatron.data import Datasets, build_datasets
-from hetero_megatron.data.batch import BatchOptions
-from hetero_megatron.data.entropy import unigram_entropy
-from hetero_megatron.data.loader import BatchLoader
+from hetero_megatron.data.batch import BatchLoader, BatchOptions
+from hetero_megatron.data.mock import unigram_entropy
 from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.training.config import RunConfig

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import Dropout
-from hetero_megatron.spec.balance import UNBALANCED, Balancing
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.moe import UNBALANCED, Balancing
 from hetero_megatron.training.config import RunConfig
 
 

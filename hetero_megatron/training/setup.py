@@ -11,7 +11,7 @@ from hetero_megatron.monitoring.stragglers import StragglerReport
 from hetero_megatron.parallel.offload import check_offload
 from hetero_megatron.plan import locate, stage_at
 from hetero_megatron.platform import Platform
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins
 from hetero_megatron.training.agreement import check_agreement
 from hetero_megatron.training.alignment.session import Alignment

@@ -12,7 +12,7 @@ from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.monitoring.diagnosis import say_joined
+from hetero_megatron.monitoring.stragglers import say_joined
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import check_agreement, run_facts

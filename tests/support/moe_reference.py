@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.balance import Balancing
-from hetero_megatron.spec.moe import MoE
+from hetero_megatron.spec.moe import Balancing, MoE
 
 
 class BalancedModel:

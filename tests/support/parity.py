@@ -20,8 +20,8 @@ from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
-from hetero_megatron.spec.balance import UNBALANCED, Balancing
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.moe import UNBALANCED, Balancing
 from hetero_megatron.training.islands import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions

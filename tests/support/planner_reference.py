@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.plan.memory.of_plan import estimate_memory
-from hetero_megatron.plan.memory.states import MemoryBytes
+from hetero_megatron.plan.memory.of_plan import MemoryBytes, estimate_memory
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import simulate_best

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.plan import Plan
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.balance import Balancing
+from hetero_megatron.spec.moe import Balancing
 
 _FLAGS = (
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias",

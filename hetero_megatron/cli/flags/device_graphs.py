@@ -8,7 +8,7 @@ from itertools import chain
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.data import DataConfig
 from hetero_megatron.plan import Plan
-from hetero_megatron.plan.pipeline_schedule import splits_backward
+from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.spec import ModelSpec
 
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
-from hetero_megatron.plan.fields import first_layers
-from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
+from hetero_megatron.plan.fields import Blame, FlagSource, first_layers, flag_error
 from hetero_megatron.plan.importers.megatron import micro_batches
 from hetero_megatron.plan.importers.megatron_context import context_flags, context_members
 from hetero_megatron.plan.importers.megatron_stages import intervals

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
-from hetero_megatron.plan.flag_source import flag_error
+from hetero_megatron.plan.fields import flag_error
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:

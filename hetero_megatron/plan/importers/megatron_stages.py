@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from hetero_megatron.plan.canonical import Interval
-from hetero_megatron.plan.flag_source import flag_error
+from hetero_megatron.plan.fields import flag_error
 from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
 from hetero_megatron.utils.text import plural
 

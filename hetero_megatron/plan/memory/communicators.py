@@ -8,7 +8,7 @@ from dataclasses import replace
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
 from hetero_megatron.plan.buckets import Bucket, plan_groups
 from hetero_megatron.plan.canonical import Plan
-from hetero_megatron.plan.memory.states import MemoryBytes
+from hetero_megatron.plan.memory.of_plan import MemoryBytes
 from hetero_megatron.spec import ModelSpec
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero_megatron.plan.memory.context_groups import ContextLayers, KeptWorking
+from hetero_megatron.plan.memory.activations import ContextLayers, KeptWorking
 from hetero_megatron.plan.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.planner.context.problem import ContextProblem
 

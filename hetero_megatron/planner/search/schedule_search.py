@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, supports, validate
-from hetero_megatron.plan.pipeline_schedule import ADAPTIVE
+from hetero_megatron.plan.program import ADAPTIVE
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template

@@ -12,7 +12,7 @@ from hetero_megatron.cluster import format_rate
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.made_for import lora_words
-from hetero_megatron.plan.memory.states import ADAM_MOMENTS
+from hetero_megatron.plan.memory.of_plan import ADAM_MOMENTS
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetero_megatron.plan import Pipeline, Stage
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.pipeline_schedule import pipeline_schedule
+from hetero_megatron.plan.program import pipeline_schedule
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.predictor.simulate.sync_structure import SyncStructure

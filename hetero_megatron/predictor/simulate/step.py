@@ -21,10 +21,9 @@ from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.plan.memory.communicators import format_communicators, with_communicators
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plan.memory.of_plan import MemoryBytes, estimate_memory, state_bytes
 from hetero_megatron.plan.memory.report import OverLimit, over_limit, refuse
-from hetero_megatron.plan.memory.states import MemoryBytes, state_bytes
-from hetero_megatron.plan.pipeline_schedule import splits_backward
+from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.predictor.cost.rates import source_of
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from math import hypot
 
 from hetero_megatron.plan import Stage
-from hetero_megatron.plan.pipeline_schedule import splits_backward
+from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.predictor.cost.rates import Rates
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.schedule import Timeline

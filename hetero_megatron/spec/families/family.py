@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import ROPE_KEYS, read_rope, write_rope
 from hetero_megatron.spec.model_spec import MAX_LAYERS, LayerKind, ModelSpec
 

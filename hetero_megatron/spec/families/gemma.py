@@ -20,8 +20,7 @@ from hetero_megatron.spec.families.family import (
     layer_types,
     num_layers,
 )
-from hetero_megatron.spec.hf_keys import words
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import read_rope, ropes_by_kind, write_rope, write_ropes_by_kind
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_megatron.spec.families.family import DECODER_KEYS, Defaults, Family, decoder, silu_config
-from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _DEFAULTS = Defaults(

@@ -24,8 +24,7 @@ from hetero_megatron.spec.families.family import (
     refuse_quantised,
     silu_config,
 )
-from hetero_megatron.spec.hf_keys import words
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import read_rope
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_megatron.spec.families.family import ACTIVATIONS, Family
-from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
-from hetero_megatron.spec.hf_reader import Config, ConfigReader
+from hetero_megatron.spec.hf_reader import Config, ConfigReader, words
 from hetero_megatron.spec.model_spec import MAX_LAYERS, ModelSpec
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")

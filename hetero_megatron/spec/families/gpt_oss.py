@@ -19,9 +19,8 @@ from hetero_megatron.spec.families.family import (
     silu_config,
 )
 from hetero_megatron.spec.families.moe import read_moe, with_experts
-from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import FusedExperts, NameTable
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import read_rope
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 

@@ -13,8 +13,7 @@ from hetero_megatron.spec.families.family import (
     num_layers,
     silu_config,
 )
-from hetero_megatron.spec.hf_keys import words
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _DEFAULTS = Defaults(positions=2048, head_dim_nullable=True)

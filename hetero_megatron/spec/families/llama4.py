@@ -21,9 +21,8 @@ from hetero_megatron.spec.families.family import (
 )
 from hetero_megatron.spec.families.moe import read_moe, with_experts
 from hetero_megatron.spec.families.smollm3 import layers_with_rope
-from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import FusedExperts, NameTable
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import read_rope
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.rope import Rope

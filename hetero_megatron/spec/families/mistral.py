@@ -17,8 +17,7 @@ from hetero_megatron.spec.families.family import (
     num_layers,
     silu_config,
 )
-from hetero_megatron.spec.hf_keys import words
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import rope_object
 from hetero_megatron.spec.model_spec import ModelSpec
 

@@ -19,9 +19,8 @@ from hetero_megatron.spec.families.family import (
     num_layers,
     silu_config,
 )
-from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
 from hetero_megatron.spec.moe import MoE
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_megatron.spec.families.family import DECODER_KEYS, Defaults, Family, decoder, head_sizes, silu_config
-from hetero_megatron.spec.hf_keys import words
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _ARCEE = Defaults(positions=4096, eps=1e-5, head_dim_nullable=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hetero_megatron.spec.families.family import DECODER_KEYS, Defaults, Family, decoder, head_sizes, silu_config
-from hetero_megatron.spec.hf_keys import words
 from hetero_megatron.spec.hf_names import NameTable
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _DEFAULTS = Defaults(positions=4096, eps=1e-5, partial_rotary=1.0, original=4096)

@@ -16,8 +16,7 @@ from hetero_megatron.spec.families.family import (
     num_layers,
     silu_config,
 )
-from hetero_megatron.spec.hf_keys import words
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
 
 _QWEN2 = Defaults(positions=32768, kv_heads=32)

@@ -17,8 +17,7 @@ from hetero_megatron.spec.families.family import (
     silu_config,
 )
 from hetero_megatron.spec.families.qwen import window_config
-from hetero_megatron.spec.hf_keys import words
-from hetero_megatron.spec.hf_reader import ConfigReader
+from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import read_rope
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.rope import Rope

@@ -21,7 +21,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.spec.balance import UNBALANCED
+from hetero_megatron.spec.moe import UNBALANCED
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.distributed.parallel.test_context_replicas import CASES as CONTEXT

@@ -10,7 +10,7 @@ import pytest
 
 WORK = """
 import resource, sys, torch
-from hetero_megatron.platform.host_memory import keep_freed_memory
+from hetero_megatron.platform.platform import keep_freed_memory
 
 how, mib, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 

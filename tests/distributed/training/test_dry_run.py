@@ -20,7 +20,7 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.plan.memory.report import format_memory
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_megatron.spec.balance import Balancing
+from hetero_megatron.spec.moe import Balancing
 from tests.distributed.training.test_moe_parity import moe_case
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, check_case, fixed_case, run_case

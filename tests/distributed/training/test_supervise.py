@@ -18,7 +18,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.launch.jobs import Setup
 from hetero_megatron.launch.supervise import Round, Seat, Supervisor, without_nodes
-from hetero_megatron.monitoring.diagnosis import diagnoses_at, say_joined
+from hetero_megatron.monitoring.stragglers import diagnoses_at, say_joined
 from tests.support.faults import children
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT, inside

@@ -36,7 +36,7 @@ from hetero_megatron.comm.connectivity import (
 from hetero_megatron.comm.store import JobStore
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import Supervisor
-from hetero_megatron.monitoring.diagnosis import (
+from hetero_megatron.monitoring.stragglers import (
     Diagnosis,
     cut_pairs,
     diagnoses_at,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.data import DataConfig, build_datasets
-from hetero_megatron.data.fingerprint import PLACES, WIDTH, corpus_fingerprint
+from hetero_megatron.data.build import PLACES, WIDTH, corpus_fingerprint
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.packing import PackedDataset
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns

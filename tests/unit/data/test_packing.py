@@ -14,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_megatron.data import DataConfig, build_datasets
-from hetero_megatron.data.batch import BatchOptions, make_batch
+from hetero_megatron.data.batch import BatchLoader, BatchOptions, make_batch
 from hetero_megatron.data.blend import MAX_PERIOD, BlendedDataset, blend_period, integer_weights
 from hetero_megatron.data.config import parse_blend, parse_split, split_documents
-from hetero_megatron.data.entropy import unigram_entropy
 from hetero_megatron.data.indexed import TokenStore, write_indexed
-from hetero_megatron.data.loader import BatchLoader
-from hetero_megatron.data.mock import MockDataset
+from hetero_megatron.data.mock import MockDataset, unigram_entropy
 from hetero_megatron.data.packing import PackedDataset, permutation
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError

@@ -11,8 +11,7 @@ import pytest
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.routing import Routing, routing_of
-from hetero_megatron.plan.routing_stats import RoutingStats, write_routing_stats
+from hetero_megatron.plan.routing import Routing, RoutingStats, routing_of, write_routing_stats
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json

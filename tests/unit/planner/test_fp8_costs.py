@@ -24,7 +24,7 @@ from hetero_megatron.ops.gemm_fp8 import Blockwise, Fp8Gemm, Quantised, Tensorwi
 from hetero_megatron.plan import load_plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.memory.fp8 import backward_bytes
+from hetero_megatron.plan.memory.activations import backward_bytes
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search

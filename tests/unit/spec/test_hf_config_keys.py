@@ -24,7 +24,7 @@ from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.families.gpt2 import GPT2_ALIASES
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
-from hetero_megatron.spec.hf_keys import FIXED, HARMLESS
+from hetero_megatron.spec.hf_reader import FIXED, HARMLESS
 from tests.support.families import DENSE
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact
 from tests.support.moe_models import MOE_FAMILIES

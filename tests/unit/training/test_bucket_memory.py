@@ -17,7 +17,7 @@ from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.run import _batch
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig

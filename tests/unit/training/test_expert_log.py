@@ -13,10 +13,10 @@ import torch
 from hetero_megatron.cli.main import main
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.console import COLUMNS, ConsoleLine, format_line, format_short
-from hetero_megatron.monitoring.expert_log import ExpertTotals, figures_of
 from hetero_megatron.monitoring.metrics import MetricsWriter, StepMetrics
+from hetero_megatron.monitoring.throughput import ExpertTotals, figures_of
 from hetero_megatron.parallel.balance import StepRouting
-from hetero_megatron.plan.routing_stats import RoutingStats, read_routing_stats, write_routing_stats
+from hetero_megatron.plan.routing import RoutingStats, read_routing_stats, write_routing_stats
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES

@@ -17,8 +17,8 @@ from hetero_megatron.dry_run.run import _batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.plan import locate, stage_at, unit_at
 from hetero_megatron.plan.memory.activations import RankWork, operand_bytes
-from hetero_megatron.plan.memory.states import ITEM_BYTES
-from hetero_megatron.platform.dtypes import DTYPES
+from hetero_megatron.plan.memory.of_plan import ITEM_BYTES
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
