@@ -24,8 +24,8 @@ from hetero_megatron.platform import detect_platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.setup import optimizer_factory
 
 
 def status(key: str) -> int:

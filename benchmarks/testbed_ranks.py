@@ -33,9 +33,9 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.testbed.clocks import worst_clock
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.rank_platform import position
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.setup import optimizer_factory
 
 DTYPE = "fp32"
 LONG = 5.0  # seconds of a step above which it takes fewer of them (``long_steps``)

@@ -23,8 +23,8 @@ from parts import emit
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.conformance.speed import best_seconds
-from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import resolve
+from hetero_megatron.ops.spec import Signature
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.plugin_check.check import check_plugin

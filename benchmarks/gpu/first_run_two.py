@@ -67,8 +67,8 @@ def train(case: str, options: argparse.Namespace) -> None:
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.islands import plan_for
     from hetero_megatron.training.kernels import rank_kernels
-    from hetero_megatron.training.optimizer_factory import optimizer_factory
     from hetero_megatron.training.runtime import Runtime
+    from hetero_megatron.training.setup import optimizer_factory
 
     rank, shape = int(os.environ["RANK"]), SHAPES[options.size]
     length, batch = shape[-2:]

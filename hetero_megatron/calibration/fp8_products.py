@@ -12,7 +12,7 @@ from hetero_megatron.calibration.layers import Job
 from hetero_megatron.calibration.measure import LEAST, repeated
 from hetero_megatron.calibration.operators import timed
 from hetero_megatron.ops.gemm_fp8 import HYBRID, TENSORWISE, largest_of
-from hetero_megatron.ops.kernel import Kernel
+from hetero_megatron.ops.spec import Kernel
 from hetero_megatron.spec import ModelSpec, shares, stage_tensors, tensor_box
 
 Fp8Tables = dict[str, dict[str, list[list[float]]]]  # by section of the rates: its tables

@@ -15,8 +15,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.parallel.update import OptimizerFactory
+from hetero_megatron.ops.spec import Kernel
+from hetero_megatron.parallel.optimizer import OptimizerFactory
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES

@@ -13,15 +13,14 @@ import torch
 
 from hetero_megatron.checkpoint.adapter_config import ACCEPTED, CONFIG, WEIGHTS, adapter_config, gate_and_up_joined
 from hetero_megatron.checkpoint.adapter_experts import ExpertSource, expert_source, single_source
-from hetero_megatron.checkpoint.export import Export, Owned
-from hetero_megatron.checkpoint.export_folder import check_target as check_folder
-from hetero_megatron.checkpoint.export_folder import make_work, publish_work
+from hetero_megatron.checkpoint.export import Export, Owned, make_work, publish_work
+from hetero_megatron.checkpoint.export import check_target as check_folder
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES, StoredTensor, lay_out, make_files
 from hetero_megatron.checkpoint.names import hf_source, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.int8_base import BaseWeights
+from hetero_megatron.parallel.empty_stage import BaseWeights
 from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.tensors import expert_tensor

@@ -44,8 +44,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec, load_model, logical_tensors
-from hetero_megatron.utils.progress import WorkLine, tracked
-from hetero_megatron.utils.text import listed
+from hetero_megatron.utils.text import WorkLine, listed, tracked
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

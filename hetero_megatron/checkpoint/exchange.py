@@ -18,7 +18,7 @@ from hetero_megatron.checkpoint.boxes import BoxedTensor, BoxLoadPlanner, BoxSav
 from hetero_megatron.checkpoint.manifest import Damaged
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, Written
 from hetero_megatron.comm import CommError, Group
-from hetero_megatron.comm.refusals import Refusal
+from hetero_megatron.comm.group import Refusal
 from hetero_megatron.errors import UserError
 
 

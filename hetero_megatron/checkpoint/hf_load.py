@@ -14,8 +14,7 @@ import torch
 from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
-from hetero_megatron.checkpoint.names import hf_source, stored_boxes, stored_tensors
-from hetero_megatron.checkpoint.wrapped_names import Names, plain_names, unmerged
+from hetero_megatron.checkpoint.names import Names, hf_source, plain_names, stored_boxes, stored_tensors, unmerged
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES

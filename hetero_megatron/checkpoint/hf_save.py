@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from hetero_megatron.checkpoint.companions import CONFIG, Companions, from_directory, is_tokenizer
-from hetero_megatron.checkpoint.export import Export, Owned
-from hetero_megatron.checkpoint.export_folder import check_target as check_folder
-from hetero_megatron.checkpoint.export_folder import make_work, publish_work
+from hetero_megatron.checkpoint.export import Export, Owned, make_work, publish_work
+from hetero_megatron.checkpoint.export import check_target as check_folder
 from hetero_megatron.checkpoint.hf_files import (
     SHARD_BYTES,
     StoredTensor,
@@ -25,7 +24,7 @@ from hetero_megatron.checkpoint.hf_files import (
 )
 from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.comm import Group
-from hetero_megatron.comm.refusals import together
+from hetero_megatron.comm.group import together
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_export import export_config, to_hf_config
 from hetero_megatron.utils.text import plural

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import member, open_file, read_text
-from hetero_megatron.utils.progress import tracked
+from hetero_megatron.utils.text import tracked
 
 FORMAT = 1
 METADATA = "metadata.json"

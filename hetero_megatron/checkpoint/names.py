@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.tensors import expert_tensor
+from hetero_megatron.utils.text import listed
 
 
 def hf_source(spec: ModelSpec, name: str) -> HFSource:
@@ -38,3 +40,85 @@ def stored_boxes(tensor: LogicalTensor, box: Box) -> Iterator[tuple[LogicalTenso
 def name_table(spec: ModelSpec) -> dict[str, HFSource]:
     """All stored tensors of a model."""
     return {stored.name: hf_source(spec, stored.name) for stored, _ in stored_tensors(spec)}
+
+
+# Components anywhere in a name, and prefixes of all names -> who wraps models so.
+_INSIDE = {
+    "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}  # fmt: skip
+_PREFIXES = {
+    "module.": "DistributedDataParallel", "_forward_module.": "Lightning", "base_model.model.": "PEFT",
+    "model.": "a module around the model",
+}  # fmt: skip
+_ADAPTERS = ("lora_", "base_layer", "modules_to_save", "original_module", "ia3_", "vera_", "boft_", "hada_", "lokr_")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Attributes:
+        plain: name in the files -> the family's.
+        taken_off: wrappers, each with who puts it there.
+        added: the base's prefix that the names lack, or "".
+        clash: two names in the files that would be one, or None.
+        adapters: names of adapters beside the weights that they belong to."""
+
+    plain: Mapping[str, str]
+    taken_off: tuple[str, ...] = ()
+    added: str = ""
+    clash: tuple[str, str] | None = None
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> str:
+        """How the names differ from the family's; "": they do not."""
+        parts = [f"without {' and '.join(self.taken_off)}"] if self.taken_off else []
+        parts += [f"with {self.added} before them (a base model, saved without its head)"] if self.added else []
+        return ", ".join(parts)
+
+
+def plain_names(names: Collection[str], layer: str, head: str, whole: str | None = None) -> Names:
+    """The names that a family would use.
+
+    Args:
+        layer: the family's name of a layer, such as ``model.layers.{}``.
+        head: its name of the head, which no base has.
+        whole: what names begin with in a model of more than language; None: there is none.
+    """
+    adapters = tuple(n for n in names if any(part.startswith(_ADAPTERS) for part in n.split(".")))
+    found, off = {name: name for name in names}, dict[str, None]()
+    for part, who in _INSIDE.items():
+        if any(part in name.split(".") for name in found.values()):
+            found = {raw: ".".join(p for p in name.split(".") if p != part) for raw, name in found.items()}
+            off[f"{part}. ({who})"] = None
+    base, _, rest = layer.removesuffix(".{}").partition(".")
+    own = (f"{base}.{rest}.", f"{rest}.", *([whole] if whole else []))
+    while start := _common(found.values(), own, f"{base}."):
+        found = {raw: name.removeprefix(start) for raw, name in found.items()}
+        off[f"{start} ({_PREFIXES[start]})"] = None
+    added = ""
+    values = found.values()
+    if any(n.startswith(f"{rest}.") for n in values) and not any(n.startswith(f"{base}.") for n in values):
+        added = f"{base}."
+        found = {raw: name if name == head else added + name for raw, name in found.items()}
+    back: dict[str, str] = {}
+    clash = next(((back[n], raw) for raw, n in found.items() if back.setdefault(n, raw) != raw), None)
+    return Names(found, tuple(off), added, clash, adapters)
+
+
+def _common(names: Collection[str], own: tuple[str, ...], base: str) -> str:
+    """A wrapper that all names begin with, or "".
+
+    Args:
+        own: how names of the family begin, with and without its ``base``, which may be called as a wrapper is.
+    """
+    for start in _PREFIXES:
+        after = tuple(start + begin for begin in own if start != base or begin.startswith(base))
+        if all(n.startswith(start) for n in names) and any(n.startswith(after) for n in names):
+            return start
+    return ""
+
+
+def unmerged(names: Names) -> str:
+    """What a directory with adapters in it holds, for its refusal."""
+    return f"holds adapters of PEFT's that are not merged into the weights ({listed(names.adapters, 2)})"

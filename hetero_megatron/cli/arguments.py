@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from hetero_megatron import __version__
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec
 
 # What argparse makes of an error of ``numbers.Number``.
 _NUMBER = re.compile(
@@ -68,3 +70,13 @@ def refuse_empty(words: Sequence[str]) -> None:
             field = name if separator else before if before.startswith("-") else "command line"
             raise UserError("is empty (an unset variable?)", field=field, value="", accepted="a value")
         before = word
+
+
+def stretched(model: ModelSpec, seq_length: int) -> tuple[ModelSpec, list[str]]:
+    """The model with at least so many positions, if they are not learned, and a notice of the flag that training needs
+    for that."""
+    if seq_length <= model.max_position_embeddings or model.position != "rope":
+        return model, []
+    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
+    notice = f"{model.name} is made for {model.max_position_embeddings} positions; {needs}"
+    return replace(model, max_position_embeddings=seq_length), [notice]

@@ -226,8 +226,8 @@ def _measure(
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.islands import transport_of
     from hetero_megatron.training.kernels import fp8_kernels, rank_kernels
-    from hetero_megatron.training.optimizer_factory import optimizer_factory
     from hetero_megatron.training.rank_platform import platform_at, position
+    from hetero_megatron.training.setup import optimizer_factory
 
     spec = load_model(options.model)
     launcher = _launcher(cluster)

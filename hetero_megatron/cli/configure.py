@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hetero_megatron.cli.collect import Collector
 from hetero_megatron.cli.early import check_data, check_early, check_offload
-from hetero_megatron.cli.epochs import take_epochs
 from hetero_megatron.cli.flags import training as training
 from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
-from hetero_megatron.cli.flags.balance import build_balancing
-from hetero_megatron.cli.flags.checkpoint import build_checkpoint, build_failure
-from hetero_megatron.cli.flags.device_graphs import build_graphs
 from hetero_megatron.cli.flags.model import build_dropout, build_spec
-from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name, parse_all
+from hetero_megatron.cli.flags.moe import build_balancing
+from hetero_megatron.cli.flags.parse import (
+    Arguments,
+    Collector,
+    check_use,
+    flag_error,
+    flag_name,
+    parse_all,
+)
 from hetero_megatron.cli.flags.plan import build_plan, take_defaults
-from hetero_megatron.cli.flags.unused import check_use
+from hetero_megatron.cli.flags.training import build_checkpoint, build_failure, build_graphs
 from hetero_megatron.cluster import Cluster, load_cluster
-from hetero_megatron.data import DataConfig, reads_text, refuse_bytes
+from hetero_megatron.data import DataConfig, build_datasets, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
@@ -30,6 +34,43 @@ from hetero_megatron.plan.kernels import with_kernels
 from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.utils.text import plural
+
+
+def take_epochs(
+    args: Arguments, data: DataConfig | None, seq_length: int, global_batch_size: int, rows: int
+) -> None:
+    """Put the steps of ``--epochs`` in the place of ``--train-iters``, rounded up; packs of conversations are counted
+    for that, so all of them are encoded (large data sets are cached, and encoded once).
+
+    Args:
+        rows: of the model's embedding.
+
+    Raises:
+        UserError: another length is given, or the data have no end that is known.
+    """
+    epochs = args["epochs"]
+    if epochs is None:
+        return
+    for other in ("train_iters", "train_samples"):
+        if args[other] is not None:
+            raise flag_error(other, args[other], "two lengths: --epochs is one, too", "one of them")
+    if data is None:  # a dry run
+        return
+    if data.reads_stream:
+        raise flag_error("epochs", epochs, "a stream has no known length", "--train-iters or --train-samples")
+    from hetero_megatron.data.chat.packed import PackedConversations
+
+    found = build_datasets(data, seq_length, args["seed"], (1, 0, 0), rows, log=lambda _: None).train
+    if not isinstance(found, PackedConversations):
+        problem = "a blend of several data sets has no epochs: each has its own"
+        raise flag_error("epochs", epochs, problem, "--train-iters or --train-samples, or one data set")
+    steps = math.ceil(round(epochs * found.num_packs / global_batch_size, 6))
+    args.values["train_iters"] = max(1, steps)
+    args.notices.append(
+        f"--epochs {epochs:g}: {plural(found.num_packs, 'sample')} each, {plural(args['train_iters'], 'step')}"
+    )
+
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "spiece.model")  # files that hold one, or name it
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")

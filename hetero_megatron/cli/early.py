@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_megatron.cli.collect import Collector
-from hetero_megatron.cli.flags.parse import WHERE, Arguments, flag_name
+from hetero_megatron.cli.flags.parse import WHERE, Arguments, Collector, flag_name
 from hetero_megatron.data import DataConfig
 from hetero_megatron.data.indexed import open_indexed
 from hetero_megatron.errors import UserError

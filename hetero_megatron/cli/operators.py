@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hetero_megatron.ops import SPECS
-from hetero_megatron.ops.operators import reference_kernel
-from hetero_megatron.ops.registry import upgraded
+from hetero_megatron.ops.registry import reference_kernel, upgraded
 from hetero_megatron.ops.spec import OpSpec
 
 _INTRO = """\

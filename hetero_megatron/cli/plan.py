@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.arguments import ArgumentParser, stretched
 from hetero_megatron.cli.companion import Companion
+from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
-from hetero_megatron.cli.flags.lora import add_lora, with_lora
 from hetero_megatron.cli.numbers import SHARE, Number, count, seconds
 from hetero_megatron.cli.output import check_writable, write_text
-from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import with_more, without
@@ -43,8 +42,7 @@ from hetero_megatron.predictor.cost.rates import capped_bridges
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.exit import INTERRUPTED
 from hetero_megatron.utils.outputs import try_folder
-from hetero_megatron.utils.progress import WorkLine
-from hetero_megatron.utils.text import format_seconds, notice_line
+from hetero_megatron.utils.text import WorkLine, format_seconds, notice_line
 
 
 def main(argv: Sequence[str]) -> int:

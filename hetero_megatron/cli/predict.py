@@ -6,12 +6,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.arguments import ArgumentParser, stretched
+from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
-from hetero_megatron.cli.flags.lora import add_lora, with_lora
 from hetero_megatron.cli.numbers import SHARE, count
 from hetero_megatron.cli.output import check_writable, write_text
-from hetero_megatron.cli.positions import stretched
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan

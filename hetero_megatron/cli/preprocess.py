@@ -26,9 +26,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.numbers import count
 from hetero_megatron.data.corpus import Corpus, find_corpus
-from hetero_megatron.data.guard import Guard
+from hetero_megatron.data.guard import UNLIMITED, CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
-from hetero_megatron.data.limits import UNLIMITED, CallLimits
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
 from hetero_megatron.data.tokenizers import (
     TOKENIZER_TYPES,

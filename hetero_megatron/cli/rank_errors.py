@@ -50,6 +50,6 @@ def is_lost_peer(error: BaseException) -> TypeGuard[CommError]:
     """Without importing what knows the class where it cannot be one."""
     if not isinstance(error, RuntimeError):
         return False
-    from hetero_megatron.comm.errors import CommError
+    from hetero_megatron.comm.work import CommError
 
     return isinstance(error, CommError)

@@ -90,7 +90,7 @@ from __future__ import annotations
 import torch
 
 from hetero_megatron.ops import Capability, Kernel
-from hetero_megatron.ops.kernel import VENDOR
+from hetero_megatron.ops.spec import VENDOR
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor]:

@@ -13,8 +13,8 @@ from statistics import median
 import torch
 
 from hetero_megatron.comm.comm import Comm
-from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.group import Group
+from hetero_megatron.comm.work import CommError
 
 PINGS, REPEATS = 20, 5
 SMALL = 8  # bytes of a ping

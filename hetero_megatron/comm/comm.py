@@ -22,13 +22,11 @@ import torch.distributed as dist
 from hetero_megatron.cluster import BRIDGE_STRIPES
 from hetero_megatron.comm.bridge import Bridge, Copies
 from hetero_megatron.comm.connectivity import Reach, explain
-from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
-from hetero_megatron.comm.timeouts import in_time, within
 from hetero_megatron.comm.watchdog import TransferWatch
-from hetero_megatron.comm.work import Handle, Works
+from hetero_megatron.comm.work import CommError, Handle, Works, in_time, within
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.accelerator import Accelerator

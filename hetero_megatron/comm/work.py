@@ -1,18 +1,42 @@
-"""Handles of transfers under way, and accounting of the time that a rank is blocked in them."""
+"""Transfers under way: what is waited for, in which order, for how long, and what is said where a peer is gone; and
+copies of tensors between a device and the host memory that gloo sends from."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hetero_megatron.comm.errors import CommError
 from hetero_megatron.comm.hooks import Clock, Work
 from hetero_megatron.errors import UserError
-from hetero_megatron.platform.accelerator import Accelerator
+from hetero_megatron.platform import Accelerator, Platform
+
+
+class CommError(RuntimeError):
+    """A transfer failed or timed out; the message names this rank, its action and the ranks it waited for.
+
+    Attributes:
+        rank: the waiting rank (None: unknown); peers: the ranks it waited for; seconds: how long; activity: its action.
+        reach: state of other ranks, one of the words of ``comm.reach`` by rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int | None = None,
+        peers: Sequence[int] = (),
+        seconds: float = 0.0,
+        activity: str = "",
+        reach: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.peers, self.seconds, self.activity = rank, tuple(peers), seconds, activity
+        self.reach = dict(reach or {})
 
 
 class Works:
@@ -120,3 +144,97 @@ class Handle:
             self._work = None
         self._keep = None
         return self._result
+
+
+class TorchDevice(Accelerator):
+    """A device that torch knows and no plugin."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type  # type: ignore[misc]
+
+
+class DeviceCopies:
+    """See :class:`~hetero_megatron.comm.bridge.Copies`."""
+
+    def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
+        self.accelerator, self._device, self._aside = accelerator, device, None
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return self.accelerator.host_memory(size)
+
+    def now(self) -> Any:
+        event = self.accelerator.event()
+        event.record(self.accelerator.current_stream())
+        return event
+
+    def join(self, event: Any) -> None:
+        self.accelerator.current_stream().wait_event(event)
+
+    def stream(self) -> Any:
+        self.accelerator.use(self._device.index or 0)  # of a new thread, the first one is current
+        return self.accelerator.stream()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A stream of its own is the current one, for a thread that only looks."""
+        self._aside = self._aside or self.stream()
+        with self.accelerator.on_stream(self._aside):
+            yield
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any) -> Any:
+        with self.accelerator.on_stream(stream):
+            stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            event = self.accelerator.event()
+            event.record(stream)
+        return event
+
+
+def copies_of(platform: Platform) -> DeviceCopies | None:
+    """None: the platform computes in host memory."""
+    if platform.device.type == "cpu":
+        return None
+    return DeviceCopies(platform.accelerator or TorchDevice(platform.device.type), platform.device)
+
+
+LOOK_SECONDS = 2.0  # interval between looks at the peers; connecting usually takes milliseconds
+T = TypeVar("T")
+
+
+def in_time(seconds: float, call: Callable[[], T], gone: Callable[[], Collection[int]] = tuple) -> T:
+    """What ``call`` returns or raises. It runs in a thread, which is left behind when the time is over.
+
+    Args:
+        gone: the ranks that ``call`` waits for whose processes have ended; asked every ``LOOK_SECONDS``.
+
+    Raises:
+        RuntimeError: it takes longer than ``seconds``, or waits for a rank that is gone.
+    """
+    answers: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(call())
+        except Exception as error:  # of any kind: raised again by whoever waits
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="connecting")
+    thread.start()
+    end = time.monotonic() + seconds
+    while thread.is_alive() and (left := end - time.monotonic()) > 0:
+        thread.join(min(left, LOOK_SECONDS))
+        if thread.is_alive() and gone():
+            raise RuntimeError("it has not connected")
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise RuntimeError(f"not connected after {seconds:g} s")
+    return answers[0]
+
+
+def within(seconds: float, call: Callable[[], T]) -> T | None:
+    """The same; None if it fails or takes longer."""
+    with suppress(RuntimeError, UserError):
+        return in_time(seconds, call)
+    return None

@@ -27,12 +27,36 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from hetero_megatron.data.limits import RENDER, TOKENIZE, CallLimits
 from hetero_megatron.errors import UserError
+
+RENDER, TOKENIZE = "the chat template", "the tokenizer"  # kinds of calls
+
+
+class CallLimits(Protocol):
+    """Told of by the work that they limit."""
+
+    def begin(self, what: str) -> None:
+        """A call begins that may take as long and as much memory as the limits say; ``what``: its kind."""
+        ...
+
+    def end(self) -> None:
+        """It ended."""
+        ...
+
+
+class _Unlimited:
+    def begin(self, what: str) -> None:
+        """Nothing is limited here."""
+
+    def end(self) -> None:
+        """Nothing is limited here."""
+
+
+UNLIMITED: CallLimits = _Unlimited()
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

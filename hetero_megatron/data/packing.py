@@ -20,8 +20,7 @@ import numpy as np
 from hetero_megatron.data.cache import Log, cache_key, cached_arrays, say
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
-from hetero_megatron.utils.progress import WorkLine
-from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.text import WorkLine, plural
 
 if TYPE_CHECKING:
     from hetero_megatron.data.indexed import TokenStore

@@ -9,9 +9,8 @@ import numpy as np
 
 from hetero_megatron.data.cache import Log, cache_folder, cache_key
 from hetero_megatron.data.corpus import Corpus, Cursor
-from hetero_megatron.data.guard import Guard
+from hetero_megatron.data.guard import UNLIMITED, CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, open_indexed, token_dtype
-from hetero_megatron.data.limits import UNLIMITED, CallLimits
 from hetero_megatron.data.packing import check_tokens
 from hetero_megatron.data.tokenizers import (
     ByteTokenizer,
@@ -22,7 +21,7 @@ from hetero_megatron.data.tokenizers import (
     with_end,
 )
 from hetero_megatron.errors import UserError
-from hetero_megatron.utils.progress import WorkLine
+from hetero_megatron.utils.text import WorkLine
 
 IN_MEMORY_BYTES = 64 * 2**20  # bytes of this much text become tokens faster than they could be read from a cache
 _REPORT_SECONDS = 60.0  # between two lines in a log

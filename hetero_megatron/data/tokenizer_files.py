@@ -15,8 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.limits import TOKENIZE, CallLimits
+from hetero_megatron.data.guard import TOKENIZE, CallLimits, Guard
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import open_file, read_json_object, require_regular, require_text
 

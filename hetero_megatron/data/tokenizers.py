@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from hetero_megatron.data.limits import TOKENIZE, UNLIMITED, CallLimits
+from hetero_megatron.data.guard import TOKENIZE, UNLIMITED, CallLimits
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_bytes
 

@@ -11,9 +11,8 @@ from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops import KernelPlan, gemm
 from hetero_megatron.ops.bind import make_function
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
-from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.moe_permute import unpermute
-from hetero_megatron.ops.spec import wide
+from hetero_megatron.ops.spec import ATEN, Kernel, wide
 from hetero_megatron.parallel.experts import ExpertExchange, Routes
 from hetero_megatron.plan.routing import layer_loads
 

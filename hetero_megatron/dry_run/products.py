@@ -17,8 +17,8 @@ from hetero_megatron.ops.gemm_fp8 import (
     Tensorwise,
     bind_gemm_fp8,
 )
-from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.linear_cross_entropy import backward, bind_linear_cross_entropy, forward, fwd_bwd
+from hetero_megatron.ops.spec import ATEN, Kernel
 from hetero_megatron.spec.flops import CHUNK_ELEMENTS
 
 

@@ -16,16 +16,14 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.expert_layers import expect_routing
 from hetero_megatron.dry_run.repeat import RepeatingExecutor
-from hetero_megatron.parallel.offload import check_offload
-from hetero_megatron.parallel.optimizer import in_place
-from hetero_megatron.parallel.update import Optimizer
+from hetero_megatron.parallel.optimizer import Optimizer, check_offload, in_place
 from hetero_megatron.plan import locate
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.kernels import shape_kernels
-from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
+from hetero_megatron.training.setup import optimizer_factory
 from hetero_megatron.utils.text import rank_ranges
 
 

@@ -16,7 +16,7 @@ from hetero_megatron.checkpoint.state import MODEL, check_model
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.int8_base import fill
+from hetero_megatron.parallel.empty_stage import fill
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 
 

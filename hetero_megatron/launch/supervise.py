@@ -310,7 +310,7 @@ def _say(code: int) -> str:
 
 def _local(scratch: Path) -> Launch:
     """Ranks on this host; the rendezvous store is here, and serves all rounds."""
-    from hetero_megatron.comm.store import JobStore
+    from hetero_megatron.comm.rendezvous import JobStore
 
     store = JobStore()
     return lambda setup, words, number: LocalJob(

@@ -3,13 +3,11 @@
 from hetero_megatron.ops.activation import gelu, softcap, squared_relu, swiglu
 from hetero_megatron.ops.attention import attention
 from hetero_megatron.ops.cross_entropy import cross_entropy
-from hetero_megatron.ops.kernel import Capability, Kernel, Signature
 from hetero_megatron.ops.kernel_plan import KernelPlan, KernelWarning, resolve
 from hetero_megatron.ops.norm import layer_norm, rms_norm
-from hetero_megatron.ops.operators import SPECS, torch_registry
-from hetero_megatron.ops.registry import Registry
+from hetero_megatron.ops.registry import SPECS, Registry, torch_registry
 from hetero_megatron.ops.rope import Angles, apply_rope, rope_frequencies, rope_tables
-from hetero_megatron.ops.spec import OpSpec
+from hetero_megatron.ops.spec import Capability, Kernel, OpSpec, Signature
 from hetero_megatron.ops.stage import default_kernels, stage_operators
 
 __all__ = [

@@ -8,8 +8,18 @@ import torch
 from torch.nn import functional as F
 
 from hetero_megatron.ops.bind import bind
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, uniform, wide
+from hetero_megatron.ops.spec import (
+    ATEN,
+    Bounds,
+    Case,
+    Kernel,
+    OpSpec,
+    autograd_backward,
+    normal,
+    reference_forward,
+    uniform,
+    wide,
+)
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -12,8 +12,7 @@ from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.bind import make_function
 from hetero_megatron.ops.block_attention import TileKernel
 from hetero_megatron.ops.dropout import ScoreDropout
-from hetero_megatron.ops.kernel import ATEN, Capability, Kernel, Signature
-from hetero_megatron.ops.spec import wide
+from hetero_megatron.ops.spec import ATEN, Capability, Kernel, Signature, wide
 from hetero_megatron.ops.tile_kernels import FlashCpuKernel, ReferenceKernel
 
 Tensor = torch.Tensor

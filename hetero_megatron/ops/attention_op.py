@@ -16,8 +16,7 @@ import torch
 from hetero_megatron.ops.attention_sinks import sink_gradient
 from hetero_megatron.ops.attn_merge import attn_merge_
 from hetero_megatron.ops.dropout import ScoreDropout, score_factors
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
 
 Documents = Sequence[Sequence[int]] | None
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.spec import OpSpec
+from hetero_megatron.ops.spec import Kernel, OpSpec
 
 
 class Split(NamedTuple):

@@ -12,8 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_megatron.ops.bind import bind
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
 
 NO_LABEL = -(1 << 62)  # for functions that want a label to ignore: one that no data has
 

@@ -17,7 +17,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.dropout import ScoreDropout
-from hetero_megatron.ops.kernel import VENDOR, Capability, Kernel, Signature
+from hetero_megatron.ops.spec import VENDOR, Capability, Kernel, Signature
 
 Documents = Sequence[Sequence[int]] | None
 Tensors = tuple[torch.Tensor, ...]

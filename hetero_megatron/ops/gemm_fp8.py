@@ -25,8 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_megatron.ops.gemm import WeightGradients, add_up
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, wide
+from hetero_megatron.ops.spec import Bounds, Case, Kernel, OpSpec, normal, wide
 
 TENSORWISE, BLOCKWISE = NAMES = ("gemm_fp8_tensorwise", "gemm_fp8_blockwise")
 HYBRID = "e5m2 gradients"  # what a kernel may lack

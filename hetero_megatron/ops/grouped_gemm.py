@@ -16,8 +16,17 @@ from torch.nn import functional as F
 from hetero_megatron.ops import gemm
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.ops.host_values import on_host
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
+from hetero_megatron.ops.spec import (
+    ATEN,
+    Bounds,
+    Case,
+    Kernel,
+    OpSpec,
+    autograd_backward,
+    normal,
+    reference_forward,
+    wide,
+)
 
 
 def groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:

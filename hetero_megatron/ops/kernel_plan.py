@@ -14,14 +14,13 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.bind import bind
-from hetero_megatron.ops.gemm import WeightGradients, bind_gemm
+from hetero_megatron.ops.gemm import Products, WeightGradients, bind_gemm, bind_joint_gemm, separate, watched_joint_gemm
 from hetero_megatron.ops.gemm_fp8 import HYBRID, bind_gemm_fp8
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
-from hetero_megatron.ops.joint_gemm import Products, bind_joint_gemm, separate, watched_joint_gemm
-from hetero_megatron.ops.kernel import ORDER, REFERENCE, Kernel, Signature
 from hetero_megatron.ops.linear_cross_entropy import bind_linear_cross_entropy
 from hetero_megatron.ops.registry import Registry, unknown
+from hetero_megatron.ops.spec import ORDER, REFERENCE, Kernel, Signature
 
 _PRODUCTS = {"gemm": bind_gemm, "grouped_gemm": bind_grouped_gemm}
 EVERY = "all"  # the key that asks one provider for every operator that it has

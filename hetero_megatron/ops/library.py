@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.bind import bind
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.spec import OpSpec
+from hetero_megatron.ops.spec import Kernel, OpSpec
 
 NAMESPACE = "hetero_megatron"
 

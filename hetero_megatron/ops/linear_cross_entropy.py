@@ -10,8 +10,17 @@ import torch
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.cross_entropy import cross_entropy_reference, labels_for
 from hetero_megatron.ops.gemm import WeightGradients, add_product, product
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
+from hetero_megatron.ops.spec import (
+    ATEN,
+    Bounds,
+    Case,
+    Kernel,
+    OpSpec,
+    autograd_backward,
+    normal,
+    reference_forward,
+    wide,
+)
 from hetero_megatron.spec.flops import CHUNK_ELEMENTS, TILE
 
 KnownLoss = Callable[..., torch.Tensor]  # (x, weight, labels, dloss=None) -> losses: see with_known_gradient

@@ -12,8 +12,17 @@ import torch
 from torch.nn import functional as F
 
 from hetero_megatron.ops.host_values import on_host
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, autograd_backward, normal, reference_forward, wide
+from hetero_megatron.ops.spec import (
+    ATEN,
+    Bounds,
+    Case,
+    Kernel,
+    OpSpec,
+    autograd_backward,
+    normal,
+    reference_forward,
+    wide,
+)
 
 
 def permute_definition(x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor]:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.bind import bind
-from hetero_megatron.ops.kernel import ATEN, Kernel
 from hetero_megatron.ops.spec import (
+    ATEN,
     Bounds,
     Case,
+    Kernel,
     OpSpec,
     autograd_backward,
     normal,

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward
 
 Many = Sequence[torch.Tensor]
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from hetero_megatron.ops.bind import bind
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward
 from hetero_megatron.spec import Rope, RopeScaling
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 TINY = 1e-20  # added to a sum of sigmoids before it divides, as in DeepSeek-V3

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hetero_megatron.ops.kernel import ATEN, Kernel
-from hetero_megatron.ops.spec import Bounds, Case, OpSpec, normal, reference_forward, wide
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
 
 
 def definition(x: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor]:

@@ -9,9 +9,9 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.gemm_fp8 import HYBRID
-from hetero_megatron.ops.kernel import Signature
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
-from hetero_megatron.ops.operators import torch_registry
+from hetero_megatron.ops.registry import torch_registry
+from hetero_megatron.ops.spec import Signature
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import Dropout, ModelSpec, Share, tensor_box, trained_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
@@ -94,7 +94,7 @@ def stage_signatures(
 
     Args:
         wanted: operators that somebody asks for: further ones only run then (``linear_cross_entropy``).
-        chunked: head and loss go through the tokens in chunks (``parallel/long_loss.py``), whose operator is
+        chunked: head and loss go through the tokens in chunks (``parallel/vocab.py``), whose operator is
             ``linear_cross_entropy`` for a whole vocabulary, else ``vocab_cross_entropy``.
         tiled: attention goes through context groups, which merge partial results.
         fp8: what the linear modules of the stage's layers compute in; None: as head and router do.

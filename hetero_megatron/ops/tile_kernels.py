@@ -13,7 +13,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.block_attention import TileKernel
 from hetero_megatron.ops.dropout import ScoreDropout, score_factors
-from hetero_megatron.ops.kernel import ATEN, REFERENCE, Kernel
+from hetero_megatron.ops.spec import ATEN, REFERENCE, Kernel
 
 SCORES = 1 << 24  # scores that the reference kernel materialises at once
 

@@ -32,7 +32,7 @@ class LayerGraphs:
     """Those of a stage's layers, which run as they are until ``warmed_up`` and where there is no backward.
 
     Every micro-batch must have the same shape, positions and kernels, and nothing in a layer may depend on values that
-    the host knows, communicate or hold up the host: ``cli/flags/device_graphs.py`` refuses what would. What dropout
+    the host knows, communicate or hold up the host: ``cli/flags/training.py`` refuses what would. What dropout
     draws by depends on step and sample, and so is copied to where a layer's graphs read it (``Draws.table``).
 
     Args:

@@ -1,20 +1,121 @@
-"""The sharded optimizer: every rank updates the elements it owns, in at least fp32, and sends them to their holders."""
+"""The sharded optimizer: each element is updated by its one owner; AdamW and SGD of owned pieces, in host memory where
+a stage offloads them."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
-from hetero_megatron.parallel.update import OptimizerFactory, ScalingOptimizer
+from hetero_megatron.plan import Plan
 from hetero_megatron.plan.buckets import IN_FLIGHT
+from hetero_megatron.plan.memory.of_plan import cannot_offload, moments_of
 from hetero_megatron.schedule import Action
+
+
+class Optimizer(Protocol):
+    """What is needed of an optimizer; torch's have it.
+
+    Attributes:
+        param_groups: dicts with ``params``, ``lr``, ``weight_decay``; state: by parameter, made at its first step.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: Any  # a mapping, invariant in what it holds
+
+    def step(self) -> object: ...
+
+
+OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]  # groups: dicts with ``params`` and ``decay``
+
+
+class ScalingOptimizer:
+    """An optimizer whose step also scales the gradients, and writes new values to ``copies`` of a group's parameters
+    where it has some: in one pass, where its kernel can."""
+
+    def __init__(self, groups: list[dict[str, object]]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0, "weight_decay": 0.0, **group} for group in groups]
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def step(self, grad_scale: float = 1.0) -> None:
+        """Update every parameter that has a gradient, which counts times ``grad_scale`` (and may be overwritten)."""
+        for group in self.param_groups:
+            at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            params, copies = ([group[key][i] for i in at] if key in group else [] for key in ("params", "copies"))
+            if params:
+                states = [self.state[p] if p in self.state else self.state.setdefault(p, {}) for p in params]
+                rates = group["lr"], group["weight_decay"], grad_scale
+                self._update(params, [p.grad for p in params], states, copies, *rates)
+
+    def _update(
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], copies: list[torch.Tensor],
+        lr: float, decay: float, scale: float,
+    ) -> None:  # fmt: skip
+        raise NotImplementedError
+
+
+class AdamW(ScalingOptimizer):
+    """Loshchilov and Hutter, 2019.
+
+    Args:
+        kernel: the operator ``adamw``.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, object]], kernel: Callable[..., Any], betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups)
+        self.kernel, self.betas, self.eps = kernel, betas, eps
+
+    def _update(
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], copies: list[torch.Tensor],
+        lr: float, decay: float, scale: float,
+    ) -> None:  # fmt: skip
+        for p, state in zip(params, states, strict=True):
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+        first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        self.kernel(params, grads, first, second, copies, states[0]["step"], lr, *self.betas, self.eps, decay, scale)
+
+
+class SGD(ScalingOptimizer):
+    """With weight decay added to the gradient and momentum of the sum, as torch has it."""
+
+    def __init__(self, groups: list[dict[str, object]], momentum: float) -> None:
+        super().__init__(groups)
+        self.momentum = momentum
+
+    def _update(
+        self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], copies: list[torch.Tensor],
+        lr: float, decay: float, scale: float,
+    ) -> None:  # fmt: skip
+        if scale != 1.0:
+            torch._foreach_mul_(grads, scale)
+        if decay:
+            grads = list(torch._foreach_add(grads, params, alpha=decay))
+        if self.momentum:
+            for p, state in zip(params, states, strict=True):
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [state["momentum_buffer"] for state in states]
+            torch._foreach_mul_(buffers, self.momentum)
+            torch._foreach_add_(buffers, grads)
+            grads = buffers
+        torch._foreach_add_(params, grads, alpha=-lr)
+        if copies:
+            torch._foreach_copy_(copies, params)
 
 
 class ShardedOptimizer:
@@ -144,3 +245,54 @@ def owned_norm(grads: Sequence[Sequence[torch.Tensor]], l2norm: Callable[..., to
     their device, 0.0 where this rank owns none."""
     flat = [g for per in grads for g in per if g.numel()]
     return l2norm(flat) if flat else 0.0
+
+
+FIELD = "optimizer.offload"
+COMPILING = 900  # seconds; no compilation takes that long
+
+
+def check_offload(plan: Plan, optimizer: str, dtype: str) -> None:
+    """Refuse, on every rank, what CPUAdam cannot do. It is imported and compiled only where a stage asks for it."""
+    if not any(s.optimizer.offload for p in plan.pipelines for s in p.stages):
+        return
+    if (problem := cannot_offload(moments_of(optimizer), dtype)) is not None:
+        raise UserError(problem[0], field=FIELD, value=True, accepted=problem[1])
+
+
+def cpu_adam(groups: list[dict[str, object]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """DeepSpeed's CPUAdam with decoupled weight decay over fp32 tensors on the host.
+
+    Raises:
+        UserError: it is not installed, or its extension cannot be compiled here, or a lock is in the way.
+    """
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        refuse_old_lock()
+        built: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, eps=eps, adamw_mode=True)
+    except ImportError as error:
+        raise UserError(
+            "DeepSpeed is not installed", field=FIELD, value=True, accepted="pip install deepspeed, or offload: false"
+        ) from error
+    except (RuntimeError, OSError) as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise UserError(
+            f"DeepSpeed's CPUAdam cannot be compiled here ({cause[:200]})", field=FIELD, value=True,
+            accepted="a C++ compiler and ninja, or offload: false",
+        ) from error  # fmt: skip
+    return built
+
+
+def refuse_old_lock() -> None:
+    """torch compiles an extension under a lock, and waits for ever on one that a killed process left behind."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in [*root.glob("cpu_adam/lock"), *root.glob("*/cpu_adam/lock")]:
+        if time.time() - lock.stat().st_mtime > COMPILING:
+            raise UserError(
+                "a process that compiled DeepSpeed's CPUAdam was killed and left its lock",
+                field=FIELD,
+                value=str(lock),
+                accepted="remove that file",
+            )  # fmt: skip

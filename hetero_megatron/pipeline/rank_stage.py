@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_megatron.parallel.long_loss import loss_chunk
+from hetero_megatron.parallel.vocab import loss_chunk
 from hetero_megatron.plan import Plan, locate, stage_at, unit_at
 from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares

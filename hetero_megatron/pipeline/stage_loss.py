@@ -9,8 +9,7 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import GPTStage
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
-from hetero_megatron.parallel.long_loss import in_chunks, vocab_loss
-from hetero_megatron.parallel.vocab import vocab_parallel_cross_entropy
+from hetero_megatron.parallel.vocab import in_chunks, vocab_loss, vocab_parallel_cross_entropy
 from hetero_megatron.pipeline.rank_stage import RankStage
 
 

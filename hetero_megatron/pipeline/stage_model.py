@@ -9,23 +9,21 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box, cut
-from hetero_megatron.model.attention import Attention
 from hetero_megatron.model.gpt import MLP
-from hetero_megatron.model.layers import Linear
+from hetero_megatron.model.layers import Attention, Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage
+from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage, fill
 from hetero_megatron.parallel.experts import apply_expert_parallel
-from hetero_megatron.parallel.int8_base import fill
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
 from hetero_megatron.pipeline.rank_stage import RankStage
 from hetero_megatron.plan.experts import rank_shares
 from hetero_megatron.spec import Dropout, LogicalTensor, stage_tensors
-from hetero_megatron.utils.progress import tracked
+from hetero_megatron.utils.text import tracked
 
 if TYPE_CHECKING:
-    from hetero_megatron.parallel.dora import RowNorms
+    from hetero_megatron.parallel.lora import RowNorms
 
 # (logical tensor, box) -> its values there, of the box's shape, in any dtype, in host memory
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]
@@ -62,7 +60,7 @@ class StageModel:
         self.module, self.boxes, self.scales = made.module, made.boxes, made.scales
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
-            from hetero_megatron.parallel.dora import RowNorms
+            from hetero_megatron.parallel.lora import RowNorms
 
             self.row_norms = RowNorms(self.module, made.tensors, spec.lora.scale, comm.group(here.unit.ranks))
         _fill(made, initialize)

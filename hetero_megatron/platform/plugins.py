@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.operators import torch_registry
-from hetero_megatron.ops.registry import Registry
+from hetero_megatron.ops.registry import Registry, torch_registry
+from hetero_megatron.ops.spec import Kernel
 from hetero_megatron.platform.accelerator import Accelerator
 
 API_VERSION = 1

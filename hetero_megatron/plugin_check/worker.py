@@ -28,9 +28,8 @@ from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.conformance import FAIL, PASS, Finding, kernel_steps
 from hetero_megatron.ops.conformance.speed import attention_rows, device_rates, gemm_rows, measure
 from hetero_megatron.ops.conformance.subject import CheckHooks, attempt, describe
-from hetero_megatron.ops.kernel import TRITON, Kernel
-from hetero_megatron.ops.operators import torch_registry
-from hetero_megatron.ops.registry import unknown
+from hetero_megatron.ops.registry import torch_registry, unknown
+from hetero_megatron.ops.spec import TRITON, Kernel
 from hetero_megatron.ops.stage import stage_operators
 from hetero_megatron.platform import CPU, Accelerator
 from hetero_megatron.platform.conformance import check_platform

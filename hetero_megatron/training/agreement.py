@@ -1,13 +1,23 @@
-"""What all ranks of a run must have alike, by the names that a refusal uses."""
+"""What all ranks must have alike before they start: the program and its versions, the plan, the configuration and the
+data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
+import torch
+
+from hetero_megatron import __version__
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
+from hetero_megatron.platform import Platform
+from hetero_megatron.platform.plugins import Plugins, source_file
 from hetero_megatron.training.config import RunConfig
+from hetero_megatron.utils.text import notice_line
 
 ALIKE = (
     "spec", "schedule", "seed", "dtype", "loss_scale", "optimizer", "evaluation", "check_nan", "skip_train",
@@ -62,3 +72,83 @@ def _walk(name: str, value: object) -> Iterator[tuple[str, object]]:
         return
     for field in fields(value):
         yield from _walk(f"{name}.{field.name}", getattr(value, field.name))
+
+
+PACKAGES = ("hetero_megatron", "hetero_kernels", "hetero_plugins")
+DIGITS = 12  # of a hash, in messages
+
+
+def check_program(group: Group, platform: Platform, plugins: Plugins) -> None:
+    """Called on all ranks of the job, which refuse together.
+
+    Chips of unlike vendors may need other releases of torch, and plugins of their own: between them a difference is a
+    notice of the first rank.
+
+    Raises:
+        UserError: two ranks run other versions or sources, or have chips alike under unlike torch or plugins.
+    """
+    if group.size == 1:
+        return
+    mine = {f"version of {PACKAGES[0]}": __version__, f"sources of {PACKAGES[0]}": digest(_files(PACKAGES))}
+    kind = ".".join(map(str, (platform.name, *chip_arch(platform))))
+    everyone = group.gather_objects((kind, mine, environment(plugins)), tuple[str, dict[str, str], dict[str, str]])
+    first = everyone[0]
+    by_kind: dict[str, tuple[int, dict[str, str]]] = {}
+    for rank, (theirs, program, around) in zip(group.ranks, everyone, strict=True):
+        _refuse(program, first[1], rank, group.ranks[0], "the same version of the program, file by file, on every rank")
+        other, known = by_kind.setdefault(theirs, (rank, around))
+        _refuse(around, known, rank, other, f"the same releases on every rank with a chip of the kind {theirs}")
+    if group.index == 0:
+        for theirs, (rank, around) in by_kind.items():
+            for name, here, there in _unlike(around, first[2]):
+                text = f"{name}: rank {rank} ({theirs}) has {here}, rank {group.ranks[0]} ({first[0]}) has {there}"
+                print(notice_line(text), flush=True)
+
+
+def environment(plugins: Plugins) -> dict[str, str]:
+    """By what messages call it: torch, and every plugin that is no part of this package."""
+    found = {"torch": str(torch.__version__)}
+    for plugin in plugins.plugins:
+        if plugin.source.origin != "built in":
+            version = f"{plugin.source.version} {digest(_plugin_files(plugin.source.module))}".strip()
+            found[f"plugin {plugin.source.name}"] = version if plugin.ok else f"one that is broken: {plugin.error}"
+    return found
+
+
+def digest(files: Iterable[tuple[str, Path]]) -> str:
+    """Of names and contents, in the order of names."""
+    found = hashlib.sha256()
+    for name, path in sorted(files):
+        content = path.read_bytes()
+        found.update(f"{name}\0{len(content)}\0".encode() + content)
+    return found.hexdigest()[:DIGITS]
+
+
+def chip_arch(platform: Platform) -> tuple[int, ...]:
+    return platform.accelerator.arch(platform.device.index or 0) if platform.accelerator is not None else ()
+
+
+def _files(packages: Iterable[str]) -> Iterable[tuple[str, Path]]:
+    """Sources only: caches, built libraries and tables of measurements may differ between hosts."""
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            root = Path(folder)
+            yield from ((f"{package}/{path.relative_to(root).as_posix()}", path) for path in root.rglob("*.py"))
+
+
+def _plugin_files(module: str) -> Iterable[tuple[str, Path]]:
+    top = module.partition(".")[0]
+    path = source_file(top)
+    return [(top, path)] if path is not None and path.name != "__init__.py" else _files([top])
+
+
+def _refuse(mine: Mapping[str, str], known: Mapping[str, str], rank: int, other: int, accepted: str) -> None:
+    for name, here, there in _unlike(mine, known):
+        raise UserError(f"rank {rank} has {here}, rank {other} has {there}", field=name, accepted=accepted)
+
+
+def _unlike(mine: Mapping[str, str], known: Mapping[str, str]) -> Iterable[tuple[str, str, str]]:
+    for name in dict.fromkeys((*known, *mine)):
+        if mine.get(name) != known.get(name):
+            yield name, mine.get(name, "none"), known.get(name, "none")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetero_megatron import __version__
-from hetero_megatron.comm.refusals import together
+from hetero_megatron.comm.group import together
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.plan.dump import to_dict
@@ -330,7 +330,7 @@ def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
 def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
     """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
     from hetero_megatron.checkpoint.native import LOAD
-    from hetero_megatron.training.same_schedule import differences
+    from hetero_megatron.training.saved_state import differences
 
     source, schedule = config.checkpoint.schedule_from, config.schedule
     if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet

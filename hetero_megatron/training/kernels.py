@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
+from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
+from hetero_megatron.ops.conformance.at_start import used_kernels, wrong_kernels
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
-from hetero_megatron.ops.kernel import VENDOR, Kernel
 from hetero_megatron.ops.kernel_plan import EVERY
+from hetero_megatron.ops.spec import VENDOR, Kernel
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.pipeline.rank_stage import RankStage
 from hetero_megatron.plan import Plan
@@ -21,7 +24,7 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions
-from hetero_megatron.utils.text import notice_line
+from hetero_megatron.utils.text import format_seconds, notice_line, plural, rank_ranges
 
 
 def rank_kernels(
@@ -160,3 +163,30 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
             if some_in_fp8 and not any(op in FP8_PRODUCTS for op in by_stage[p, s]):
                 summary = f"all in {str(runtime.dtype).removeprefix('torch.')}; {summary}"
             print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)
+
+
+def check_kernels(kernels: KernelPlan, world: Group, platform: Platform) -> None:
+    """Called on all ranks of the plan, before anything large is in the device's memory; the first one says how long it
+    took.
+
+    Raises:
+        UserError: on all ranks, naming the first kernel that computes something else, and where.
+    """
+    begin = time.perf_counter()
+    wrong = wrong_kernels(used_kernels(kernels.registry, kernels.choices), platform.device, platform.synchronize)
+    everyone = world.gather_objects(wrong, dict[str, str])
+    where: dict[str, list[int]] = {}
+    for rank, found in zip(world.ranks, everyone, strict=True):
+        for kernel in found:
+            where.setdefault(kernel, []).append(rank)
+    for kernel, ranks in where.items():
+        op, told = kernel.partition(":")[0], everyone[world.ranks.index(ranks[0])][kernel]
+        raise UserError(
+            f"computes otherwise than its operator's definition on {plural(len(ranks), 'rank')} of {world.size} "
+            f"({rank_ranges(ranks)}): {told}", field="kernel", value=kernel,
+            accepted=f"a kernel that passes `hetero-megatron plugins check`; --kernels {op}=PROVIDER for another one; "
+            "other hardware for that rank; or --no-kernel-check",
+        )  # fmt: skip
+    if world.index == 0:
+        took = format_seconds(time.perf_counter() - begin)
+        print(f"kernels checked against their definitions in {took} (--no-kernel-check leaves it out)", flush=True)

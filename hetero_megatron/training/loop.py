@@ -19,12 +19,11 @@ from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
-from hetero_megatron.training.failure import StepGuard
+from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.loss_scale import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import Profiler
-from hetero_megatron.training.replicas import ReplicaCheck
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.utils.text import notice_line
 

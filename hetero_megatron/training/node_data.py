@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_megatron.comm import Comm, Group
-from hetero_megatron.comm.refusals import together
+from hetero_megatron.comm.group import together
 from hetero_megatron.data import Datasets, build_datasets
 from hetero_megatron.data.batch import BatchLoader, BatchOptions
 from hetero_megatron.data.mock import unigram_entropy

@@ -20,8 +20,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
-from hetero_megatron.parallel.optimizer import ShardedOptimizer, owned_norm
-from hetero_megatron.parallel.update import OptimizerFactory
+from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.pipeline.rank_stage import RankStage
 from hetero_megatron.pipeline.stage_executor import build_executor
@@ -116,7 +115,7 @@ class Runtime:
 
             self.balance = LoadBalance(self.model, plan, spec, options.balancing, comm, dtype)
         if options.compile_backend is not None:
-            from hetero_megatron.parallel.compile import apply_compile
+            from hetero_megatron.parallel.recompute import apply_compile
 
             apply_compile(self.model, options.compile_backend)
         self.loss = StageLoss(self.here, self.model, self.kernels, self.tp_group, self.loss_chunk)

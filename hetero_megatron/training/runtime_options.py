@@ -22,7 +22,7 @@ class RuntimeOptions:
         balancing: of experts, where the model has some.
         fp8: what the linear modules of layers compute in, where no stage says otherwise; None: in the weights' dtype.
         dropout: in training; seed: of its masks.
-        graphs_after: optimizer steps after which layers run as device graphs (``cli/flags/device_graphs.py`` says where
+        graphs_after: optimizer steps after which layers run as device graphs (``cli/flags/training.py`` says where
             they can); None: they never do.
     """
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import StragglerReport
-from hetero_megatron.parallel.offload import check_offload
+from hetero_megatron.ops.optimizer_ops import adamw_aten
+from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory, check_offload, cpu_adam
 from hetero_megatron.plan import locate, stage_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
@@ -16,20 +19,40 @@ from hetero_megatron.platform.plugins import Plugins
 from hetero_megatron.training.agreement import check_agreement
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing
-from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
-from hetero_megatron.training.failure import StepGuard
+from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
-from hetero_megatron.training.kernel_check import check_kernels
-from hetero_megatron.training.kernels import agree_on_kernels, rank_kernels
+from hetero_megatron.training.kernels import agree_on_kernels, check_kernels, rank_kernels
 from hetero_megatron.training.loop import Training
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.profile import profiler_of
-from hetero_megatron.training.replicas import ReplicaCheck
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.save_directory import claim_directory, make_folders
+
+
+def optimizer_factory(
+    config: OptimizerConfig, offload: bool = False, kernel: Callable[..., object] = adamw_aten
+) -> OptimizerFactory:
+    """Adam with decoupled weight decay, or SGD; learning rate and weight decay are set before every step.
+
+    Args:
+        offload: Adam runs on the host, over masters and moments in host memory (fp32).
+        kernel: operator ``adamw`` that updates on the device; not used where ``offload`` or SGD.
+
+    Raises:
+        UserError: by the factory, where the host's Adam cannot be compiled; see :func:`cpu_adam`.
+    """
+
+    def build(groups: list[dict[str, object]]) -> Optimizer:
+        if config.name == "sgd":
+            return SGD(groups, config.momentum)
+        if offload:
+            return cpu_adam(groups, (config.beta1, config.beta2), config.eps)
+        return AdamW(groups, kernel, (config.beta1, config.beta2), config.eps)
+
+    return build
 
 
 def set_up(

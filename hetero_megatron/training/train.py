@@ -15,14 +15,19 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.stragglers import say_joined
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import Plugins, load_plugins
-from hetero_megatron.training.agreement import check_agreement, run_facts
-from hetero_megatron.training.announce import announce
+from hetero_megatron.training.agreement import check_agreement, check_program, run_facts
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.islands import check_chips, communicators, plan_for, transport_of
 from hetero_megatron.training.loop import Training
-from hetero_megatron.training.rank_platform import check_device, check_graphs, check_world, platform_at, position
-from hetero_megatron.training.same_program import check_program
+from hetero_megatron.training.rank_platform import (
+    announce,
+    check_device,
+    check_graphs,
+    check_world,
+    platform_at,
+    position,
+)
 from hetero_megatron.training.setup import set_up
 from hetero_megatron.utils.out_of_memory import out_of_memory
 

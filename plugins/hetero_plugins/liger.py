@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops import SPECS
-from hetero_megatron.ops.kernel import VENDOR, Capability, Kernel, Signature
+from hetero_megatron.ops.spec import VENDOR, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi
 
 HETERO_PLUGIN_API = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from hetero_megatron.ops.fused_attention import SIXTEEN_BITS, FusedKernel, fused_attention
-from hetero_megatron.ops.kernel import Capability, Signature
+from hetero_megatron.ops.spec import Capability, Signature
 from hetero_megatron.platform.plugins import PluginApi
 from hetero_plugins.triton import attention_kernel
 

@@ -22,7 +22,7 @@ from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.cross_entropy import NO_LABEL
 from hetero_megatron.ops.dropout import ScoreDropout, dropped_units
 from hetero_megatron.ops.grouped_gemm import bias_gradient
-from hetero_megatron.ops.kernel import TRITON, Capability, Kernel, Signature
+from hetero_megatron.ops.spec import TRITON, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi, load_plugins, source_file
 
 HETERO_PLUGIN_API = 1

@@ -12,8 +12,8 @@ import pytest
 
 from hetero_megatron.cli.main import main
 from hetero_megatron.data.corpus import find_corpus
-from hetero_megatron.utils import progress
-from hetero_megatron.utils.progress import AFTER, WorkLine, tracked
+from hetero_megatron.utils import text
+from hetero_megatron.utils.text import AFTER, WorkLine, tracked
 
 
 class Terminal(io.StringIO):
@@ -84,8 +84,8 @@ def test_planning_says_how_long_it_takes_on_terminals_only(
     assert main(words) == 0
     quiet = capsys.readouterr()
     assert "\r" not in quiet.err and "\r" not in quiet.out
-    monkeypatch.setattr(progress, "AFTER", 0.0)
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(text, "AFTER", 0.0)
+    monkeypatch.setattr(text, "EVERY", 0.0)
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
     assert main(words) == 0

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import chain
 
-from hetero_megatron.cli.flags.parse import Arguments, flag_error
+from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name
+from hetero_megatron.data import DataConfig
+from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.plan.kernels import OPERATORS, operator_problem
-from hetero_megatron.training.batch_size import BatchSize
+from hetero_megatron.plan.program import splits_backward
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import (
     AlignmentConfig,
+    CheckpointConfig,
     DistributedConfig,
     EvaluationConfig,
     ExitConfig,
+    FailureConfig,
     LoggingConfig,
     OptimizerConfig,
     ProfileSteps,
     ScheduleConfig,
 )
 from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
+from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, WeightDecay
 
 _BY_ITERATION = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 _BY_SAMPLE = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
@@ -218,3 +225,96 @@ def build_distributed(args: Arguments) -> DistributedConfig:
     return DistributedConfig(
         args["distributed_backend"], args["distributed_timeout_minutes"], args["transport"]
     )
+
+
+_OVERRIDE, _USE = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
+
+
+def build_checkpoint(args: Arguments) -> CheckpointConfig:
+    adapters = args["lora_rank"] is not None or args["load_adapter"] is not None
+    if args["load"] is not None and args["load_hf"] is not None and not adapters:
+        args.notices.append("--load-hf only counts if --load holds no checkpoint")
+    if args[_OVERRIDE] and args[_USE]:
+        raise flag_error(_USE, True, "it contradicts --override-opt_param-scheduler", "one of the two")
+    return CheckpointConfig(
+        save=args["save"],
+        overwrite=args["overwrite_checkpoints"],
+        save_interval=args["save_interval"],
+        keep=args["keep_checkpoints"],
+        retain_interval=args["save_retain_interval"],
+        save_optim=not args["no_save_optim"],
+        asynchronous=not args["sync_save"],
+        load=args["load"],
+        step=args["ckpt_step"],
+        finetune=args["finetune"],
+        pretrained=args["pretrained_checkpoint"],
+        load_optim=not args["no_load_optim"],
+        previous_on_corruption=args["load_previous_on_corruption"],
+        required=args["exit_on_missing_checkpoint"],
+        schedule_from="flags" if args[_OVERRIDE] else "checkpoint" if args[_USE] else "same",
+    )
+
+
+def build_failure(args: Arguments, supervised: bool) -> FailureConfig:
+    """``supervised``: ``hetero-megatron run`` started this process, or is about to."""
+    drift, key = args["replan_on_drift"], "replan_on_drift"
+    if drift is not None:
+        if not supervised:
+            raise flag_error(key, drift, "nobody is here to plan again", "hetero-megatron run ... -- these flags")
+        missing = [flag_name(k) for k in ("cluster", "save", "load") if args[k] is None]
+        if missing or args["save_interval"] == 0:
+            what = f"it needs {' and '.join(missing)}" if missing else "it needs checkpoints"
+            raise flag_error(key, drift, what, "--cluster, --save and --load, without --save-interval 0")
+    rerun = args["rerun_mode"] == "validate_results"
+    return FailureConfig(
+        args["check_for_spiky_loss"], rerun, args["log_straggler"], drift,
+        check_kernels=not args["no_kernel_check"],
+        replica_interval=args["check_weight_hash_across_dp_replicas_interval"],
+    )  # fmt: skip
+
+
+def build_graphs(
+    args: Arguments, plan: Plan, spec: ModelSpec, data: DataConfig | None
+) -> int | None:
+    """Steps after which layers run as graphs; None: they never do."""
+    if args["cuda_graph_impl"] == "transformer_engine":
+        args.notices.append(
+            "--cuda-graph-impl transformer_engine: Transformer Engine captures nothing here (local captures layers)"
+        )
+    if args["cuda_graph_impl"] != "local":
+        return None
+    scope = args["cuda_graph_scope"] or ["full"]
+    if list(scope) != ["full"]:
+        raise flag_error("cuda_graph_scope", " ".join(scope), "whole layers are captured, no parts of them", "full")
+    problem = next(chain(_in_run(args, data), _in_plan(plan, spec)), None)
+    if problem is not None:
+        raise flag_error("cuda_graph_impl", "local", problem, "none")
+    return int(args["cuda_graph_warmup_steps"])
+
+
+def _in_run(args: Arguments, data: DataConfig | None) -> Iterator[str]:
+    """What is not the same for every micro-batch, or is not computed by the launches alone."""
+    if args["compile"]:
+        yield "layers that torch.compile has changed (--compile) cannot be captured"
+    if data is not None and (data.sft or data.reset_position_ids or data.reset_attention_mask):
+        yield "documents and positions are others in every sample (--sft, --reset-position-ids, --reset-attention-mask)"
+    if args["rampup_batch_size"] is not None:
+        yield "micro-batches are not all of one size (--rampup-batch-size)"
+    if args.has("dump_layers", "capture_operators", "check_operators"):
+        yield "what a graph computes cannot be watched (precision alignment)"
+
+
+def _in_plan(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+    if spec.moe is not None:
+        yield "how many rows an expert has is known when it runs"
+    if splits_backward(plan):
+        yield f"the {plan.schedule} schedule puts off weight gradients"
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            where = f"pipelines[{p}].stages[{s}]"
+            if any(unit.tp > 1 for unit in stage.units):
+                yield f"layers of {where} communicate: it has tensor parallelism"
+            if len({unit.sequences for unit in stage.units}) < len(stage.units):
+                yield f"layers of {where} communicate: it has context groups"
+            if stage.optimizer.offload:
+                yield f"the optimizer of {where} is in host memory"

@@ -19,8 +19,7 @@ from hetero_megatron.data.chat.conversation import Conversation
 from hetero_megatron.data.chat.keys import RECORD_READ, TURN_READ, near
 from hetero_megatron.data.chat.records import Record
 from hetero_megatron.data.chat.templates import FLAG, Rendered, Template, Templates
-from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.limits import RENDER, TOKENIZE, UNLIMITED, CallLimits
+from hetero_megatron.data.guard import RENDER, TOKENIZE, UNLIMITED, CallLimits, Guard
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, too_costly
 from hetero_megatron.errors import UserError
 

@@ -18,14 +18,12 @@ from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
 from hetero_megatron.data.chat.records import RecordSource
-from hetero_megatron.data.guard import Guard
+from hetero_megatron.data.guard import CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, cannot_write, open_indexed
-from hetero_megatron.data.limits import CallLimits
 from hetero_megatron.data.packing import check_tokens, permutation
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.errors import UserError
-from hetero_megatron.utils.progress import WorkLine, tracked
-from hetero_megatron.utils.text import plural
+from hetero_megatron.utils.text import WorkLine, plural, tracked
 
 IN_MEMORY_BYTES = 1 << 20  # of records that become tokens in less than a second
 _REPORT_SECONDS = 60.0  # between two lines in a log

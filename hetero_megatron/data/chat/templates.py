@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hetero_megatron.data.limits import RENDER, UNLIMITED, CallLimits
+from hetero_megatron.data.guard import RENDER, UNLIMITED, CallLimits
 from hetero_megatron.errors import UserError
 
 FLAG = "--chat-template"

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.conformance.compare import cast, flatten, oracle
-from hetero_megatron.ops.conformance.run import call_backward, call_forward, call_trained, seeds
-from hetero_megatron.ops.conformance.sandbox import Unguarded
+from hetero_megatron.ops.conformance.run import Unguarded, call_backward, call_forward, call_trained, seeds
 from hetero_megatron.ops.conformance.subject import CheckHooks, Subject, judge_all
-from hetero_megatron.ops.kernel import REFERENCE, Kernel, Signature
-from hetero_megatron.ops.operators import reference_kernel
-from hetero_megatron.ops.spec import Case, OpSpec
+from hetero_megatron.ops.registry import reference_kernel
+from hetero_megatron.ops.spec import REFERENCE, Case, Kernel, OpSpec, Signature
 
 CASES, ELEMENTS = 2, 5_000  # at most, besides one for each optional feature that is called
 SLACK = 8.0  # times the kit's bounds: what is wrong here is wrong by far

@@ -21,13 +21,18 @@ from hetero_megatron.ops.conformance.parts import (
     tiles,
     weight_gradient,
 )
-from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call_forward, call_trained, seeds
-from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS
+from hetero_megatron.ops.conformance.run import (
+    OUT_OF_BOUNDS,
+    CallOutcome,
+    call_backward,
+    call_forward,
+    call_trained,
+    seeds,
+)
 from hetero_megatron.ops.conformance.subject import FAIL, SKIP, CheckHooks, Finding, Subject, describe, judge_all
-from hetero_megatron.ops.kernel import Kernel, Signature
 from hetero_megatron.ops.library import offered
-from hetero_megatron.ops.operators import reference_kernel
-from hetero_megatron.ops.spec import Case, OpSpec
+from hetero_megatron.ops.registry import reference_kernel
+from hetero_megatron.ops.spec import Case, Kernel, OpSpec, Signature
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGE = 50_000  # elements; larger cases only run in full, not in --quick

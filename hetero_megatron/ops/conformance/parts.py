@@ -14,11 +14,10 @@ from hetero_megatron.layout.mask import BAND, Tile
 from hetero_megatron.ops.attention_sinks import add_sinks
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, TileKernel, accumulators
 from hetero_megatron.ops.conformance.compare import cast
-from hetero_megatron.ops.conformance.run import CallOutcome, call_backward, call_forward, seeds
-from hetero_megatron.ops.conformance.sandbox import OUT_OF_BOUNDS, Sandbox
+from hetero_megatron.ops.conformance.run import OUT_OF_BOUNDS, CallOutcome, Sandbox, call_backward, call_forward, seeds
 from hetero_megatron.ops.conformance.subject import SKIP, Finding, Subject, judge_all
 from hetero_megatron.ops.library import NAMESPACE, define, operator_name
-from hetero_megatron.ops.operators import reference_kernel
+from hetero_megatron.ops.registry import reference_kernel
 from hetero_megatron.ops.spec import Case, normal, wide
 from hetero_megatron.ops.tile_kernels import tile_kernel
 

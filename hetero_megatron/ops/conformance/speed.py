@@ -14,8 +14,7 @@ import torch
 from hetero_megatron.ops.conformance.compare import cast, copy_args
 from hetero_megatron.ops.conformance.run import seeds
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.spec import OpSpec, count_bytes
+from hetero_megatron.ops.spec import Kernel, OpSpec, count_bytes
 
 LONG = 1e-3  # seconds: what takes a fast chip less tells of the launch, or of its cache
 CACHE = 256 << 20  # bytes: no chip's cache holds so much

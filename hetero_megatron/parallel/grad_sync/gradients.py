@@ -12,8 +12,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.ops.gemm import WeightGradients, WeightKernel
-from hetero_megatron.ops.joint_gemm import joint_rows
+from hetero_megatron.ops.gemm import WeightGradients, WeightKernel, joint_rows
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums, flatten_parameters
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes

@@ -183,7 +183,7 @@ class Operators:
         """Final norm, output matrix, softmax and loss.
 
         Args:
-            chunked: the stage goes through chunks of tokens (``parallel/long_loss.py``), which make the gradients of
+            chunked: the stage goes through chunks of tokens (``parallel/vocab.py``), which make the gradients of
                 head and loss in forward; None: as a stage does of which all ranks are like this one.
         """
         found = self._from_table("head", share, rows, length)

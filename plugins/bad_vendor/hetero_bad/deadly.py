@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from hetero_megatron.ops import Kernel
-from hetero_megatron.ops.kernel import VENDOR
-from hetero_megatron.ops.operators import torch_registry
+from hetero_megatron.ops.registry import torch_registry
+from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.platform.plugins import PluginApi
 
 HETERO_PLUGIN_API = 1

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from hetero_megatron.ops import SPECS, Kernel
-from hetero_megatron.ops.kernel import VENDOR, Capability
-from hetero_megatron.ops.operators import torch_registry
+from hetero_megatron.ops.registry import torch_registry
+from hetero_megatron.ops.spec import VENDOR, Capability
 from hetero_megatron.platform.plugins import PluginApi
 
 HETERO_PLUGIN_API = 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hetero_emulated_vendor.platform import EmulatedVendor
 from hetero_megatron.ops import SPECS, Capability
-from hetero_megatron.ops.operators import reference_kernel
+from hetero_megatron.ops.registry import reference_kernel
 from hetero_megatron.platform.plugins import PluginApi
 
 HETERO_PLUGIN_API = 1  # read before anything here is imported

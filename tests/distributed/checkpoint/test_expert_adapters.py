@@ -17,7 +17,7 @@ from hetero_megatron.checkpoint.adapter_config import CONFIG, WEIGHTS, read_conf
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.parallel.int8_base import BaseWeights
+from hetero_megatron.parallel.empty_stage import BaseWeights
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, trained_tensors

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 import pytest
 
 from hetero_megatron.comm import Comm, CommError
-from hetero_megatron.comm.timeouts import in_time, within
+from hetero_megatron.comm.work import in_time, within
 from tests.support.pool import PRELOAD
 from tests.support.ports import free_port
 

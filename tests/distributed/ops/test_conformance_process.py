@@ -78,7 +78,7 @@ def test_what_plugins_print_goes_to_stderr(deadly: subprocess.CompletedProcess[s
 LATE = """
 import ctypes
 from dataclasses import replace
-from hetero_megatron.ops.operators import torch_registry
+from hetero_megatron.ops.registry import torch_registry
 
 HETERO_PLUGIN_API = 1
 calls = []
@@ -128,7 +128,7 @@ def test_a_plugin_that_cannot_be_imported_alive_fails(plugins: None, capsys: pyt
 TRITON = """
 import torch, triton, triton.language as tl
 from hetero_megatron.ops import Kernel
-from hetero_megatron.ops.operators import torch_registry
+from hetero_megatron.ops.registry import torch_registry
 
 HETERO_PLUGIN_API = 1
 

@@ -20,7 +20,7 @@ from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumu
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.ops.tile_kernels import FlashCpuKernel, OperatorKernel, ReferenceKernel
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
-from hetero_megatron.parallel.long_loss import in_chunks, vocab_loss
+from hetero_megatron.parallel.vocab import in_chunks, vocab_loss
 from hetero_megatron.plan.context import merged, nested_zigzag
 from hetero_megatron.plan.context_plan import (
     Block,

@@ -17,10 +17,10 @@ from hetero_megatron.ops import SPECS, Kernel, KernelPlan, Signature, resolve, t
 from hetero_megatron.ops.bind import bind
 from hetero_megatron.ops.gemm import KERNELS as GEMM
 from hetero_megatron.ops.gemm import WeightGradients, weight_gradient
-from hetero_megatron.ops.kernel import VENDOR
+from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.ops.vocab_cross_entropy import gradient, statistics
-from hetero_megatron.parallel.long_loss import in_chunks, loss_chunk, vocab_loss
+from hetero_megatron.parallel.vocab import in_chunks, loss_chunk, vocab_loss
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
@@ -28,9 +28,9 @@ from hetero_megatron.spec import Lora, ModelSpec, adapted, shares
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import agree_on_kernels
-from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
+from hetero_megatron.training.setup import optimizer_factory
 from tests.distributed.parallel.test_context_kernels import CONTEXT
 from tests.distributed.training.test_kernel_training import LENGTH, MODEL, batch, make_plan
 from tests.support.pool import shared_pool

@@ -13,7 +13,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
-from hetero_megatron.parallel.update import SGD
+from hetero_megatron.parallel.optimizer import SGD
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.plan.compile import CompiledPlan

@@ -18,8 +18,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Registry
-from hetero_megatron.ops.kernel import Capability
-from hetero_megatron.ops.operators import reference_kernel
+from hetero_megatron.ops.registry import reference_kernel
+from hetero_megatron.ops.spec import Capability
 from hetero_megatron.plan.fp8 import RECIPES, Fp8
 from hetero_megatron.platform import Platform
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
@@ -27,7 +27,7 @@ from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import fp8_kernels
-from hetero_megatron.training.optimizer_factory import optimizer_factory
+from hetero_megatron.training.setup import optimizer_factory
 from tests.support.pool import shared_pool
 
 SMALL = ModelSpec("small", "llama", 2, 32, 64, 2, 2, 16, 64, 64)

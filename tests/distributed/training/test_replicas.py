@@ -10,8 +10,8 @@ import torch
 
 from hetero_megatron.ops import Signature, torch_registry
 from hetero_megatron.ops.conformance.at_start import wrong_kernels
-from hetero_megatron.ops.kernel import REFERENCE
-from hetero_megatron.training.replicas import ReplicaCheck, differing
+from hetero_megatron.ops.spec import REFERENCE
+from hetero_megatron.training.failure import ReplicaCheck, differing
 from tests.support.programs import inside, start_ranks
 
 RUN = ["--model", "tiny", "--mock-data", "--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "6"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
-from hetero_megatron.checkpoint.export_folder import make_work, publish_work, work_of
+from hetero_megatron.checkpoint.export import make_work, publish_work, work_of
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.checkpoint.native import check_writable
 from tests.distributed.checkpoint.test_save_directory import RUN

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from hetero_megatron.checkpoint.export_folder import check_target, make_work, publish_work
+from hetero_megatron.checkpoint.export import check_target, make_work, publish_work
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.early import OUTPUTS, PACKAGES
 from hetero_megatron.cli.flags.flag import SUPPORTED

@@ -11,7 +11,7 @@ import pytest
 from hetero_megatron.cli.pretrain import main
 from hetero_megatron.environment.launcher import LauncherEnvironment, is_first, read_launcher, refuse_copies
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.announce import open_to_others
+from hetero_megatron.training.rank_platform import open_to_others
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT
 

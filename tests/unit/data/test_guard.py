@@ -17,8 +17,7 @@ from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.chat.packed import encoded_records
 from hetero_megatron.data.chat.records import find_records
 from hetero_megatron.data.corpus import find_corpus
-from hetero_megatron.data.guard import Guard
-from hetero_megatron.data.limits import RENDER, CallLimits
+from hetero_megatron.data.guard import RENDER, CallLimits, Guard
 from hetero_megatron.data.tokenize import encode_texts, tokenize
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 from hetero_megatron.errors import UserError

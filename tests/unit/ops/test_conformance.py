@@ -15,7 +15,7 @@ from hetero_megatron.cli.scaffold import plugin_files
 from hetero_megatron.ops import SPECS, Signature, torch_registry
 from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel, kernel_steps
 from hetero_megatron.ops.conformance.compare import flatten, judge
-from hetero_megatron.ops.conformance.sandbox import Sandbox
+from hetero_megatron.ops.conformance.run import Sandbox
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.plugin_check.check import check_plugin
 from hetero_megatron.plugin_check.report import print_report

@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops.dropout import Draws, ScoreDropout, definition, kept_scores, scale_of
-from hetero_megatron.ops.operators import torch_registry
-from hetero_megatron.ops.philox import derived_key, kept, philox, words
+from hetero_megatron.ops.dropout import (
+    Draws,
+    ScoreDropout,
+    definition,
+    derived_key,
+    kept,
+    kept_scores,
+    philox,
+    scale_of,
+    words,
+)
+from hetero_megatron.ops.registry import torch_registry
 from hetero_megatron.spec import Dropout
 
 # Random123's kat_vectors, philox4x32 10: counter, key, result.
@@ -121,8 +130,8 @@ def test_streams_are_independent() -> None:
 def test_gradients_are_autograds_of_the_masked_formula() -> None:
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
     options = (torch.arange(5), 0.3, 11, 4, 0)
-    from hetero_megatron.ops.kernel import Signature
     from hetero_megatron.ops.kernel_plan import resolve
+    from hetero_megatron.ops.spec import Signature
 
     plan = resolve(torch_registry(), [Signature("dropout", "cpu", torch.float64)])
     seed = torch.randn(2, 5, 24, dtype=torch.float64)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.ops import KernelPlan, Signature, resolve, torch_registry
-from hetero_megatron.ops.joint_gemm import joint_columns, joint_rows
+from hetero_megatron.ops.gemm import joint_columns, joint_rows
 
 ROWS = (6, 2, 0, 3)
 

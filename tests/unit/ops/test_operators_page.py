@@ -10,8 +10,7 @@ import pytest
 from hetero_megatron.cli.operators import accepted_versions, markdown
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS
-from hetero_megatron.ops.operators import reference_kernel
-from hetero_megatron.ops.registry import Registry
+from hetero_megatron.ops.registry import Registry, reference_kernel
 from tests.support.paths import ROOT
 
 GUIDE = (ROOT / "docs/vendor_plugin.md").read_text()

@@ -13,9 +13,8 @@ from hetero_megatron.ops import SPECS, Signature
 from hetero_megatron.ops.conformance import FAIL, check_kernel
 from hetero_megatron.ops.conformance.checks import LARGE
 from hetero_megatron.ops.conformance.compare import flatten
-from hetero_megatron.ops.kernel import Kernel
-from hetero_megatron.ops.operators import reference_kernel
-from hetero_megatron.ops.spec import Case, OpSpec
+from hetero_megatron.ops.registry import reference_kernel
+from hetero_megatron.ops.spec import Case, Kernel, OpSpec
 
 CPU = torch.device("cpu")
 # What models and papers use: each option has a value beyond these, too, which nobody can have built in.

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Capability, Kernel, KernelWarning, Registry, Signature, resolve, torch_registry
 from hetero_megatron.ops.gemm import weight_gradient
-from hetero_megatron.ops.kernel import ATEN, REFERENCE, TRITON, VENDOR
 from hetero_megatron.ops.library import define, operator_name
 from hetero_megatron.ops.norm import rms_norm_backward, rms_norm_forward
-from hetero_megatron.ops.operators import reference_kernel
+from hetero_megatron.ops.registry import reference_kernel
+from hetero_megatron.ops.spec import ATEN, REFERENCE, TRITON, VENDOR
 from hetero_megatron.plan.kernels import OPERATORS
 
 SIGNATURE = Signature("rms_norm", "cpu", torch.float32, dims={"width": (64,)})

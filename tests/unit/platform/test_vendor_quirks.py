@@ -12,7 +12,7 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
-from hetero_megatron.parallel.update import AdamW
+from hetero_megatron.parallel.optimizer import AdamW
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.platform import CPU, Accelerator, Platform

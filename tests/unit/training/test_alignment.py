@@ -15,8 +15,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import GPTStage, initial_values
 from hetero_megatron.ops import SPECS, Kernel, KernelPlan, Signature, resolve, torch_registry
-from hetero_megatron.ops.kernel import VENDOR
 from hetero_megatron.ops.norm import add_rms_norm_backward, add_rms_norm_forward
+from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.spec import ModelSpec, load_model, logical_tensors, shares
 from hetero_megatron.training.alignment.capture import Call, CallRecorder, CaptureFiles, LiveCompare, load_call

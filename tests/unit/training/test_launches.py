@@ -15,15 +15,15 @@ from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.dry_run.run import _batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import Kernel, Registry, Signature, resolve, torch_registry
-from hetero_megatron.ops.kernel import VENDOR
+from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import shares
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.optimizer_factory import optimizer_factory
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.setup import optimizer_factory
 
 LENGTH = 8
 # What the portable kernels launch: backward of a norm adds up its weight gradient in a second one, that of attention

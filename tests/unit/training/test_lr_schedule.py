@@ -10,7 +10,7 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.config import ScheduleConfig
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
-from hetero_megatron.training.same_schedule import differences
+from hetero_megatron.training.saved_state import differences
 
 
 def test_warm_up_is_linear_and_starts_at_the_initial_rate() -> None:

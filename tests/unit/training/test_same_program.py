@@ -10,8 +10,8 @@ import pytest
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.plugins import Plugin, Plugins, PluginSource
-from hetero_megatron.training import same_program
-from hetero_megatron.training.same_program import check_program, digest
+from hetero_megatron.training import agreement
+from hetero_megatron.training.agreement import check_program, digest
 
 PROGRAM = {"version of hetero_megatron": "1", "sources of hetero_megatron": "aa"}
 Told = tuple[str, dict[str, str], dict[str, str]]
@@ -34,9 +34,9 @@ class Chip:
 
 def judged(monkeypatch: pytest.MonkeyPatch, *others: Told) -> None:
     mine = {"torch": "2.13", "plugin a": "1 ff"}
-    monkeypatch.setattr(same_program, "environment", lambda plugins: mine)
-    monkeypatch.setattr(same_program, "digest", lambda files: "aa")
-    monkeypatch.setattr(same_program, "__version__", "1")
+    monkeypatch.setattr(agreement, "environment", lambda plugins: mine)
+    monkeypatch.setattr(agreement, "digest", lambda files: "aa")
+    monkeypatch.setattr(agreement, "__version__", "1")
     check_program(Ranks(*others), Chip(), Plugins([], None, {}))  # type: ignore[arg-type]
 
 
@@ -95,9 +95,9 @@ def test_a_plugin_is_known_by_version_and_source(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     good = Plugin(PluginSource("mine", "hetero_mine", "entry point", "0.3"))
     plugins = Plugins([good, Plugin(PluginSource("cpu", "hetero_plugins.cpu", "built in"))], None, {})  # type: ignore[arg-type]
-    before = same_program.environment(plugins)
+    before = agreement.environment(plugins)
     assert set(before) == {"torch", "plugin mine"} and before["plugin mine"].startswith("0.3 ")
     (tmp_path / "hetero_mine.py").write_text("HETERO_PLUGIN_API = 1  # other\n")
-    assert same_program.environment(plugins) != before
+    assert agreement.environment(plugins) != before
     good.error = "ImportError: no such chip"
-    assert same_program.environment(plugins)["plugin mine"] == "one that is broken: ImportError: no such chip"
+    assert agreement.environment(plugins)["plugin mine"] == "one that is broken: ImportError: no such chip"
