@@ -47,7 +47,7 @@ def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
     from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.runtime import Runtime
-    from hetero_megatron.training.setup import optimizer_factory
+    from hetero_megatron.training.train import optimizer_factory
 
     spec = from_hf_config(config(layers))
     stages = [{"ranks": [0, 1], "layers": [0, layers], "tp": 2}]

@@ -106,7 +106,7 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.runtime import Runtime
-    from hetero_megatron.training.setup import optimizer_factory
+    from hetero_megatron.training.train import optimizer_factory
 
     _, b, s = CASES[case]
     spec = from_hf_config(config(case))

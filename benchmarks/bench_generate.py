@@ -64,8 +64,7 @@ def run_ours(case: str, batch: int, new: int, folder: str) -> None:
     from hetero_megatron.environment.launcher import LauncherEnvironment
     from hetero_megatron.generation import Decoder, Sampling, open_weights
     from hetero_megatron.platform.plugins import load_plugins
-    from hetero_megatron.training.islands import plan_for, transport_of
-    from hetero_megatron.training.rank_platform import platform_at, position
+    from hetero_megatron.training.rank_platform import plan_for, platform_at, position, transport_of
 
     words = ["--load-hf", folder, "--seq-length", "8", "--micro-batch-size", "1", "--dry-run"]
     run = configure(words, {})

@@ -127,7 +127,7 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.training.config import OptimizerConfig
     from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.runtime import Runtime
-    from hetero_megatron.training.setup import optimizer_factory
+    from hetero_megatron.training.train import optimizer_factory
 
     _, b, s = CASES[case]
     spec = from_hf_config(config(case))

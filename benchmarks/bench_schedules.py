@@ -30,7 +30,7 @@ from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.generators import schedule_names
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stage_orders import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 from tests.support.exact_schedule import cp_sat_installed, exact_seconds
 from tests.support.pipelines import random_times

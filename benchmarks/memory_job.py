@@ -25,7 +25,7 @@ from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 
 
 def status(key: str) -> int:

@@ -35,7 +35,7 @@ from hetero_megatron.testbed.clocks import worst_clock
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.rank_platform import position
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 
 DTYPE = "fp32"
 LONG = 5.0  # seconds of a step above which it takes fewer of them (``long_steps``)

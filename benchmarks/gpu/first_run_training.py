@@ -27,7 +27,7 @@ from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 
 LR, CLIP, STEPS = 1e-3, 1.0, 20
 LIMITS = {"fp32": 1e-3, "bf16": 3e-2}  # of a loss, relative: AdamW makes steps of rounding noise, 20 times

@@ -65,10 +65,10 @@ def train(case: str, options: argparse.Namespace) -> None:
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig
-    from hetero_megatron.training.islands import plan_for
     from hetero_megatron.training.kernels import rank_kernels
+    from hetero_megatron.training.rank_platform import plan_for
     from hetero_megatron.training.runtime import Runtime
-    from hetero_megatron.training.setup import optimizer_factory
+    from hetero_megatron.training.train import optimizer_factory
 
     rank, shape = int(os.environ["RANK"]), SHAPES[options.size]
     length, batch = shape[-2:]

@@ -18,8 +18,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import count
+from hetero_megatron.cli.arguments import ArgumentParser, count
 from hetero_megatron.cli.output import check_writable
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
@@ -224,10 +223,9 @@ def _measure(
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec import load_model
     from hetero_megatron.training.config import OptimizerConfig
-    from hetero_megatron.training.islands import transport_of
     from hetero_megatron.training.kernels import fp8_kernels, rank_kernels
-    from hetero_megatron.training.rank_platform import platform_at, position
-    from hetero_megatron.training.setup import optimizer_factory
+    from hetero_megatron.training.rank_platform import platform_at, position, transport_of
+    from hetero_megatron.training.train import optimizer_factory
 
     spec = load_model(options.model)
     launcher = _launcher(cluster)

@@ -13,12 +13,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.arguments import ArgumentParser, count
 from hetero_megatron.cli.configure import configure_arguments
 from hetero_megatron.cli.flags.flag import NOTICE
 from hetero_megatron.cli.flags.parse import Arguments, index, parse_all
 from hetero_megatron.cli.foreign_launch import Launch, launches_of
-from hetero_megatron.cli.numbers import count
 from hetero_megatron.cli.shell_script import shown, unresolved
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.utils.files import read_text

@@ -12,13 +12,12 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import seconds
+from hetero_megatron.cli.arguments import ArgumentParser, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import cluster_from_dict
 from hetero_megatron.cluster.hosts import LAUNCH_WORDS, LaunchSettings
-from hetero_megatron.cluster.word_kinds import HOST
+from hetero_megatron.cluster.units import HOST
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.launch.connection import SSH, remote_line, ssh_words
 from hetero_megatron.launch.discover import cluster_document

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import count, seconds
+from hetero_megatron.cli.arguments import ArgumentParser, count, seconds
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
@@ -84,8 +83,7 @@ def _check(options: argparse.Namespace, launcher: LauncherEnvironment, cluster: 
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.emulation import Emulation
     from hetero_megatron.platform.plugins import load_plugins
-    from hetero_megatron.training.islands import transport_of
-    from hetero_megatron.training.rank_platform import check_device, platform_at, position
+    from hetero_megatron.training.rank_platform import check_device, platform_at, position, transport_of
 
     rank = position(cluster, launcher)
     platform = platform_at(rank, cluster, launcher, load_plugins(), options.platform)
@@ -117,7 +115,7 @@ def _run(
         from hetero_megatron.plan import load_plan
         from hetero_megatron.plan.compile import CompiledPlan
         from hetero_megatron.spec import load_model
-        from hetero_megatron.training.islands import plan_for
+        from hetero_megatron.training.rank_platform import plan_for
 
         spec = load_model(options.model)
         plan = load_plan(options.plan, spec, cluster)

@@ -13,8 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import Number, count
+from hetero_megatron.cli.arguments import ArgumentParser, Number, count
 from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError, without_controls
@@ -221,8 +220,14 @@ def _generate(
     from hetero_megatron.plan.shares import pipeline_shares
     from hetero_megatron.platform.platform import DTYPES
     from hetero_megatron.platform.plugins import load_plugins
-    from hetero_megatron.training.islands import plan_for, transport_of
-    from hetero_megatron.training.rank_platform import check_device, check_world, platform_at, position
+    from hetero_megatron.training.rank_platform import (
+        check_device,
+        check_world,
+        plan_for,
+        platform_at,
+        position,
+        transport_of,
+    )
 
     check_world(config, launcher.world_size)
     place = position(config.cluster, launcher)

@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import count, seconds
+from hetero_megatron.cli.arguments import ArgumentParser, count, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.environment.foreign_launcher import find_task

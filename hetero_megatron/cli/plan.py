@@ -13,11 +13,10 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.cli.arguments import ArgumentParser, stretched
+from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds, stretched
 from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
-from hetero_megatron.cli.numbers import SHARE, Number, count, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_megatron.cli.arguments import ArgumentParser, stretched
+from hetero_megatron.cli.arguments import ArgumentParser, count, stretched
 from hetero_megatron.cli.companion import Companion
-from hetero_megatron.cli.numbers import count
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES

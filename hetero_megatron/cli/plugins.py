@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.cli.arguments import refuse_empty
-from hetero_megatron.cli.numbers import Number, seconds
+from hetero_megatron.cli.arguments import Number, refuse_empty, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import import_torch

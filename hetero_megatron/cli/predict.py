@@ -6,10 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hetero_megatron.cli.arguments import ArgumentParser, stretched
+from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count, stretched
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
-from hetero_megatron.cli.numbers import SHARE, count
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
@@ -21,11 +20,10 @@ from hetero_megatron.plan.memory.of_plan import ITEM_BYTES, moments_of
 from hetero_megatron.plan.program import format_step
 from hetero_megatron.plan.routing import routing_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.predictor.report.prediction import as_json, format_prediction
+from hetero_megatron.predictor.report.prediction import as_json, format_prediction, format_question, question
 from hetero_megatron.predictor.report.prediction_page import html_page
-from hetero_megatron.predictor.report.question import format_question, question
 from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
-from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.text import dtype_name, notice_line

@@ -23,8 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import count
+from hetero_megatron.cli.arguments import ArgumentParser, count
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.guard import UNLIMITED, CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype

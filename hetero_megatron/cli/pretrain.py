@@ -90,7 +90,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.plan import format_plan
     from hetero_megatron.plan.islands import format_islands
-    from hetero_megatron.plan.memory.communicators import format_communicators
+    from hetero_megatron.plan.memory.of_plan import format_communicators
     from hetero_megatron.plan.memory.report import format_memory
 
     if launcher.rank != 0:
@@ -118,8 +118,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
 
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     """What every rank needs, by formula."""
-    from hetero_megatron.plan.memory.communicators import with_communicators
-    from hetero_megatron.plan.memory.of_plan import estimate_memory, moments_of
+    from hetero_megatron.plan.memory.of_plan import estimate_memory, moments_of, with_communicators
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hetero_megatron.cli.arguments import refuse_empty
-from hetero_megatron.cli.numbers import beyond, read_number
+from hetero_megatron.cli.arguments import beyond, read_number, refuse_empty
 from hetero_megatron.cluster import load_cluster
-from hetero_megatron.cluster.hostfile import read_cluster_document
+from hetero_megatron.cluster.hosts import read_cluster_document
 from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import Number, count
+from hetero_megatron.cli.arguments import ArgumentParser, Number, count
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Schedule, generate, lower, schedule_names, simulate
@@ -16,7 +15,7 @@ from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.picture import Picture, svg, table
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stage_orders import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 from hetero_megatron.utils.text import plural
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero_megatron.cli.numbers import read_number
+from hetero_megatron.cli.arguments import read_number
 from hetero_megatron.cluster import load_cluster, quantity
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import faults, machine, process, state

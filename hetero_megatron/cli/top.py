@@ -11,8 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.numbers import Number
+from hetero_megatron.cli.arguments import ArgumentParser, Number
 from hetero_megatron.errors import printable
 from hetero_megatron.monitoring.live_view import LiveView, live_view, render
 from hetero_megatron.monitoring.metrics import FILE

@@ -10,18 +10,17 @@ from functools import cached_property
 from typing import Any
 
 from hetero_megatron.cluster.catalogue import CHIP_DTYPES, CHIPS, Chip, CommunicatorMemory
-from hetero_megatron.cluster.hostfile import read_cluster_document
 from hetero_megatron.cluster.hosts import (
     HOST_KEYS,
     HostSettings,
     LaunchSettings,
     check_hosts_once,
+    read_cluster_document,
     read_host_settings,
     read_launch_settings,
 )
 from hetero_megatron.cluster.rates_section import check_numbers, read_rates
-from hetero_megatron.cluster.units import quantity
-from hetero_megatron.cluster.word_kinds import CHIP, NODE, VENDOR, check_printable
+from hetero_megatron.cluster.units import CHIP, NODE, VENDOR, check_printable, quantity
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.yaml_document import Entry, from_data
 

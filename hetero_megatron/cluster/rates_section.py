@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.cluster.hostfile import is_host_file, parse_host_file
+from hetero_megatron.cluster.hosts import is_host_file, parse_host_file
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json, read_text
 from hetero_megatron.utils.outputs import write_text

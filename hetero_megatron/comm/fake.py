@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.comm.comm import Comm
-from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.values import decode, encode
+from hetero_megatron.comm.group import Group, decode, encode
 from hetero_megatron.comm.work import Handle
 
 

@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from hetero_megatron.comm.comm import Comm, first_line
 from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Reach, explain, listen
-from hetero_megatron.comm.group import Group
+from hetero_megatron.comm.group import Group, decode, encode
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
-from hetero_megatron.comm.values import decode, encode
 from hetero_megatron.comm.work import CommError, copies_of, within
 from hetero_megatron.environment.launcher import (
     SECRET,

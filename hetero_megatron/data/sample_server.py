@@ -20,8 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_megatron.comm.group import Refusal
-from hetero_megatron.comm.values import decode, encode
+from hetero_megatron.comm.group import Refusal, decode, encode
 from hetero_megatron.data.sample import Dataset, Sample
 from hetero_megatron.errors import UserError
 

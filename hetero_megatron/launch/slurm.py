@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import NodeGroup
-from hetero_megatron.cluster.word_kinds import SLURM
+from hetero_megatron.cluster.units import SLURM
 from hetero_megatron.environment.slurm_names import expand
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.hosts import Host, directory_of, hosts_of, python_of, torchrun

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import yaml
 
 from hetero_megatron.cluster.edit import without_nodes
-from hetero_megatron.cluster.hostfile import read_cluster_document
+from hetero_megatron.cluster.hosts import read_cluster_document
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup, SupervisedJob
 from hetero_megatron.monitoring.record import add_event

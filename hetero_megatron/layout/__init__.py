@@ -5,9 +5,8 @@ space; everything that knows about uneven shapes lives here.
 """
 
 from hetero_megatron.layout.box import Box, cut, cut_in_tiles, largest_remainder, tiles
-from hetero_megatron.layout.layout import Cell, Layout, refine
+from hetero_megatron.layout.layout import Cell, Layout, Piece, Transfer, reduction, refine, transfer
 from hetero_megatron.layout.owners import assign_owners, crossing_elements, representatives
-from hetero_megatron.layout.transfer import Piece, Transfer, reduction, transfer
 
 __all__ = [
     "Box",

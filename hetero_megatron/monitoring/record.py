@@ -43,7 +43,7 @@ def expectation(config: RunConfig) -> tuple[Prediction | None, str]:
     """
     if config.cluster is None:
         return None, ""
-    from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+    from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
     from hetero_megatron.predictor.simulate.step import predict
 
     try:
@@ -60,7 +60,7 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
     """Predicted seconds of compute in a step by rank, as ``busy_seconds`` measures them, where there is an
     :func:`expectation`."""
     from hetero_megatron.predictor.cost.layer_cost import CostModel
-    from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+    from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
     from hetero_megatron.predictor.simulate.step import StepSimulator
 
     assert config.cluster is not None

@@ -15,14 +15,7 @@ from hetero_megatron.errors import UserError, printable
 from hetero_megatron.monitoring.console import ConsoleLine, format_line, format_short, format_validation
 from hetero_megatron.monitoring.log_sinks import tell
 from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics, perplexity_of, set_aside
-from hetero_megatron.monitoring.record import (
-    FILE,
-    add_event,
-    expectation,
-    expected_busy,
-    measured_rows,
-    start_event,
-)
+from hetero_megatron.monitoring.record import FILE, add_event, expectation, expected_busy, measured_rows, start_event
 from hetero_megatron.monitoring.throughput import (
     ExpertFigures,
     ExpertTotals,
@@ -39,6 +32,7 @@ from hetero_megatron.utils.text import notice_line, plural
 
 if TYPE_CHECKING:
     from hetero_megatron.testbed.clocks import Kept
+
 
 SPREAD_STEPS = 1000  # the last ones, whose compute may have varied
 TIMELINE_AFTER = 2  # steps before the one whose timeline is written down: the first ones are slower

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from hetero_megatron.ops.attention import attention
+from hetero_megatron.errors import UserError
+from hetero_megatron.ops.attention import add_sinks, attention, sink_gradient
 from hetero_megatron.ops.attention_op import SPEC, Documents, Pair, attn_delta, definition, reference_backward
-from hetero_megatron.ops.attention_sinks import add_sinks, sink_gradient
 from hetero_megatron.ops.bind import make_function
 from hetero_megatron.ops.block_attention import TileKernel
 from hetero_megatron.ops.dropout import ScoreDropout
-from hetero_megatron.ops.spec import ATEN, Capability, Kernel, Signature, wide
+from hetero_megatron.ops.spec import ATEN, VENDOR, Capability, Kernel, Signature, wide
 from hetero_megatron.ops.tile_kernels import FlashCpuKernel, ReferenceKernel
 
 Tensor = torch.Tensor
@@ -97,3 +99,135 @@ KERNEL = Kernel(
     apply=_apply, traceable=True,
 )  # fmt: skip
 _FUNCTION = make_function(SPEC, KERNEL)
+
+
+Tensors = tuple[torch.Tensor, ...]
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+NO_DROPOUT = "it says that it has no dropout: every call would be the other provider's"
+
+
+class FusedKernel(NamedTuple):
+    """Attention of a square, scaled by 1 / sqrt(d); the log-sum-exp is in natural logarithms.
+
+    Attributes:
+        forward: (q [b, s, heads, d], k, v [b, t, kv_heads, d], causal) -> out like q, lse [b, heads, s] in fp32.
+            ``causal``: s equals t, and query i sees keys 0 .. i; else every query sees every key.
+        backward: (dout, q, k, v, out, lse, causal) -> dq, dk, dv; out and lse may be those of more keys.
+        smallest: keys that it takes at least.
+    """
+
+    forward: Callable[..., Tensors]
+    backward: Callable[..., Tensors]
+    smallest: int = 1
+
+
+def visible_square(
+    queries: int, keys: int, documents: Documents, window: int | None, q_start: int, k_start: int
+) -> bool | None:
+    """True: a causal square; False: every query sees every key; None: neither."""
+    if documents is not None and any(len(starts) > 1 for starts in documents):
+        return None
+    if window is not None and q_start + queries - 1 - k_start >= window:
+        return None
+    if q_start >= k_start + keys - 1:
+        return False
+    return True if q_start == k_start and queries == keys else None
+
+
+def fused_attention(
+    provider: str,
+    kernel: FusedKernel,
+    rest: Kernel,
+    capability: Capability,
+    supports: Callable[[Signature], list[str]],
+    priority: int = 0,
+    kind: str = VENDOR,
+    alone: bool = False,
+) -> Kernel:
+    """``kernel`` as a provider of ``attention``, with ``rest`` for what is no square.
+
+    Args:
+        rest: of the operator ``attention``, with portable state and the parts ``share`` and ``delta``.
+        supports: reasons against; those of ``rest`` are added.
+        alone: squares are served where ``rest`` cannot serve, and the first call that is none is refused there.
+    """
+    assert not rest.private and rest.backward is not None, f"{rest}: its state is not portable"
+    rest_backward = rest.backward
+
+    def square(q: torch.Tensor, k: torch.Tensor, *options: Any) -> bool | None:
+        if not q.numel() or not k.numel() or k.shape[1] < kernel.smallest:
+            return None
+        return visible_square(q.shape[1], k.shape[1], *options)
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
+        documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
+        softcap: float | None = None, dropout: ScoreDropout | None = None,
+    ) -> Tensors:  # fmt: skip
+        assert dropout is None, NO_DROPOUT
+        causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
+        if causal is None:
+            if alone:
+                _require(rest, provider, q)
+            return rest.forward(q, k, v, sinks, documents, window, q_start, k_start, softcap, None)
+        out, lse = kernel.forward(*map(_adjacent, (q, k, v)), causal)
+        return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+
+    def gradients(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        causal: bool,
+    ) -> Tensors:  # fmt: skip
+        tensors = (dout.to(q.dtype), q, k, v, out.to(q.dtype))
+        return kernel.backward(*map(_adjacent, tensors), lse.contiguous(), causal)
+
+    def backward(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        out: torch.Tensor, lse: torch.Tensor, documents: Documents = None, window: int | None = None,
+        q_start: int = 0, k_start: int = 0, softcap: float | None = None, dropout: ScoreDropout | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        assert dropout is None, NO_DROPOUT
+        causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
+        if causal is None:
+            options = (documents, window, q_start, k_start, softcap, None)
+            return rest_backward(dout, q, k, v, sinks, out, lse, *options)
+        found = gradients(dout, q, k, v, out, lse, causal)
+        return *found, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
+
+    def share(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None = None,
+        dropout: ScoreDropout | None = None,
+    ) -> Tensors:  # fmt: skip
+        assert dropout is None, NO_DROPOUT
+        causal = None if softcap is not None else square(q, k, None, window, q_start, k_start)
+        if causal is None:
+            made = rest.parts["share"](dout, q, k, v, out, lse, delta, window, q_start, k_start, softcap, None)
+            return made  # type: ignore[return-value]
+        return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
+
+    def reasons(signature: Signature) -> list[str]:
+        lacking = rest.reasons(signature)
+        without = [f"{rest.provider}, which it leaves windows and documents to, cannot serve: {'; '.join(lacking)}"]
+        return supports(signature) + (without if lacking and not alone else [])
+
+    parts = {"share": share, "delta": attn_delta if alone else rest.parts["delta"]}
+    able = replace(capability, features=tuple(f for f in rest.capability.features if f != "dropout"))
+    return Kernel(
+        "attention", provider, kind, forward, backward, able, reasons, parts=parts, priority=priority,
+        interpreted=rest.interpreted, version=3,
+    )  # fmt: skip
+
+
+def _require(rest: Kernel, provider: str, q: torch.Tensor) -> None:
+    """UserError where ``rest`` cannot serve what ``provider`` leaves to it."""
+    if lacking := rest.reasons(Signature("attention", q.device.type, q.dtype)):
+        raise UserError(
+            f"windows, documents and parts of sequences are {rest.provider}'s, which cannot serve: "
+            f"{'; '.join(lacking)}", field="attention", value=provider,
+            accepted="whole causal sequences (no --reset-attention-mask, no sliding window), or what it needs",
+        )  # fmt: skip
+
+
+def _adjacent(x: torch.Tensor) -> torch.Tensor:
+    """With features next to each other in memory, as fused kernels want them."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""The model of one rank's stage: its layers, filled, and divided as the plan says."""
+"""What one rank of a stage is: its place and shares, its model with parallelism applied from outside, and its loss."""
 
 from __future__ import annotations
 
@@ -7,23 +7,61 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetero_megatron.comm import Comm
+from hetero_megatron.comm import Comm, Group
+from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box, cut
+from hetero_megatron.model import GPTStage
 from hetero_megatron.model.gpt import MLP
 from hetero_megatron.model.layers import Attention, Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.linear_cross_entropy import KnownLoss
 from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage, fill
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
-from hetero_megatron.pipeline.rank_stage import RankStage
+from hetero_megatron.parallel.vocab import in_chunks, loss_chunk, vocab_loss, vocab_parallel_cross_entropy
+from hetero_megatron.plan import Plan, locate, stage_at, unit_at
+from hetero_megatron.plan.context_plan import stage_contexts
 from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.spec import Dropout, LogicalTensor, stage_tensors
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.fp8_checks import stage_fp8
+from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensors
 from hetero_megatron.utils.text import tracked
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.lora import RowNorms
+
+class RankStage:
+    """A rank's stage: what its kernels, its model and its steps are made from.
+
+    Attributes:
+        place: indices of its pipeline, stage and unit, and its rank in the unit's TP group.
+        stage, unit: the plan's.
+        share: of each layer and of the vocabulary, that this rank holds.
+        context: its context group; None: it has whole sequences, or no attention.
+        tiled: the stage has context groups, so that its attention merges partial results.
+        path: of the stage in a plan file, for refusals.
+    """
+
+    def __init__(self, plan: Plan, spec: ModelSpec, rank: int) -> None:
+        self.plan, self.spec, self.rank = plan, spec, rank
+        self.place = locate(plan, rank)
+        self.stage, self.unit = stage_at(plan, self.place), unit_at(plan, self.place)
+        self.share = rank_shares(spec, self.stage)[rank]
+        contexts = stage_contexts(spec, self.stage, plan.seq_length)
+        self.context = next((c for c in contexts if rank in c.ranks), None)
+        self.tiled = bool(contexts)
+        self.path = f"pipelines[{self.place.pipeline}].stages[{self.place.stage}]"
+
+    def fp8(self, default: Fp8 | None) -> Fp8 | None:
+        """What its linear modules compute in, ``default`` where the stage does not say; None: in the weights' dtype."""
+        return stage_fp8(self.stage, default) if self.stage.num_layers else None
+
+    def loss_chunk(self, dtype: torch.dtype, logits_bytes: int) -> int | None:
+        """Tokens of a micro-batch whose logits exist at once; None: those of all, or no head."""
+        return loss_chunk(self.stage, self.place.unit, self.spec, dtype, logits_bytes)
+
 
 # (logical tensor, box) -> its values there, of the box's shape, in any dtype, in host memory
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]
@@ -119,3 +157,56 @@ def _fill(made: EmptyStage, initialize: Initialize) -> None:
     total = sum(param.numel() for param in params.values())
     for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
         fill(made.tensors[name], made.boxes[name], initialize, param, made.scales)
+
+
+class StageLoss:
+    """Of a stage with or without a head; it may take over what the head does (``Head.in_loss``).
+
+    Args:
+        group: the unit's ranks.
+        chunk: see :meth:`RankStage.loss_chunk`.
+
+    Attributes:
+        head: head and loss in one, where logits never exist as a whole; None: the model applies the head.
+    """
+
+    def __init__(
+        self, here: RankStage, model: GPTStage, kernels: KernelPlan, group: Group, chunk: int | None
+    ) -> None:
+        self._model, self._kernels, self._group, self._chunk = model, kernels, group, chunk
+        self._vocab = here.share.vocab
+        self.head: KnownLoss | None = None
+        if "linear_cross_entropy" in kernels.choices:
+            self.head = kernels.linear_cross_entropy
+        elif chunk is not None:
+            assert "vocab_cross_entropy" in kernels.choices, "a plan for other logits_bytes"
+            self.head = vocab_loss(
+                kernels.weight_gradients, group, self._vocab, kernels.vocab_cross_entropy,
+                kernels.choices["gemm"].kernel, here.spec.logit_softcap,
+            )  # fmt: skip
+        if self.head is not None:
+            model.lm_head.in_loss = True
+
+    def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+        """Sum of the losses of tokens that count: a tensor [], in at least fp32.
+
+        Args:
+            out: logits [b, s, V_local], or the head's input [b, s, h] where ``head`` is not None.
+            seed: gradient of the sum with which backward will start.
+        """
+        losses = self._token_losses(out, batch, seed)
+        return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
+
+    def _token_losses(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+        kernels, labels = self._kernels, batch.labels
+        if self.head is not None:
+            dloss = None
+            if torch.is_grad_enabled():
+                wide = torch.promote_types(out.dtype, torch.float32)
+                dloss = torch.full(labels.shape, seed, dtype=wide, device=labels.device)
+                dloss = dloss if batch.loss_mask is None else dloss * batch.loss_mask
+            chunk = labels.numel() if self._chunk is None else self._chunk
+            return in_chunks(self.head, max(chunk, 1), out, self._model.lm_head.matrix, labels, dloss)
+        if self._group.size > 1:
+            return vocab_parallel_cross_entropy(out, labels, self._group, self._vocab, kernels.vocab_cross_entropy)
+        return kernels.cross_entropy(out, labels)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from hetero_megatron.plan.canonical import (
     Unit,
 )
 from hetero_megatron.plan.capabilities import supports
-from hetero_megatron.plan.dump import dump_yaml, to_dict
+from hetero_megatron.plan.dump import dump_yaml, format_plan, to_dict
 from hetero_megatron.plan.schema import load_plan, plan_from_dict
 from hetero_megatron.plan.shares import (
     activation_layout,
@@ -25,7 +25,6 @@ from hetero_megatron.plan.shares import (
     unit_at,
     unit_sequences,
 )
-from hetero_megatron.plan.show import format_plan
 from hetero_megatron.plan.validate import idle_ranks, validate
 
 __all__ = [

@@ -1,13 +1,15 @@
-"""Canonical plan -> the short spelling of a plan file, which expands to the same plan again."""
+"""A plan as text: the short spelling of a plan file, which expands to the same plan again, and the picture that is
+printed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
 
+from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import (
     VERSION,
     ExpertGroup,
@@ -21,7 +23,8 @@ from hetero_megatron.plan.canonical import (
 )
 from hetero_megatron.plan.program import stored_schedule
 from hetero_megatron.plan.schema import shifted
-from hetero_megatron.utils.text import rank_ranges
+from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.utils.text import plural, rank_ranges
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -182,3 +185,148 @@ def _context(every: Sequence[Unit]) -> list[dict[str, Any]]:
             }
         )
     return groups
+
+
+INNER = 24  # characters inside a box
+PER_ROW = 4  # boxes in a row: 4 x 27 + 1 = 109 columns at most
+MOST_GROUPS = 24
+
+
+def format_plan(plan: Plan, spec: ModelSpec, chips: Sequence[str] | None = None) -> str:
+    """Boxes per pipeline and stage, at most 109 columns wide; pipelines that differ only in ranks are folded.
+
+    Args:
+        chips: name of the chip of every rank, if known.
+    """
+    groups = _alike(plan)
+    lines = [
+        f"plan {plan.fingerprint()}: {plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {len(plan.pipelines)} "
+        f"pipeline{'s' if len(plan.pipelines) > 1 else ''}, {plan.schedule}",
+        f"{spec.name}: {plural(spec.num_layers, 'layer')}, {plural(spec.num_heads, 'head')} ({spec.num_kv_heads} KV), "
+        f"hidden {spec.hidden_size}; {plural(plan.global_batch_size, 'sequence')} of "
+        f"{plural(plan.seq_length, 'token')} per step",
+    ]
+    for members in groups[:MOST_GROUPS]:
+        lines += ["", _title(plan, members)]
+        stages = [
+            _box(plan, members, s, spec, chips)
+            for s in range(len(plan.pipelines[members[0]].stages))
+        ]
+        for start in range(0, len(stages), PER_ROW):
+            lines += _row(stages[start : start + PER_ROW], start)
+    if len(groups) > MOST_GROUPS:
+        rest = sum(len(members) for members in groups[MOST_GROUPS:])
+        lines += ["", f"… and {rest} more pipelines"]
+    return "\n".join(lines)
+
+
+def _alike(plan: Plan) -> list[list[int]]:
+    """Pipelines grouped by what they are apart from their ranks, in order of first appearance."""
+    groups: dict[Pipeline, list[int]] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        stages = tuple(
+            replace(s, units=tuple(replace(u, ranks=(0,) * u.tp) for u in s.units)) for s in pipeline.stages
+        )
+        groups.setdefault(replace(pipeline, stages=stages), []).append(p)
+    return list(groups.values())
+
+
+def _title(plan: Plan, members: list[int]) -> str:
+    first = plan.pipelines[members[0]]
+    percent = 100 * first.batch_size / plan.global_batch_size
+    name = f"pipeline {members[0]}" if len(members) == 1 else f"pipelines {_short(rank_ranges(members), 40)}"
+    each = "" if len(members) == 1 else f" ({len(members)} alike), each"
+    return (
+        f"{name}{each}: {plural(first.batch_size, 'sequence')} per step ({percent:.3g} %) = "
+        f"{plural(first.num_micro_batches, 'micro-batch')} of {first.micro_batch_size}"
+    )
+
+
+def _box(
+    plan: Plan, members: list[int], index: int, spec: ModelSpec, chips: Sequence[str] | None
+) -> list[str]:
+    """The lines inside a box, all of the same number."""
+    stage = plan.pipelines[members[0]].stages[index]
+    ranks = [rank for p in members for rank in plan.pipelines[p].stages[index].ranks]
+    name = "rank" if len(ranks) == 1 else "ranks"
+    text = f"{name} {rank_ranges(ranks)}"
+    if len(text) > INNER:
+        ascending = ranks == sorted(ranks)
+        text = f"{plural(len(ranks), 'rank')} {f'{ranks[0]}…{ranks[-1]}' if ascending else rank_ranges(ranks)}"
+    kinds = list(dict.fromkeys(chips[rank] for rank in ranks)) if chips is not None else []
+    chip = ", ".join(kinds) or stage.chip or ""
+    lines = [text, *([chip] if chips is not None or any(_chips(plan)) else []), _bar(stage, spec.num_layers)]
+    lines += [_content(stage), degrees(stage), f"recompute {stage.recompute}"]
+    if any(s.dtype is not None for p in plan.pipelines for s in p.stages):
+        lines.append(f"products in {stage.dtype}" if stage.dtype else "")
+    if any(len(set(u.tp_split)) > 1 for p in plan.pipelines for s in p.stages for u in s.units):
+        lines += _cuts(stage, spec)
+    return [_short(line, INNER) for line in lines]
+
+
+def _chips(plan: Plan) -> list[str]:
+    return [stage.chip for pipeline in plan.pipelines for stage in pipeline.stages if stage.chip]
+
+
+def _bar(stage: Stage, num_layers: int) -> str:
+    """The whole model as a line, with this stage's layers filled."""
+    cells = ["░"] * INNER
+    edges = [a for a, _ in cut(INNER, [1] * num_layers)] + [INNER] if num_layers else [INNER]
+    for a, b in (r for r in stage.layers if r[0] < r[1]):
+        first = min(edges[a], INNER - 1)
+        for i in range(first, max(edges[b], first + 1)):
+            cells[i] = "█"
+    return "".join(cells)
+
+
+def _content(stage: Stage) -> str:
+    held = ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in stage.layers if a < b)
+    layers = (
+        f"{'layer' if stage.num_layers == 1 else 'layers'} {held} ({stage.num_layers})"
+        if held
+        else "no layers"
+    )
+    return " ".join([*(["E"] if stage.embed else []), layers, *(["L"] if stage.head else [])])
+
+
+def degrees(stage: Stage) -> str:
+    """``tp 2  dp 2 (3:1)  context 3+1``."""
+
+    def ratio(numbers: Sequence[int]) -> str:
+        return (
+            f"{len(numbers)}" if len(set(numbers)) == 1 else f"{len(numbers)} ({':'.join(map(str, numbers))})"
+        )
+
+    parts = [f"tp {ratio(split)}" for split in dict.fromkeys(unit.tp_split for unit in stage.units)]
+    if len(stage.replicas) > 1:
+        parts.append(f"dp {ratio(stage.dp_split)}")
+    if len(stage.units) > len(stage.replicas):
+        units = [u for u in stage.units if u.sequences == stage.replicas[0]]
+        members = [sum(u.group == g for u in units) for g in dict.fromkeys(u.group for u in units)]
+        parts.append("context " + "+".join(map(str, members)))
+    return "  ".join(parts)
+
+
+def _cuts(stage: Stage, spec: ModelSpec) -> list[str]:
+    """What the ranks of a TP group get of MLP and vocabulary, on two lines, which are empty where shares are equal."""
+    found = []
+    for name, wanted in (("ffn", True), ("vocab", stage.embed or stage.head)):
+        sizes = {
+            ":".join(str(b - a) for a, b in (getattr(share, name) for share in shares(spec, split)))
+            for split in dict.fromkeys(u.tp_split for u in stage.units) if len(set(split)) > 1
+        }  # fmt: skip
+        found.append(f"{name} {', '.join(sorted(sizes))}" if sizes and wanted else "")
+    return found
+
+
+def _row(boxes: list[list[str]], first: int) -> list[str]:
+    titles = [f" stage {first + i} " for i in range(len(boxes))]
+    top = "┌" + "┬".join("─" + title + "─" * (INNER + 1 - len(title)) for title in titles) + "┐"
+    body = [
+        "│" + "│".join(f" {line:<{INNER}} " for line in lines) + "│" for lines in zip(*boxes, strict=True)
+    ]
+    return [top, *body, "└" + "┴".join("─" * (INNER + 2) for _ in boxes) + "┘"]
+
+
+def _short(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

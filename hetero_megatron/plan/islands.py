@@ -11,8 +11,7 @@ import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.layout.layout import IntArray
-from hetero_megatron.layout.transfer import reduction_elements
+from hetero_megatron.layout.layout import IntArray, reduction_elements
 from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, by_islands, islands_of, make_buckets
 from hetero_megatron.plan.canonical import Plan
 from hetero_megatron.plan.compile import CompiledPlan

@@ -36,7 +36,6 @@ from hetero_megatron.plan.canonical import (
     Stage,
     Unit,
 )
-from hetero_megatron.plan.context import context_units
 from hetero_megatron.plan.experts import read_experts, without_plain_experts
 from hetero_megatron.plan.fields import (
     Source,
@@ -51,6 +50,7 @@ from hetero_megatron.plan.fields import (
 from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
 from hetero_megatron.plan.made_for import read_made_for
 from hetero_megatron.plan.program import read_stored_schedule
+from hetero_megatron.plan.shares import context_units
 from hetero_megatron.plan.validate import validate
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry, from_data, read_document

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from hetero_megatron.layout import Box, Layout, cut, largest_remainder
 from hetero_megatron.plan.canonical import Interval, Pipeline, Place, Plan, Stage, Unit
+from hetero_megatron.plan.fields import nested_ranks, parse_ranks, tp_splits
+from hetero_megatron.utils.text import plural
 
+if TYPE_CHECKING:
+    from hetero_megatron.utils.yaml_document import Entry
 
 def locate(plan: Plan, rank: int) -> Place:
     """The place of one rank; KeyError for a rank that the plan does not use."""
@@ -84,3 +91,170 @@ def activation_layout(plan: Plan, pipeline: int, stage: int, size: int, hidden: 
         for t, rank in enumerate(unit.ranks):
             boxes[rank] = tuple(Box((row, a, 0), (end, b, hidden)) for a, b in token_intervals(unit, t))
     return Layout((size, plan.seq_length, hidden), boxes)
+
+
+GROUP_KEYS = ("ranks", "tokens", "heads", "intervals")
+ORDERS = ("zigzag", "contiguous")
+
+
+def context_units(
+    keys: dict[str, Entry], seq_length: int, num_heads: int, micro_batch_size: int
+) -> tuple[Unit, ...]:
+    """The units of a stage with ``context`` groups; refuses sums that do not come out and ranks that
+    differ."""
+    entry = keys["context"]
+    replicas, rows = [entry], [(0, micro_batch_size)]
+    if "dp_split" in keys:
+        replicas, rows = _replicas(entry, keys["dp_split"])
+    groups = [[item.mapping(GROUP_KEYS, required=("ranks", "heads")) for item in one.items()] for one in replicas]
+    if not all(groups):
+        entry.fail("no groups", accepted="at least one context group")
+    members = [
+        [nested_ranks(g["ranks"]) or [(rank,) for rank in parse_ranks(g["ranks"])] for g in row] for row in groups
+    ]
+    _check_ranks(keys["ranks"], [group for row in members for group in row])
+    splits = tp_splits(keys.get("tp_split"), [ranks for row in members for group in row for ranks in group])
+    units: list[Unit] = []
+    for one, mine, who, sequences in zip(replicas, groups, members, rows, strict=True):
+        tokens = _tokens(one, mine, who, keys.get("order"), seq_length)
+        for g, group in enumerate(who):
+            heads = _counts(mine[g]["heads"], len(group))
+            if sum(heads) != num_heads:
+                mine[g]["heads"].fail(
+                    f"the heads of a group sum to {sum(heads)}, the model has {plural(num_heads, 'query head')}"
+                )
+            first = 0
+            for m, ranks in enumerate(group):
+                share = (first, first + heads[m])
+                units.append(Unit(ranks, splits[len(units)], sequences, tokens[g][m], share, group=g))
+                first += heads[m]
+    return tuple(units)
+
+
+def _replicas(entry: Entry, split: Entry) -> tuple[list[Entry], list[Interval]]:
+    """With ``dp_split``: one list of groups per inner replica, and the rows of the micro-batch that each computes."""
+    weights, replicas = split.integers(1), entry.items()
+    if len(weights) != len(replicas) or not all(isinstance(one.value, list) for one in replicas):
+        entry.fail(
+            f"with dp_split, there is one list of groups per inner replica, {len(weights)} of them",
+            accepted="[[{ranks, tokens, heads}, ...], ...]",
+        )
+    rows, start = [], 0
+    for weight in weights:
+        rows.append((start, start + weight))
+        start += weight
+    return replicas, rows
+
+
+def _check_ranks(entry: Entry, members: list[list[tuple[int, ...]]]) -> None:
+    listed = parse_ranks(entry)
+    used = tuple(rank for group in members for ranks in group for rank in ranks)
+    if sorted(listed) != sorted(used):
+        odd = sorted(set(listed) ^ set(used)) or sorted(used)
+        entry.fail(
+            f"the context groups do not use the same ranks, see {odd[:8]}", accepted="the ranks of all groups"
+        )
+
+
+def _counts(entry: Entry, members: int) -> tuple[int, ...]:
+    counts = entry.integers(0)
+    if len(counts) != members:
+        entry.fail(_entries(len(counts), members), accepted=plural(members, "entry"))
+    return counts
+
+
+def _entries(count: int, members: int) -> str:
+    return f"{plural(count, 'entry')} for {plural(members, 'member')}"
+
+
+def _tokens(
+    entry: Entry,
+    groups: list[dict[str, Entry]],
+    members: list[list[tuple[int, ...]]],
+    order: Entry | None,
+    seq_length: int,
+) -> list[list[tuple[Interval, ...]]]:
+    """Token intervals per group and member, from counts and an order, or as written."""
+    written = [g for g in groups if "intervals" in g]
+    if written:
+        if len(written) < len(groups) or any("tokens" in g for g in groups) or order is not None:
+            written[0]["intervals"].fail("intervals replace tokens and order, in all groups of the stage")
+        return [_written(g["intervals"], len(m)) for g, m in zip(groups, members, strict=True)]
+    for group, item in zip(groups, entry.items(), strict=True):
+        if "tokens" not in group:
+            item.fail("a context group says which tokens its members own", accepted="tokens: [n, ...]")
+    counts = [_counts(g["tokens"], len(m)) for g, m in zip(groups, members, strict=True)]
+    total = sum(map(sum, counts))
+    if total != seq_length:
+        groups[0]["tokens"].fail(f"the tokens of all groups sum to {total}, seq_length is {seq_length}")
+    chosen = order.choice(ORDERS) if order is not None else "zigzag"
+    return contiguous(counts) if chosen == "contiguous" else nested_zigzag(counts)
+
+
+def _written(entry: Entry, members: int) -> list[tuple[Interval, ...]]:
+    items = entry.items()
+    if len(items) != members:
+        entry.fail(_entries(len(items), members), accepted="one list of intervals per member")
+    result = []
+    for item in items:
+        pairs = [pair.integers() for pair in item.items()]
+        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs):
+            item.fail("not a list of token intervals", accepted="[[first, end], ...] with end excluded")
+        result.append(merged([(a, b) for a, b in pairs]))
+    return result
+
+
+def contiguous(counts: Sequence[Sequence[int]]) -> list[list[tuple[Interval, ...]]]:
+    """One interval per member, groups and members in listed order."""
+    result, start = [], 0
+    for group in counts:
+        row: list[tuple[Interval, ...]] = []
+        for count in group:
+            row.append(((start, start + count),) if count else ())
+            start += count
+        result.append(row)
+    return result
+
+
+def zigzag(counts: Sequence[int]) -> list[tuple[Interval, ...]]:
+    """Each member takes a piece from the front and one from the back, so that causal work is even.
+
+    Front pieces (the larger half) follow in listed order, back pieces in reverse order.
+    """
+    front, back, pieces = 0, sum(counts), []
+    for count in counts:
+        head, tail = count - count // 2, count // 2
+        pieces.append(merged([(front, front + head), (back - tail, back)]))
+        front, back = front + head, back - tail
+    return pieces
+
+
+def nested_zigzag(counts: Sequence[Sequence[int]]) -> list[list[tuple[Interval, ...]]]:
+    """Zigzag over the groups, then over the members inside the tokens of each group."""
+    result = []
+    for group, owned in zip(counts, zigzag([sum(group) for group in counts]), strict=True):
+        result.append([_inside(owned, pieces) for pieces in zigzag(group)])
+    return result
+
+
+def _inside(owned: tuple[Interval, ...], pieces: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    """Map intervals of the line that ``owned`` forms when strung together back to tokens."""
+    result, offset = [], 0
+    for a, b in owned:
+        for lo, hi in pieces:
+            start, stop = max(lo, offset), min(hi, offset + b - a)
+            if start < stop:
+                result.append((a + start - offset, a + stop - offset))
+        offset += b - a
+    return merged(result)
+
+
+def merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Ascending, empty ones dropped, touching ones joined."""
+    result: list[Interval] = []
+    for a, b in sorted(i for i in intervals if i[0] < i[1]):
+        if result and result[-1][1] == a:
+            result[-1] = (result[-1][0], b)
+        else:
+            result.append((a, b))
+    return tuple(result)

@@ -27,7 +27,7 @@ from hetero_megatron.plan.islands import add_islands, format_added
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, scaled_rows
 from hetero_megatron.predictor.cost.rates_document import as_document, link_document
-from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.predictor.simulate.step import StepSimulator
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.utils.files import json_lines, read_text

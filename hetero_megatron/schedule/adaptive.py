@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule.actions import Schedule
 from hetero_megatron.schedule.generators import generate
-from hetero_megatron.schedule.list_scheduling import ListRule, list_schedule
-from hetero_megatron.schedule.order_search import improve_orders
-from hetero_megatron.schedule.pipeline_times import ROUNDING, PipelineTimes, lower_bound_seconds
+from hetero_megatron.schedule.list_scheduling import ListRule, improve_orders, list_schedule
 from hetero_megatron.schedule.stage_orders import (
+    ROUNDING,
     Orders,
+    PipelineTimes,
     join_backwards,
     keeps_memory,
+    lower_bound_seconds,
     orders_of,
     schedule_of,
     time_orders,

@@ -20,8 +20,15 @@ from hetero_megatron.schedule.chunk_times import (
     time_chunk_orders,
 )
 from hetero_megatron.schedule.generators import generate
-from hetero_megatron.schedule.pipeline_times import ROUNDING, StageTimes
-from hetero_megatron.schedule.stage_orders import chunk_orders_of, joined, keeps_order, schedule_of, split_letter
+from hetero_megatron.schedule.stage_orders import (
+    ROUNDING,
+    StageTimes,
+    chunk_orders_of,
+    joined,
+    keeps_order,
+    schedule_of,
+    split_letter,
+)
 from hetero_megatron.schedule.zero_bubble import MOST_COMPARED
 
 EFFORT = 100_000  # 32 stages of two chunks x 256 micro-batches: two schedules, about a second

@@ -11,9 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes, lower_bound_seconds
 from hetero_megatron.schedule.simulate import ChunkSeconds, Costs
-from hetero_megatron.schedule.stage_orders import split_letter
+from hetero_megatron.schedule.stage_orders import (
+    LinkTimes,
+    PipelineTimes,
+    StageTimes,
+    lower_bound_seconds,
+    split_letter,
+)
 
 ChunkOrders = tuple[tuple[str, ...], ...]  # by stage: letters with the number of their chunk
 

@@ -5,6 +5,7 @@ is one entry in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hetero_megatron.errors import UserError
@@ -78,7 +79,7 @@ def schedule_names() -> tuple[str, ...]:
 def generate(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1, caps: Sequence[int] = ()
 ) -> Schedule:
-    """Compute actions only; :func:`~hetero_megatron.schedule.lower` adds communication.
+    """Compute actions only; :func:`~hetero_megatron.schedule.generators` adds communication.
 
     Args:
         num_chunks: runs of layers that each stage holds.
@@ -105,3 +106,59 @@ def generate(
     more: dict[str, Any] = {"chunks": num_chunks} if num_chunks > 1 else {}
     more |= {"caps": tuple(caps)} if caps else {}
     return Schedule(name, GENERATORS[name](num_stages, num_micro_batches, **more), num_chunks)
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """Insert what each stage receives before an F or B and sends after it.
+
+    The first chunk of the first stage receives no activation and sends no gradient; the last chunk of the last stage
+    sends no activation and receives no gradient. Between chunks that follow one another on the same stage nothing is
+    sent. Everything else (W, REDUCE) stays where it is.
+    """
+    stages = tuple(_lower_stage(schedule, s) for s in range(len(schedule.stages)))
+    return Schedule(schedule.name, stages, schedule.chunks)
+
+
+@lru_cache(maxsize=4)
+def lowered(
+    name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1, caps: tuple[int, ...] = ()
+) -> Schedule:
+    """A generated schedule with its communication; the last few are kept, as the candidates of a search have much the
+    same."""
+    return lower(generate(name, num_stages, num_micro_batches, num_chunks, caps))
+
+
+def with_synchronisation(
+    schedule: Schedule, rows: Sequence[tuple[Sequence[Action], Sequence[Action]]]
+) -> Schedule:
+    """Append to each stage its REDUCEs, the UPDATE and its ALL_GATHERs; ``rows``: (REDUCEs, ALL_GATHERs) per stage."""
+    update = (Action("UPDATE", 0),)
+    stages = (
+        (*row, *reduces, *update, *spreads) for row, (reduces, spreads) in zip(schedule.stages, rows, strict=True)
+    )
+    return Schedule(schedule.name, tuple(stages), schedule.chunks)
+
+
+def _lower_stage(schedule: Schedule, stage: int) -> tuple[Action, ...]:
+    chunks = range(schedule.chunks)
+    before = [schedule.peer(stage, Action("RECV_F", 0, c)) is not None for c in chunks]
+    after = [schedule.peer(stage, Action("SEND_F", 0, c)) is not None for c in chunks]
+    out: list[Action] = []
+    append, make, new = out.append, tuple.__new__, Action  # most of a large schedule's cost is making its actions
+    for action in schedule.stages[stage]:
+        kind, m, c = action
+        if kind == "F":
+            if before[c]:
+                append(make(new, ("RECV_F", m, c)))
+            append(action)
+            if after[c]:
+                append(make(new, ("SEND_F", m, c)))
+        elif kind == "B" or kind == "B_INPUT":
+            if after[c]:
+                append(make(new, ("RECV_B", m, c)))
+            append(action)
+            if before[c]:
+                append(make(new, ("SEND_B", m, c)))
+        else:
+            append(action)
+    return tuple(out)

@@ -8,11 +8,11 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule.actions import Action, Schedule
-from hetero_megatron.schedule.lower import lower
-from hetero_megatron.schedule.pipeline_times import StageMemory
+from hetero_megatron.schedule.generators import lower
 from hetero_megatron.schedule.stage_orders import (
     KIND_OF_LETTER,
     Row,
+    StageMemory,
     chunk_orders_of,
     held_bytes,
     orders_of,

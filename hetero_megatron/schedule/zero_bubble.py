@@ -10,8 +10,7 @@ from dataclasses import replace
 from hetero_megatron.schedule.actions import Action, ChunkPasses, Rows, Schedule, chunk_passes
 from hetero_megatron.schedule.chunk_scheduling import ChunkRule, list_schedule_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes, chunked_lower_bound_seconds, time_chunk_orders
-from hetero_megatron.schedule.pipeline_times import LinkTimes, StageTimes
-from hetero_megatron.schedule.stage_orders import chunk_orders_of, schedule_of
+from hetero_megatron.schedule.stage_orders import LinkTimes, StageTimes, chunk_orders_of, schedule_of
 
 # F, B_INPUT and W of equal stages, by which schedules over chunks are chosen: attention makes B_INPUT the longest.
 _EQUAL = StageTimes(4, 5, 3)

@@ -15,8 +15,7 @@ from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.plan.dump import to_dict
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
+from hetero_megatron.training.lr_schedule import LearningRate, LossScale, WeightDecay
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.save_directory import writes_checkpoints
 from hetero_megatron.utils.text import notice_line, plural

@@ -16,8 +16,7 @@ from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import Dropout, ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing
-from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, WeightDecay
+from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossScale, WeightDecay
 
 
 @dataclass(frozen=True)

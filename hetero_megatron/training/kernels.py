@@ -11,12 +11,12 @@ import torch
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, Registry, Signature, default_kernels, resolve
-from hetero_megatron.ops.conformance.at_start import used_kernels, wrong_kernels
+from hetero_megatron.ops.conformance.run import used_kernels, wrong_kernels
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.spec import VENDOR, Kernel
 from hetero_megatron.ops.stage import stage_signatures
-from hetero_megatron.pipeline.rank_stage import RankStage
+from hetero_megatron.pipeline.stage_model import RankStage
 from hetero_megatron.plan import Plan
 from hetero_megatron.plan.fp8 import RECIPES, Fp8
 from hetero_megatron.platform import Platform

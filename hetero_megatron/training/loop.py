@@ -1,6 +1,6 @@
 """The training loop of one rank: steps, evaluation, checkpoints, the end.
 
-What it works with is built by :mod:`~hetero_megatron.training.setup`; one step on the device is
+What it works with is built by :mod:`~hetero_megatron.training.train`; one step on the device is
 :meth:`~hetero_megatron.training.runtime.Runtime.train_step`.
 """
 
@@ -21,7 +21,7 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
 from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
-from hetero_megatron.training.loss_scale import LossScale
+from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import Profiler
 from hetero_megatron.training.runtime import Runtime, StepStats

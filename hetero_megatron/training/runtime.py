@@ -22,11 +22,8 @@ from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
-from hetero_megatron.pipeline.rank_stage import RankStage
-from hetero_megatron.pipeline.stage_executor import build_executor
-from hetero_megatron.pipeline.stage_loss import StageLoss
-from hetero_megatron.pipeline.stage_model import Initialize, StageModel
-from hetero_megatron.pipeline.step_work import Fetch, StepWork
+from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLoss, StageModel
+from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader

@@ -6,30 +6,150 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+import torch
+
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
 from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.monitoring.stragglers import say_joined
+from hetero_megatron.monitoring.reporter import Reporter
+from hetero_megatron.monitoring.stragglers import StragglerReport, say_joined
+from hetero_megatron.ops.optimizer_ops import adamw_aten
+from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory, check_offload, cpu_adam
+from hetero_megatron.plan import locate, stage_at
 from hetero_megatron.platform import Platform
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import check_agreement, check_program, run_facts
-from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
-from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.islands import check_chips, communicators, plan_for, transport_of
+from hetero_megatron.training.alignment.session import Alignment
+from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.failure import ReplicaCheck, StepGuard
+from hetero_megatron.training.initial_weights import InitialWeights
+from hetero_megatron.training.kernels import agree_on_kernels, check_kernels, rank_kernels
 from hetero_megatron.training.loop import Training
+from hetero_megatron.training.node_data import NodeData
+from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.rank_platform import (
     announce,
+    check_chips,
     check_device,
     check_graphs,
     check_world,
+    communicators,
+    plan_for,
     platform_at,
     position,
+    transport_of,
 )
-from hetero_megatron.training.setup import set_up
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
+from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.utils.out_of_memory import out_of_memory
+
+
+def optimizer_factory(
+    config: OptimizerConfig, offload: bool = False, kernel: Callable[..., object] = adamw_aten
+) -> OptimizerFactory:
+    """Adam with decoupled weight decay, or SGD; learning rate and weight decay are set before every step.
+
+    Args:
+        offload: Adam runs on the host, over masters and moments in host memory (fp32).
+        kernel: operator ``adamw`` that updates on the device; not used where ``offload`` or SGD.
+
+    Raises:
+        UserError: by the factory, where the host's Adam cannot be compiled; see :func:`cpu_adam`.
+    """
+
+    def build(groups: list[dict[str, object]]) -> Optimizer:
+        if config.name == "sgd":
+            return SGD(groups, config.momentum)
+        if offload:
+            return cpu_adam(groups, (config.beta1, config.beta2), config.eps)
+        return AdamW(groups, kernel, (config.beta1, config.beta2), config.eps)
+
+    return build
+
+
+def set_up(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation
+) -> Training:
+    """The run of this rank, up to its first step: model built, checkpoint loaded. Called on all ranks of the plan.
+
+    Args:
+        comm: in which the groups of ``config.compiled`` are created.
+
+    Raises:
+        UserError: something in the configuration cannot be honoured; all ranks raise it.
+        CommError: a peer is gone.
+    """
+    world = comm.group(config.plan.ranks)
+    lock = claim_directory(config, world)
+    make_folders(config, world)
+    if config.save_hf is not None:
+        from hetero_megatron.checkpoint.hf_save import check_target
+
+        check_target(config.save_hf, config.spec.base, world)
+    weights = InitialWeights(config, world)
+    # Before weights are read and the model is built: a mistyped path is known at once.
+    node_data = NodeData(config, comm, world)
+    data = node_data.datasets
+    check_agreement(
+        world, {f"data ({name})": f"{mark} {data.corpora[name]}" for name, mark in data.fingerprints.items()}
+    )
+    check_offload(config.plan, config.optimizer.name, config.dtype)
+    alignment = Alignment(config.alignment)
+    runtime = build_runtime(config, comm, platform, plugins, weights, alignment)
+    weights.complete(runtime)
+    alignment.follow(runtime)
+    agree_on_kernels(runtime, config.logging.kernel_plan)
+    source_dtypes = weights.dtypes if weights.adapters is None else None
+    checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
+    config, done, loss_scale = checkpoints.load()
+    exit = _exit_conditions(config, comm, checkpoints.active)
+    reporter = Reporter(config, runtime, platform, done.step + 1, emulation)
+    check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
+    failure = config.failure
+    training = Training(
+        config, runtime, node_data, weights, checkpoints, reporter,
+        guard=StepGuard(config.check_nan, check_grad, failure.check_spikes, failure.rerun, reporter.say),
+        exit=exit,
+        replicas=ReplicaCheck(runtime, failure.replica_interval),
+        stragglers=StragglerReport(config, reporter, exit),
+        profiler=profiler_of(config, runtime, platform),
+        alignment=alignment, emulation=emulation,
+        step=done.step, consumed=done.consumed, loss_scale=loss_scale,
+    )  # fmt: skip
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    return training
+
+
+def build_runtime(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, weights: InitialWeights, alignment: Alignment
+) -> Runtime:
+    """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
+    plan, dtype = config.plan, DTYPES[config.dtype]
+    options = RuntimeOptions.of(config)
+    chosen = rank_kernels(
+        plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
+    )
+    if config.failure.check_kernels:
+        check_kernels(chosen, comm.group(plan.ranks), platform)
+    kernels = alignment.wrap(chosen, comm.rank)
+    offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
+    optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)
+    return Runtime(config.compiled, comm, dtype, weights.values, optimizer, kernels, options)
+
+
+def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:
+    """Where there is something to save, being told to stop means saving first."""
+    asked = config.exit.signal or ("SIGTERM" if saves else "SIGINT")
+    signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
+    return ExitConditions(config.exit.minutes, config.exit.interval, signals, comm.launcher.rank == 0)
 
 
 def train(

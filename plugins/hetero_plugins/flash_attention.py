@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.fused_attention import SIXTEEN_BITS, FusedKernel, fused_attention
+from hetero_megatron.ops.attention_cpu import SIXTEEN_BITS, FusedKernel, fused_attention
 from hetero_megatron.ops.spec import Capability, Signature
 from hetero_megatron.platform.plugins import PluginApi
 from hetero_plugins.triton import attention_kernel

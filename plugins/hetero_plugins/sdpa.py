@@ -1,7 +1,7 @@
 """Fused attention of torch itself on GPUs: cuDNN's and flash attention's kernels, called through aten because
 ``F.scaled_dot_product_attention`` does not return the log-sum-exp.
 
-Squares go there, everything else to Triton (:mod:`hetero_megatron.ops.fused_attention`). Neither backward adds up in a
+Squares go there, everything else to Triton (:mod:`hetero_megatron.ops.attention_cpu`). Neither backward adds up in a
 fixed order, so deterministic runs stay with Triton. torch for ROCm answers to the same names with AMD's kernels.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero_megatron.ops.fused_attention import SIXTEEN_BITS, FusedKernel, fused_attention
+from hetero_megatron.ops.attention_cpu import SIXTEEN_BITS, FusedKernel, fused_attention
 from hetero_megatron.ops.spec import Capability, Signature
 from hetero_megatron.platform.plugins import PluginApi
 from hetero_plugins.triton import attention_kernel

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from hetero_megatron.schedule.pipeline_times import PipelineTimes
+from hetero_megatron.schedule.stage_orders import PipelineTimes
 
 Start = tuple[str, int, int]  # kind, stage, micro-batch
 After = tuple[Start, Start, int]  # the second starts at least so many seconds after the start of the first

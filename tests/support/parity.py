@@ -22,7 +22,7 @@ from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing
-from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_dropout import HFDropout

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stage_orders import LinkTimes, PipelineTimes, StageTimes
 
 
 def random_times(

@@ -11,7 +11,7 @@ from hetero_megatron.plan.schema import expand
 from hetero_megatron.schedule.adaptive import adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stage_orders import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 from hetero_megatron.utils.yaml_document import from_data
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
+from hetero_megatron.cli.arguments import SHARE, count
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
-from hetero_megatron.cli.numbers import SHARE, count
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.made_for import LORA_KEYS, MadeFor
 from hetero_megatron.spec import Lora, ModelSpec, adapted

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from hetero_megatron.cli.arguments import beyond, read_number
 from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, Flag, Need
 from hetero_megatron.cli.flags.table import ALL
-from hetero_megatron.cli.numbers import beyond, read_number
 from hetero_megatron.data import DataConfig
 from hetero_megatron.data.config import SPLITS
 from hetero_megatron.errors import UserError

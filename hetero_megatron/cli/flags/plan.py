@@ -74,7 +74,7 @@ def build_plan(
         plan = _from_meshes(args, spec, launcher)
     else:
         from hetero_megatron.plan.importers.megatron import from_megatron
-        from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+        from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
 
         chosen = {key: args[key] for key in _UNIFORM if args[key] is not None}
         plan = from_megatron(

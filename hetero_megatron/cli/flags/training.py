@@ -25,8 +25,7 @@ from hetero_megatron.training.config import (
     ProfileSteps,
     ScheduleConfig,
 )
-from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, WeightDecay
+from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossScale, WeightDecay
 
 _BY_ITERATION = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 _BY_SAMPLE = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")

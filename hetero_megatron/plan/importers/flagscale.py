@@ -17,8 +17,7 @@ from hetero_megatron.layout import cut
 from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
 from hetero_megatron.plan.fields import Blame, FlagSource, first_layers, flag_error
 from hetero_megatron.plan.importers.megatron import micro_batches
-from hetero_megatron.plan.importers.megatron_context import context_flags, context_members
-from hetero_megatron.plan.importers.megatron_stages import intervals
+from hetero_megatron.plan.importers.megatron_stages import context_flags, context_members, intervals
 from hetero_megatron.utils.text import plural, word
 
 if TYPE_CHECKING:

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage, Unit
 from hetero_megatron.plan.experts import has_experts, without_plain_experts
 from hetero_megatron.plan.fields import Blame, FlagSource, first_layers, flag_error
-from hetero_megatron.plan.importers.megatron_context import context_flags, context_members
-from hetero_megatron.plan.importers.megatron_experts import expert_flags
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
-from hetero_megatron.plan.importers.megatron_stages import VIRTUAL, stage_layers
+from hetero_megatron.plan.importers.megatron_stages import (
+    VIRTUAL,
+    MegatronParallel,
+    context_flags,
+    context_members,
+    expert_flags,
+    stage_layers,
+)
 from hetero_megatron.utils.text import plural, word
 
 if TYPE_CHECKING:

@@ -4,11 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hetero_megatron.plan.canonical import Interval
+from hetero_megatron.errors import UserError
+from hetero_megatron.layout import cut
+from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember, Interval, KeyValues, Unit
 from hetero_megatron.plan.fields import flag_error
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.plan.shares import nested_zigzag
 from hetero_megatron.utils.text import plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+
+@dataclass(frozen=True)
+class MegatronParallel:
+    """Megatron's parallel flags, named like them; ``world_size`` is the number of ranks that were started."""
+
+    world_size: int
+    seq_length: int
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    cp_comm_type: Sequence[str] = ("p2p",)
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None  # as tensor parallel
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_activations: bool = False
+    use_tp_pp_dp_mapping: bool = False
+    schedule: str | None = None  # interleaved where there are virtual stages, else 1f1b
+
 
 Ranges = tuple[Interval, ...]
 MAX_LAYOUT = 1 << 16
@@ -184,3 +221,129 @@ def _sequence(text: str, tokens: list[str], i: int, depth: int = 0) -> tuple[str
             i += 2
         parts.append(part)
     return "".join(parts), i
+
+
+COMM_TYPES = ("p2p", "a2a", "a2a+p2p", "allgather")
+
+
+@dataclass(frozen=True)
+class ContextFlags:
+    """``sizes``: (heads divided by, groups that exchange keys and values)."""
+
+    sizes: tuple[int, int]
+    gather: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.sizes[0] * self.sizes[1]
+
+
+def context_flags(size: int, comm_type: Sequence[str] | str, hierarchical: Sequence[int] | None) -> ContextFlags:
+    """Check the flags against each other.
+
+    Raises:
+        UserError: an unknown or mixed --cp-comm-type, or sizes that are missing, not asked for or not those of
+            the whole.
+    """
+
+    def error(flag: str, value: object, problem: str, accepted: str) -> UserError:
+        return UserError(problem, field="--" + flag, value=value, accepted=accepted, where="command line")
+
+    types = (comm_type,) if isinstance(comm_type, str) else tuple(comm_type)
+    for kind in types:
+        if kind not in COMM_TYPES:
+            raise error("cp-comm-type", kind, "unknown", ", ".join(COMM_TYPES))
+    if len(set(types)) > 1:
+        raise error("cp-comm-type", " ".join(types), "this version has one type for all layers", "one of them")
+    kind, flag = types[0], "hierarchical-context-parallel-sizes"
+    if kind != "a2a+p2p" or size == 1:
+        if hierarchical is not None and size > 1:
+            raise error(flag, list(hierarchical), f"--cp-comm-type {kind} has no hierarchy", "--cp-comm-type a2a+p2p")
+        return ContextFlags({"a2a": (size, 1)}.get(kind, (1, size)), kind == "allgather")
+    if hierarchical is None:
+        raise error(flag, None, "--cp-comm-type a2a+p2p needs it", f"two sizes whose product is {size}")
+    if len(hierarchical) != 2 or min(hierarchical) < 1 or hierarchical[0] * hierarchical[1] != size:
+        accepted = f"two sizes whose product is {size} (--context-parallel-size)"
+        raise error(flag, list(hierarchical), "not the sizes of the two levels", accepted)
+    return ContextFlags((hierarchical[0], hierarchical[1]))
+
+
+def context_members(
+    flags: ContextFlags, ranks: Sequence[tuple[int, ...]], micro_batch_size: int, seq_length: int, num_heads: int
+) -> tuple[tuple[Unit, ...], KeyValues | None]:
+    """Units of one stage from its TP groups, in the order of their context rank."""
+    members, groups = flags.sizes
+    counts = [b - a for a, b in cut(seq_length, [1] * flags.size)]
+    tokens = nested_zigzag([counts[g * members : (g + 1) * members] for g in range(groups)])
+    heads = cut(num_heads, [1] * members)
+    units = [
+        Unit(tp, (1,) * len(tp), (0, micro_batch_size), tokens[i // members][i % members], heads[i % members],
+             i // members)
+        for i, tp in enumerate(ranks)
+    ]  # fmt: skip
+    return tuple(units), KeyValues("gather") if flags.gather and flags.size > 1 else None
+
+
+_SIZE, _TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+@dataclass(frozen=True)
+class ExpertFlags:
+    """``size``: ranks that divide the experts; ``tensor``: ranks that share the columns of each; ``replicas``:
+    data-parallel replicas that share experts; ``num_experts``: 0 for a dense model."""
+
+    size: int
+    tensor: int
+    replicas: int
+    num_experts: int
+
+    def groups(self, ranks: Sequence[int]) -> tuple[ExpertGroup, ...]:
+        """Of a stage with these ranks, TP fastest, then context, then data parallel."""
+        if not self.num_experts:
+            return ()
+        share, wide = self.num_experts // self.size, self.tensor
+        found = []
+        for start in range(0, len(ranks), self.size * wide):
+            members = [
+                ExpertMember(tuple(ranks[start + i * wide :][:wide]), (i * share, (i + 1) * share), (1,) * wide)
+                for i in range(self.size)
+            ]
+            found.append(ExpertGroup(tuple(members)))
+        return tuple(sorted(found, key=lambda group: min(group.ranks)))
+
+
+def expert_flags(flags: MegatronParallel, spec: ModelSpec, data_parallel: int) -> ExpertFlags:
+    """Check the flags against the model and the other sizes.
+
+    Raises:
+        UserError: names the flag.
+    """
+    size, asked = flags.expert_model_parallel_size, flags.expert_tensor_parallel_size
+    if spec.moe is None:
+        for key, value in ((_SIZE, size if size != 1 else None), (_TENSOR, asked)):
+            if value is not None:
+                raise flag_error(key, value, "the model has no mixture of experts", "leave the flag out")
+        return ExpertFlags(1, 1, 1, 0)
+    tensor = flags.tensor_model_parallel_size if asked is None else asked
+    if tensor < 1:
+        raise flag_error(_TENSOR, tensor, "too small", "an integer >= 1")
+    count = spec.moe.num_experts
+    if count % size:
+        divisors = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+        why = f"{plural(count, 'expert')} cannot be divided evenly by it"
+        raise flag_error(_SIZE, size, why, f"{divisors}, or a plan file with unequal counts")
+    whole, inner = size * tensor, flags.tensor_model_parallel_size * flags.context_parallel_size
+    replicas, rest = divmod(whole, inner)
+    if whole < inner:
+        replicas, rest = 1, inner % whole
+    why = f"{size} x {tensor} ranks (expert x expert tensor parallel)"
+    if rest:
+        problem = f"{why} do not fit {inner} (tensor x context parallel)"
+        raise flag_error(_SIZE, size, problem, "sizes whose product divides it, or is a multiple")
+    if data_parallel % replicas:
+        ranks = data_parallel * inner
+        raise flag_error(_SIZE, size, f"{why} do not divide the {ranks} ranks of a pipeline stage", "a divisor")
+    if replicas > 1 and flags.use_tp_pp_dp_mapping and flags.pipeline_model_parallel_size > 1:
+        problem = "the replicas that share experts would be apart, as in Megatron, which refuses it too"
+        raise flag_error("use_tp_pp_dp_mapping", True, problem, "leave the flag out")
+    return ExpertFlags(size, tensor, replicas, count)

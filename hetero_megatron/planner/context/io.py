@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Pipeline, Plan, Stage
 from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
-from hetero_megatron.plan.context import nested_zigzag
+from hetero_megatron.plan.shares import nested_zigzag
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
 
 

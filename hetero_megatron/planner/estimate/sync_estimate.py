@@ -19,7 +19,7 @@ from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.template.node_classes import NodeClasses, StageId
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.cost.sync_host_cost import RankHost, back_copies
+from hetero_megatron.predictor.cost.link_model import RankHost, back_copies
 
 Port = tuple[int, ...]  # (node class,): a node's network cards; (part, stage, 0): a chip's own link
 

@@ -24,9 +24,8 @@ from hetero_megatron.planner.template.plan_template import PipelineTemplate, Pla
 from hetero_megatron.planner.time_budget import TimeBudget, never
 from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
-from hetero_megatron.predictor.report.prediction import format_seconds
-from hetero_megatron.predictor.report.question import Question, question
-from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.report.prediction import Question, format_seconds, question
+from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural

@@ -13,7 +13,7 @@ from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
 from hetero_megatron.planner.template.plan_template import PlanTemplate
-from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import StepSimulator
 
 SHOWN, LOOKED_AT = 3, 12

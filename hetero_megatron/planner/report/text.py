@@ -9,22 +9,22 @@ from typing import Any
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.plan import dump_yaml, to_dict
+from hetero_megatron.plan.dump import degrees
 from hetero_megatron.plan.made_for import MadeFor
-from hetero_megatron.plan.show import degrees
 from hetero_megatron.planner.report.comparison import Summary, choice_text
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
-from hetero_megatron.predictor.report.holdings import holdings
 from hetero_megatron.predictor.report.prediction import (
     bubble_share,
     format_dtypes,
+    format_question,
     format_seconds,
     format_step_seconds,
+    holdings,
     split_notice,
 )
-from hetero_megatron.predictor.report.question import format_question
 from hetero_megatron.predictor.report.timeline import format_layers
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural, rank_ranges, word

@@ -20,7 +20,7 @@ from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks,
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, judged_plan
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.utils.text import plural
 

@@ -41,7 +41,7 @@ from hetero_megatron.planner.search.uniform import UniformSeeds
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes, without_fp8
+from hetero_megatron.predictor.simulate.stage_cost import with_dtypes, without_fp8
 from hetero_megatron.predictor.simulate.step import predict
 
 MARGIN = 0.1  # largest share of memory kept free in retries when no template fits as a concrete plan

@@ -19,8 +19,7 @@ from hetero_megatron.planner.search.graph_partition import layer_seconds
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.template.search_space import batch_sizes
-from hetero_megatron.predictor.simulate.stage_cost import StageCosts
-from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts, with_dtypes
 
 MOST_CHIPS = 16
 FINEST = 64  # resolution of weights

@@ -23,7 +23,7 @@ from hetero_megatron.planner.search.materialize import TemplateBuilder
 from hetero_megatron.planner.template.placement import PlacedTemplate, place, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.utils.text import plural
 

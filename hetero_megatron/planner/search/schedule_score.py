@@ -18,7 +18,7 @@ from hetero_megatron.schedule.adaptive_chunks import adaptive_chunks_seconds
 from hetero_megatron.schedule.chunk_scheduling import ChunkRule
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
 from hetero_megatron.schedule.list_scheduling import ListRule
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stage_orders import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.utils.cached_method import cached_method
 
 FEWEST, FEWEST_KNOWN = 6, 2  # schedules that are made for an estimate; where the rule of a similar template is known

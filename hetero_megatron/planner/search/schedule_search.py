@@ -31,7 +31,7 @@ from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
-from hetero_megatron.schedule.pipeline_times import PipelineTimes
+from hetero_megatron.schedule.stage_orders import PipelineTimes
 from hetero_megatron.schedule.stored import stored_orders
 
 STARTS = 2  # plans that are tried under other schedules

@@ -13,7 +13,7 @@ from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, StageCo
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.schedule import Costs
 from hetero_megatron.schedule.chunk_times import ChunkedTimes, chunked_lower_bound_seconds
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes, lower_bound_seconds
+from hetero_megatron.schedule.stage_orders import LinkTimes, PipelineTimes, StageTimes, lower_bound_seconds
 
 
 def pipeline_times(

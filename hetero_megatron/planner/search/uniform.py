@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
 from hetero_megatron.planner.estimate.pipeline_time import closed_form
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem

@@ -30,7 +30,7 @@ from hetero_megatron.planner.search.materialize import PipelineOutline, Template
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, renumbered, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
-from hetero_megatron.predictor.simulate.stage_dtypes import with_dtypes
+from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.utils.cached_method import cached_method
 
 MOST_OUTLINES, MOST_TRIED, CHIPS_SCORED = 24, 5, 10240

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hetero_megatron.cluster import format_bytes
+from hetero_megatron.cluster import format_bytes, format_rate
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan, Stage
+from hetero_megatron.plan.canonical import Unit
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.made_for import lora_words
+from hetero_megatron.plan.memory.of_plan import ADAM_MOMENTS
 from hetero_megatron.plan.memory.report import format_memory
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import Prediction
+from hetero_megatron.spec import ModelSpec, shares
+from hetero_megatron.spec.flops import parameter_count
+from hetero_megatron.utils.text import format_seconds as brief_seconds
 from hetero_megatron.utils.text import plural, rank_ranges, word
 
 PARTS = {
@@ -130,3 +142,140 @@ def as_json(found: Prediction) -> Mapping[str, Any]:
             for rank, memory in sorted(found.memory.items())
         ],
     }
+
+
+MOST_LINKS = 6  # that are written out
+
+
+@dataclass(frozen=True)
+class AskedLink:
+    """Between two chips of a node of group ``a`` (``inside``), or two nodes of the groups ``a`` and ``b``.
+    ``bandwidth``: bytes/s; ``latency``: seconds."""
+
+    a: str
+    b: str
+    inside: bool
+    bandwidth: float
+    latency: float
+    measured: bool
+
+    def __str__(self) -> str:
+        where = f"between {self.a} and {self.b}" if self.a != self.b else f"among {self.a}"
+        where = f"inside {self.a}" if self.inside else where
+        how = " (measured)" if self.measured else ""
+        return f"{where} {format_rate(self.bandwidth)}, {brief_seconds(self.latency)}{how}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan was made or predicted for. ``moments``: of the optimizer, per element."""
+
+    model: ModelSpec
+    seq_length: int
+    global_batch_size: int
+    dtype: str
+    fp8: Fp8 | None
+    moments: int
+    margin: float
+    links: tuple[AskedLink, ...]
+
+    @property
+    def optimizer(self) -> str:
+        return "adam" if self.moments == ADAM_MOMENTS else "sgd"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(what, in words)."""
+        model, tokens = self.model, self.seq_length * self.global_batch_size
+        billions = f"{parameter_count(model) / 1e9:.3g} billion parameters"
+        trained = f"adapters, {' '.join(lora_words(model.lora))}" if model.lora is not None else "all weights"
+        computes = f", and {self.fp8} where chips have it and it pays" if self.fp8 is not None else ""
+        links = [str(link) for link in self.links[:MOST_LINKS]]
+        if len(self.links) > MOST_LINKS:
+            links.append(f"and {len(self.links) - MOST_LINKS} more")
+        return [
+            ("model", f"{model.name}: {plural(model.num_layers, 'layer')}, {billions}"),
+            ("step", f"{plural(self.global_batch_size, 'sequence')} of {self.seq_length:,} tokens = {tokens:,} tokens"),
+            ("computes in", f"{self.dtype}{computes}"),
+            ("trains", f"{trained}; optimizer {self.optimizer}; {self.margin:.0%} of each chip's memory stays free"),
+            *([("links priced", "; ".join(links))] if links else []),
+        ]  # fmt: skip
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {
+            "model": self.model.name,
+            "seq_length": self.seq_length,
+            "global_batch_size": self.global_batch_size,
+            "dtype": self.dtype,
+            "fp8": None if self.fp8 is None else {"format": self.fp8.format, "recipe": self.fp8.recipe},
+            "adapters": None if self.model.lora is None else dict(self.model.lora.shape()),
+            "optimizer": self.optimizer,
+            "memory_margin": self.margin,
+            "links": [
+                vars(link) | {"bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else None}
+                for link in self.links
+            ],
+        }
+
+
+def question(costs: CostModel, global_batch_size: int) -> Question:
+    """Of a cost model, which has the cluster and all options."""
+    options = costs.options
+    return Question(
+        costs.model, costs.seq_length, global_batch_size, costs.dtype, options.fp8, options.moments, options.margin,
+        _links(costs),
+    )  # fmt: skip
+
+
+def _links(costs: CostModel) -> tuple[AskedLink, ...]:
+    """Inside nodes of each group, then between nodes; links of which nothing is known are not used."""
+    rates, nodes, found = costs.links.rates, costs.cluster.nodes, []
+    ways = [(node.name, node.name, True) for node in nodes if node.chips_per_node > 1]
+    ways += [(node.name, node.name, False) for node in nodes if node.count > 1]
+    ways += [(a.name, b.name, False) for a, b in itertools.combinations(nodes, 2)]
+    for way in ways:
+        try:
+            link = rates.between(*way).as_link()
+        except UserError:
+            continue
+        found.append(AskedLink(*way, link.bandwidth, link.latency, way in rates.measured))
+    return tuple(found)
+
+
+def format_question(asked: Question) -> str:
+    """One line per row."""
+    return "\n".join(f"{name + ':':<14}{text}" for name, text in asked.rows())
+
+
+MOST_LINES = 16  # of one stage
+
+
+def holdings(plan: Plan, stage: Stage, model: ModelSpec) -> list[str]:
+    """A line for each TP group of a stage that divides tokens, heads or sequences; none for a stage of one rank."""
+    lines = [_unit(plan, stage, unit, model) for unit in stage.units] if len(stage.ranks) > 1 else []
+    more = len(lines) - MOST_LINES
+    return lines[:MOST_LINES] + ([f"and {more} more groups"] if more > 0 else [])
+
+
+def _unit(plan: Plan, stage: Stage, unit: Unit, model: ModelSpec) -> str:
+    parts = []
+    if len(stage.replicas) > 1:
+        a, b = unit.sequences
+        parts.append(f"sequences {_spans([(a, b)])} of each micro-batch")
+    if unit.num_tokens == plan.seq_length:
+        parts.append("all tokens")
+    else:
+        parts.append(f"tokens {_spans(unit.tokens)} ({unit.num_tokens:,} of {plan.seq_length:,})")
+    heads = [share.q_heads for share in shares(model, unit.tp_split, unit.heads)]
+    counts = {b - a for a, b in heads}
+    if len(heads) > 1 and len(counts) == 1:
+        parts.append(f"{counts.pop()} of {model.num_heads} heads on each rank")
+    elif len(heads) > 1:
+        parts.append("heads " + ", ".join(f"{_spans([span])} on rank {r}" for span, r in zip(heads, unit.ranks)))
+    else:
+        parts.append("all heads" if unit.heads == (0, model.num_heads) else f"heads {_spans([unit.heads])}")
+    return f"{word(unit.tp, 'rank')} {rank_ranges(unit.ranks)}: {', '.join(parts)}"
+
+
+def _spans(spans: Sequence[tuple[int, int]]) -> str:
+    """``0-1023 and 3072-4095``, with the last one in it."""
+    return " and ".join(f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in spans if a < b) or "none"

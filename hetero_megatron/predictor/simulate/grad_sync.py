@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hetero_megatron.plan import Plan, Stage
 from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.predictor.cost.sync_host_cost import RankHosts, back_copies
+from hetero_megatron.predictor.cost.link_model import RankHosts, back_copies
 from hetero_megatron.predictor.simulate.bucket_flows import BucketFlows, PortPrice, price
 from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
 from hetero_megatron.spec import logical_tensors

@@ -12,16 +12,49 @@ from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, u
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.plan.experts import Islands, expert_groups, split_by_island
+from hetero_megatron.plan.fp8_checks import stage_fits
+from hetero_megatron.plan.program import pipeline_schedule
 from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
-from hetero_megatron.predictor.simulate.prepared import PreparedPlan
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds, heads_and_columns
-from hetero_megatron.schedule import Costs
+from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
+from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
+from hetero_megatron.schedule import Costs, Schedule
 from hetero_megatron.schedule.simulate import ChunkSeconds
 from hetero_megatron.spec.expert_load import INDEX, ExpertLoad
 from hetero_megatron.spec.flops import layer_attention_flops, layer_matmul_flops, mean_attention_pairs, mlp_columns
+
+Piece = tuple[int, int, int]  # local index upstream, local index downstream, elements
+
+
+class PreparedPlan:
+    """Rate-independent data of a plan on one cluster.
+
+    Attributes:
+        boundaries: caches of what moves at stage boundaries; context: and in context groups; filled on first use.
+    """
+
+    def __init__(self, compiled: CompiledPlan) -> None:
+        self.compiled, self.plan = compiled, compiled.plan
+        self.boundaries: dict[object, tuple[Piece, ...]] = {}
+        self.context: dict[Stage, list[LayerTraffic]] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
+        self._structure: SyncStructure | None = None
+
+    def schedule(self, pipeline: Pipeline) -> Schedule:
+        """The lowered schedule of a pipeline."""
+        shape = (len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks, pipeline.orders, pipeline.in_flight)
+        if shape not in self._schedules:
+            self._schedules[shape] = pipeline_schedule(self.plan, pipeline)
+        return self._schedules[shape]
+
+    def structure(self, costs: CostModel) -> SyncStructure:
+        """Participants and element counts of every gradient exchange."""
+        if self._structure is None or not self._structure.serves(costs):
+            self._structure = SyncStructure(self.plan, costs, self.compiled.buckets)
+        return self._structure
 
 
 @dataclass(frozen=True)
@@ -289,3 +322,37 @@ def work_share(model: CostModel, tp_split: tuple[int, ...], t: int) -> float:
     core = layer_attention_flops(spec, mean_attention_pairs(spec, model.seq_length))
     ffn = (3 if spec.gated else 2) * 2 * spec.hidden_size * mlp_columns(spec) * model.seq_length
     return (columns * ffn + heads * (matrices - ffn + core)) / (matrices + core)
+
+
+def with_dtypes(plan: Plan, costs: CostModel) -> Plan:
+    """The plan with ``dtype`` on every stage that has layers: ``fp8`` where its chips and cuts allow it and it makes no
+    rank slower (as :meth:`CostModel.in_fp8` has it for templates), else that of the run. Without fp8 the plan itself.
+    """
+    if costs.options.fp8 is None:
+        return plan
+
+    def with_dtype(stage: Stage) -> Stage:
+        if not stage.num_layers:
+            return stage
+        return replace(stage, dtype="fp8" if _pays(stage, plan.seq_length, costs) else costs.dtype)
+
+    return plan.with_stages(with_dtype)
+
+
+def without_fp8(plan: Plan, dtype: str) -> Plan:
+    """The plan whose stages all say that they compute in the ``dtype`` of the run."""
+    return plan.with_stages(lambda stage: replace(stage, dtype=dtype) if stage.num_layers else stage)
+
+
+def _pays(stage: Stage, seq_length: int, costs: CostModel) -> bool:
+    fp8 = costs.options.fp8
+    assert fp8 is not None
+    chips = {rank: costs.cluster.ranks[rank].chip for rank in stage.ranks}
+    if any(chip not in costs.rates.fp8 for chip in chips.values()):
+        return False
+    return stage_fits(stage, seq_length, costs.model, fp8) and all(
+        costs.fp8_pays(chips[rank], work_share(costs, unit.tp_split, t), unit.sequences[1] - unit.sequences[0], length)
+        for unit in stage.units
+        if (length := unit.num_tokens)
+        for t, rank in enumerate(unit.ranks)
+    )

@@ -20,17 +20,20 @@ from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.memory.communicators import format_communicators, with_communicators
-from hetero_megatron.plan.memory.of_plan import MemoryBytes, estimate_memory, state_bytes
+from hetero_megatron.plan.memory.of_plan import (
+    MemoryBytes,
+    estimate_memory,
+    format_communicators,
+    state_bytes,
+    with_communicators,
+)
 from hetero_megatron.plan.memory.report import OverLimit, over_limit, refuse
 from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.predictor.cost.rates import source_of
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync
-from hetero_megatron.predictor.simulate.prepared import PreparedPlan
-from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, StageCosts
-from hetero_megatron.predictor.simulate.uncertainty import seconds_range
-from hetero_megatron.predictor.simulate.variability import late_seconds
+from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, PreparedPlan, StageCosts
+from hetero_megatron.predictor.simulate.uncertainty import late_seconds, seconds_range
 from hetero_megatron.schedule import Timeline, simulate
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import sequence_flops

@@ -16,14 +16,20 @@ its own: nine of ten plans that ran under an exact clock were within ``MODEL_ERR
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import hypot
+from statistics import NormalDist
 
-from hetero_megatron.plan import Stage
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.plan import Pipeline, Plan, Stage
+from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.predictor.cost.rates import Rates
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
-from hetero_megatron.schedule import Timeline
+from hetero_megatron.schedule import Costs, Schedule, Timeline, simulate_many
 
 NINE_IN_TEN = 1.645  # standard deviations to each side
 MODEL_ERROR = 0.03
@@ -72,3 +78,93 @@ def _stage_spread(stage: Stage, micro_batches: int, busy: float, stages: StageCo
 
 def _worst(rates: Rates, chips: set[str], family: str) -> float:
     return max(rates.chips[chip].spread.get(family, 0.0) for chip in chips)
+
+
+Floats = NDArray[np.float64]
+REACH, CELLS = 8, 400  # integration range in standard deviations to each side, and number of cells
+STEPS = 64  # samples per pipeline: the error of their mean is an eighth of a step's deviation
+
+
+def late_seconds(plan: Plan, stages: StageCosts, timelines: Sequence[Timeline]) -> float:
+    """Mean delay (s) of the last pipeline of a step; exactly 0 where all chips are steady. ``timelines``: of each
+    pipeline without jitter; equal ones may be the same object, which is cheaper."""
+    if not any(stages.jitter(rank) for rank in plan.ranks):
+        return 0.0
+    known: dict[int, list[tuple[float, float]]] = {}
+    ends: list[tuple[float, float]] = []
+    for pipeline, timeline in zip(plan.pipelines, timelines, strict=True):
+        if id(timeline) not in known:
+            known[id(timeline)] = _ends(pipeline, stages, timeline)
+        ends += known[id(timeline)]
+    last = max(end for end, _ in ends)
+    return last + expected_delay(ends) - max(timeline.step_seconds for timeline in timelines)
+
+
+def _ends(pipeline: Pipeline, stages: StageCosts, timeline: Timeline) -> list[tuple[float, float]]:
+    """(seconds, standard deviation) of the ends of a pipeline's independent parts."""
+    units, steady = [_units(stage, stages) for stage in pipeline.stages], timeline.step_seconds
+    if len(units) == 1 and not has_context(pipeline.stages[0], stages.plan.seq_length):
+        (busy,) = timeline.busy
+        return [(steady - busy + share * busy, jitter * (share * busy) ** 0.5) for share, jitter in units[0]]
+    seconds, deviation = drawn_steps(timeline.schedule, stages.of(pipeline).costs, units)
+    return [(max(seconds, steady), deviation)]  # jitter cannot shorten a step
+
+
+def _units(stage: Stage, stages: StageCosts) -> list[tuple[float, float]]:
+    """(share of the stage's seconds, jitter) of each unit. The ranks of a TP group run in step; their waiting is part
+    of the measured exchange times."""
+    seconds = [max(stages.computing(stage, unit, t) for t in range(unit.tp)) for unit in stage.units]
+    slowest = max(seconds) or 1.0
+    return [(own / slowest, max(stages.jitter(rank) for rank in unit.ranks)) for own, unit in zip(seconds, stage.units)]
+
+
+def expected_delay(ends: Iterable[tuple[float, float]]) -> float:
+    """Mean delay of the last of several independent, normally distributed ends.
+
+    Args:
+        ends: (planned seconds, standard deviation) of each.
+
+    Returns:
+        E[max(end + deviation x z)] - max(end) in seconds; exactly 0 where nothing varies.
+    """
+    counts = Counter(ends)
+    last, widest = (max(column) for column in zip(*counts))
+    if widest == 0.0:
+        return 0.0
+    cell = 2 * REACH * widest / CELLS
+    at = (np.arange(CELLS) - CELLS // 2 + 0.5) * cell  # centres of the cells, relative to ``last``
+    done = np.ones(CELLS)  # probability that all have ended
+    for (end, deviation), count in counts.items():
+        done *= _done(last + at - end, deviation) ** count
+    return float(cell * np.sum(np.where(at < 0, -done, 1 - done)))
+
+
+def drawn_steps(
+    schedule: Schedule, costs: Costs, units: Sequence[Sequence[tuple[float, float]]]
+) -> tuple[float, float]:
+    """(mean, standard deviation) of a pipeline's seconds, from samples with fixed seeds. ``units``: per stage, the
+    units that each of its actions waits for: (share of the action's seconds, jitter: standard deviation of one second).
+    """
+    seconds = simulate_many(schedule, costs, [_vary(stage, s) for s, stage in enumerate(units)])
+    return float(seconds.mean()), float(seconds.std(ddof=1))
+
+
+def _vary(units: Sequence[tuple[float, float]], seed: int) -> Callable[[float], Floats]:
+    """Lognormal seconds: never negative, and smooth in the planned seconds, as fits of rates need."""
+    shares, jitters = (np.array(column)[:, None] for column in zip(*units))
+    drawn = np.random.default_rng(seed)
+
+    def vary(seconds: float) -> Floats:
+        planned = shares * seconds
+        square = np.log1p(jitters**2 / np.maximum(planned, 1e-12))
+        found = planned * np.exp(square**0.5 * drawn.standard_normal((len(units), STEPS)) - square / 2)
+        return np.asarray(found.max(axis=0))
+
+    return vary
+
+
+def _done(late: Floats, deviation: float) -> Floats:
+    if deviation == 0.0:
+        return (late >= 0).astype(float)
+    cdf = NormalDist(0.0, deviation).cdf
+    return np.array([cdf(x) for x in late.tolist()])

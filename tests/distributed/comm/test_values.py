@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.group import together
-from hetero_megatron.comm.values import decode, encode
+from hetero_megatron.comm.group import decode, encode, together
 from hetero_megatron.errors import UserError
 from tests.support.pool import JobFailed, shared_pool
 

@@ -16,7 +16,7 @@ from hetero_megatron.plan import Plan, plan_from_dict, to_dict
 from hetero_megatron.plan.context_plan import context_groups, stage_contexts
 from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.parity import Case, check_case

@@ -30,7 +30,7 @@ from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import agree_on_kernels
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 from tests.distributed.parallel.test_context_kernels import CONTEXT
 from tests.distributed.training.test_kernel_training import LENGTH, MODEL, batch, make_plan
 from tests.support.pool import shared_pool

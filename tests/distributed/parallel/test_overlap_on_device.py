@@ -18,7 +18,7 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.buckets import IN_FLIGHT
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.parity import check_case, fixed_case

@@ -27,7 +27,7 @@ from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import fp8_kernels
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 from tests.support.pool import shared_pool
 
 SMALL = ModelSpec("small", "llama", 2, 32, 64, 2, 2, 16, 64, 64)

@@ -32,7 +32,7 @@ from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.config import OptimizerConfig
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 from tests.support.pool import shared_pool
 
 CLUSTER = {

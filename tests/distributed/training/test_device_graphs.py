@@ -19,7 +19,7 @@ from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.spec import Dropout, Lora, adapted
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.hf_config import from_hf_config
-from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.parity import Case, RandomSamples

@@ -17,7 +17,7 @@ from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.failure import StepGuard
-from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import Pool

@@ -20,7 +20,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.hf_reference import hf_to_logical, make_hf

@@ -27,7 +27,7 @@ from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.pool import shared_pool
 from tests.support.programs import run_ranks

@@ -15,7 +15,7 @@ from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logical_tensors
 from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS
-from hetero_megatron.training.islands import plan_for
+from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf

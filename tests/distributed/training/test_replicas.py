@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_megatron.ops import Signature, torch_registry
-from hetero_megatron.ops.conformance.at_start import wrong_kernels
+from hetero_megatron.ops.conformance.run import wrong_kernels
 from hetero_megatron.ops.spec import REFERENCE
 from hetero_megatron.training.failure import ReplicaCheck, differing
 from tests.support.programs import inside, start_ranks

@@ -15,7 +15,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
-from hetero_megatron.training.loss_scale import LossScale
+from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.parity import Case, RandomSamples, build_optimizer, fixed_case

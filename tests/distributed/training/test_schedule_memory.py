@@ -18,13 +18,13 @@ from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes
-from hetero_megatron.schedule.pipeline_times import LinkTimes, PipelineTimes, StageTimes
+from hetero_megatron.schedule.stage_orders import LinkTimes, PipelineTimes, StageTimes
 from hetero_megatron.schedule.stored import stored_orders
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import shared_pool
 from tests.support.selection import quick

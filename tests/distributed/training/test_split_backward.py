@@ -20,7 +20,7 @@ from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 from tests.support.parity import Case, RandomSamples
 from tests.support.pool import shared_pool
 from tests.support.small_plans import LLAMA, pipe, plan, stage

@@ -17,7 +17,7 @@ from hetero_megatron.plan import load_plan
 from hetero_megatron.plan.canonical import SCHEDULES
 from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.paths import FIXTURES

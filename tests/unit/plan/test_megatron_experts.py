@@ -10,7 +10,7 @@ import pytest
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import plan_from_dict, to_dict
 from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 

@@ -32,11 +32,11 @@ from hetero_megatron.plan import (
     unit_sequences,
     validate,
 )
-from hetero_megatron.plan.context import nested_zigzag
 from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_parallel import MegatronParallel
+from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
 from hetero_megatron.plan.schema import expand
+from hetero_megatron.plan.shares import nested_zigzag
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.yaml_document import from_data, parse_document
 from tests.support.paths import ROOT

@@ -27,8 +27,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
     in_flight,
 )
-from hetero_megatron.predictor.cost.link_model import LinkModel, Port
-from hetero_megatron.predictor.cost.sync_host_cost import RankHost, RankHosts
+from hetero_megatron.predictor.cost.link_model import LinkModel, Port, RankHost, RankHosts
 from hetero_megatron.predictor.simulate.bucket_flows import (
     PortIndex,
     bucket_flows,

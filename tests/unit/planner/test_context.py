@@ -20,8 +20,8 @@ from hetero_megatron.planner.context.io import one_stage_plan
 from hetero_megatron.planner.context.problem import ContextOptions
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.simulate.prepared import PreparedPlan
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
+from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.predictor.simulate.step import StepSimulator, predict
 from hetero_megatron.spec import load_model
 from tests.support.random_plans import random_context

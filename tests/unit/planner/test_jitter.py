@@ -16,7 +16,7 @@ from hetero_megatron.planner.report.comparison import _why
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.simulate.step import predict
-from hetero_megatron.predictor.simulate.variability import STEPS, expected_delay
+from hetero_megatron.predictor.simulate.uncertainty import STEPS, expected_delay
 from hetero_megatron.schedule import generate
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 

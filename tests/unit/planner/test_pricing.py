@@ -26,7 +26,7 @@ from hetero_megatron.planner.template.plan_template import (
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.grad_sync import GradSync
-from hetero_megatron.predictor.simulate.prepared import PreparedPlan
+from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import parameter_count

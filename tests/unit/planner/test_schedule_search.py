@@ -21,8 +21,7 @@ from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.schedule import generate
 from hetero_megatron.schedule.chunk_times import ChunkedTimes, time_chunk_orders
-from hetero_megatron.schedule.pipeline_times import PipelineTimes
-from hetero_megatron.schedule.stage_orders import chunk_orders_of
+from hetero_megatron.schedule.stage_orders import PipelineTimes, chunk_orders_of
 from tests.support.planner_cases import MODEL, SEQ, cluster, plan, stages
 from tests.support.selection import quick
 

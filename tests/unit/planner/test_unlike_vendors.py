@@ -15,7 +15,7 @@ from hetero_megatron.plan.islands import add_islands, replicas
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH, capped_bridges
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.islands import transport_of
+from hetero_megatron.training.rank_platform import transport_of
 from tests.support.planner_reference import Case, random_case
 from tests.support.selection import quick
 from tests.unit.planner.test_host_staged import search_as_good_as_exhaustive, seconds

@@ -23,17 +23,15 @@ from hetero_megatron.schedule import (
 )
 from hetero_megatron.schedule.adaptive import EFFORT, AdaptiveResult, adaptive, one_f_one_b_orders, search_adaptive
 from hetero_megatron.schedule.list_scheduling import ListRule, list_schedule
-from hetero_megatron.schedule.pipeline_times import (
+from hetero_megatron.schedule.stage_orders import (
     LinkTimes,
     PipelineTimes,
     StageMemory,
     StageTimes,
-    lower_bound_seconds,
-)
-from hetero_megatron.schedule.stage_orders import (
     join_backwards,
     keeps_memory,
     keeps_order,
+    lower_bound_seconds,
     orders_of,
     schedule_of,
     time_orders,

@@ -30,8 +30,7 @@ from hetero_megatron.schedule.chunk_times import (
     keeps_chunk_memory,
     time_chunk_orders,
 )
-from hetero_megatron.schedule.pipeline_times import LinkTimes, StageTimes
-from hetero_megatron.schedule.stage_orders import chunk_orders_of, schedule_of
+from hetero_megatron.schedule.stage_orders import LinkTimes, StageTimes, chunk_orders_of, schedule_of
 from hetero_megatron.schedule.stored import schedule_from_dict, schedule_to_dict, stored_orders
 from tests.support.pipelines import random_chunked_times
 from tests.unit.schedule.test_chunks_and_split import finishes

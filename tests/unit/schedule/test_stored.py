@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Action, Schedule, generate
 from hetero_megatron.schedule.adaptive import adaptive
-from hetero_megatron.schedule.pipeline_times import StageMemory
+from hetero_megatron.schedule.stage_orders import StageMemory
 from hetero_megatron.schedule.stored import compress, expand, schedule_from_dict, schedule_to_dict, stored_orders
 from tests.support.pipelines import random_times
 

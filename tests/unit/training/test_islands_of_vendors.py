@@ -11,7 +11,7 @@ from hetero_megatron.comm.islands import BRIDGE, Endpoint, Islands
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, plan_from_dict
 from hetero_megatron.spec import load_model
-from hetero_megatron.training.islands import check_chips, communicators, describe_islands, plan_for
+from hetero_megatron.training.rank_platform import check_chips, communicators, describe_islands, plan_for
 
 NVIDIA = Endpoint("nvidia", "NVIDIA", "NVIDIA A100-SXM4-80GB", "nccl", "", "cpu:gloo,cuda:nccl", ("flagcx",), "2.13.0")
 AMD = Endpoint("amd", "AMD", "AMD Instinct MI300X", "nccl", "", "cpu:gloo,cuda:nccl", ("ucc", "flagcx"), "2.13.0")

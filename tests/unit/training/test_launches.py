@@ -23,7 +23,7 @@ from hetero_megatron.spec import shares
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 
 LENGTH = 8
 # What the portable kernels launch: backward of a norm adds up its weight gradient in a second one, that of attention

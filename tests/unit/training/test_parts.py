@@ -19,8 +19,7 @@ from hetero_megatron.monitoring.console import (
     format_validation,
 )
 from hetero_megatron.monitoring.metrics import MetricsWriter, Resumed, StepMetrics
-from hetero_megatron.training.loss_scale import LossScale
-from hetero_megatron.training.lr_schedule import BatchSize
+from hetero_megatron.training.lr_schedule import BatchSize, LossScale
 from tests.support.refusals import refused
 
 

@@ -22,7 +22,7 @@ from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
-from hetero_megatron.training.setup import optimizer_factory
+from hetero_megatron.training.train import optimizer_factory
 from tests.distributed.training.test_parity import pipe, plan, stage
 from tests.support.selection import quick
 
