@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 from hetero_megatron import __version__
 from hetero_megatron.checkpoint.companions import Companions, from_directory
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
-from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import FLAG, save_hf
@@ -39,6 +38,7 @@ from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_ch
 from hetero_megatron.checkpoint.safefile import Files, write_file
 from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
 from hetero_megatron.checkpoint.stored_spec import stored_spec
+from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_files import DTYPES, StoredTensor, as_stored, bits, put_box
+from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.group import together
 from hetero_megatron.errors import UserError

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.names import Names, hf_source, plain_names, stored_boxes, stored_tensors, unmerged
+from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
-from hetero_megatron.checkpoint.finite import is_finite
 from hetero_megatron.checkpoint.manifest import METADATA, SUMS, ChunkLocation, encode_metadata, format_sums, sha256
 from hetero_megatron.checkpoint.safefile import Files, write_file
+from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import listed
 

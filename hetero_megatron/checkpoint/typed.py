@@ -9,6 +9,8 @@ import types
 import typing
 from typing import Any
 
+import torch
+
 from hetero_megatron.errors import UserError
 
 MAX_INTEGER = 1 << 62  # beyond it sizes and counts do not fit int64
@@ -83,3 +85,12 @@ def _finite(value: Any, field: str) -> Any:
 def _name(kind: Any) -> str:
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", dict: "an object"}
     return names.get(kind, "a list" if kind in (list, tuple) else "null")
+
+
+def is_finite(values: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether no value is NaN or infinite, here or as ``dtype``; one pass, no extra memory."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values.detach())  # NaN is the smallest and the largest
+    dtype = dtype or values.dtype
+    return bool(torch.isfinite(low.to(dtype)) & torch.isfinite(high.to(dtype)))

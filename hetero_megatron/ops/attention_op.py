@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetero_megatron.ops.attention import sink_gradient
-from hetero_megatron.ops.attn_merge import attn_merge_
+from hetero_megatron.ops.block_attention import attn_merge_
 from hetero_megatron.ops.dropout import ScoreDropout, score_factors
 from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
 

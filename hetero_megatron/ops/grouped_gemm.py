@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from hetero_megatron.ops import gemm
 from hetero_megatron.ops.gemm import WeightGradients
-from hetero_megatron.ops.host_values import on_host
 from hetero_megatron.ops.spec import (
     ATEN,
     Bounds,
@@ -27,6 +26,17 @@ from hetero_megatron.ops.spec import (
     reference_forward,
     wide,
 )
+
+_NAME = "hetero_host_values"
+
+
+def on_host(values: torch.Tensor) -> list[int]:
+    """The elements of [n] integers, which nobody changes; waits for the device the first time only."""
+    known: list[int] | None = getattr(values, _NAME, None)
+    if known is None:
+        known = values.tolist()
+        setattr(values, _NAME, known)
+    return known
 
 
 def groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional as F
 
-from hetero_megatron.ops.host_values import on_host
+from hetero_megatron.ops.grouped_gemm import on_host
 from hetero_megatron.ops.spec import (
     ATEN,
     Bounds,

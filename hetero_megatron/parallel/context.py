@@ -18,8 +18,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.layout.mask import chunk_starts, tiles, visible
 from hetero_megatron.model.gpt import GPTStage
 from hetero_megatron.model.layers import Context, CoreAttention
-from hetero_megatron.ops.attn_merge import attn_merge_
-from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, key_heads
+from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKernel, attn_merge_, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.context_ring import HeadHops, RingAttention, RingProgram
 from hetero_megatron.parallel.head_exchange import HeadExchange, local_size

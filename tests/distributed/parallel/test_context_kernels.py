@@ -13,8 +13,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.layout.mask import tiles
 from hetero_megatron.ops import Kernel, Signature, resolve, torch_registry
 from hetero_megatron.ops.attention_op import definition, reference_backward
-from hetero_megatron.ops.attn_merge import attn_merge_
-from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators
+from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators, attn_merge_
 from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.ops.tile_kernels import OperatorKernel, ReferenceKernel, tile_kernel
 from hetero_megatron.plan.kernels import with_kernels

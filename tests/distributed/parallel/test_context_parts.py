@@ -15,8 +15,7 @@ from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.layout.mask import BAND, CAUSAL, FULL, tiles
 from hetero_megatron.model.layers import Context
 from hetero_megatron.ops.attention_op import attn_merge
-from hetero_megatron.ops.attn_merge import attn_merge_
-from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators, key_heads
+from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators, attn_merge_, key_heads
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.ops.tile_kernels import FlashCpuKernel, OperatorKernel, ReferenceKernel
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
