@@ -12,6 +12,7 @@ from hetero_megatron.calibration.measure import LEAST, repeated
 from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.layout.mask import FULL, Tile
 from hetero_megatron.ops import attention
+from hetero_megatron.ops.attention_op import definition
 from hetero_megatron.ops.block_attention import BlockAttention, accumulators, key_heads
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.spec import ModelSpec
@@ -62,7 +63,8 @@ def _attention(job: Job, spec: ModelSpec, length: int) -> list[float]:
         for out in outs:
             torch.autograd.grad(out, (q, k, v), grad)
 
-    seconds = timed(job.comm.clock, lambda: outs.extend(attention(q, k, v)[0] for _ in range(count)), backward)
+    attend = attention if q.device.type == "cpu" else definition
+    seconds = timed(job.comm.clock, lambda: outs.extend(attend(q, k, v)[0] for _ in range(count)), backward)
     return [s / count for s in seconds]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from hetero_megatron.layout.mask import chunk_starts
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.attention_options import AttentionOptions
 from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout, TabledDraws
 from hetero_megatron.ops.gemm_fp8 import Maxima
 from hetero_megatron.ops.int8_weight import int8_product
@@ -186,7 +187,8 @@ class CoreAttention(nn.Module):
     ) -> torch.Tensor:
         dropout = self.score_dropout(context.draws, self.first_head)
         documents = self._documents(context.documents, q.shape[0], q.shape[1])
-        out, _ = self.kernels.attention(q, k, v, sinks, documents, self.window, 0, 0, self.softcap, dropout)
+        options = AttentionOptions(documents, self.window, softcap=self.softcap, dropout=dropout)
+        out, _ = self.kernels.attention(q, k, v, sinks, *options)
         return cast(torch.Tensor, out)
 
     def _documents(

@@ -1,18 +1,15 @@
-"""Causal attention that also returns the log-sum-exp of every row.
-
-Providers: aten's CPU flash kernel (fp64, fp32, 16-bit), and the reference on any device. Both treat packed
-documents as separate sequences.
+"""Causal attention of whole sequences on the CPU, with the log-sum-exp of every row: aten's flash kernel (fp64, fp32,
+16-bit), one call per document; and what sinks add to a result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-Documents = Sequence[Sequence[int]] | None  # per batch row, ascending start offsets, the first is 0
+from hetero_megatron.ops.attention_options import Documents, visible_keys
 
 
 def attention(
@@ -49,9 +46,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | Non
     """One document per row."""
     length, repeat = q.shape[1], q.shape[2] // k.shape[2]
     windowed = window is not None and window < length
-    if q.device.type != "cpu":
-        return attention_reference(q, k, v, window)
-    mask = causal_mask(length, window, q.device) if windowed else None
+    mask = visible_keys(0, length, length, 0, window, q.device) if windowed else None
     bias = None if mask is None else torch.zeros(length, length, dtype=q.dtype).masked_fill_(~mask, -math.inf)
     if repeat > 1 and q.dtype in (torch.float16, torch.bfloat16) and torch.is_grad_enabled():
         return _SharedHeads.apply(q, k, v, bias)  # type: ignore[no-any-return]
@@ -94,26 +89,6 @@ class _SharedHeads(torch.autograd.Function):
             x.unflatten(1, (kv_heads, repeat)).sum(2, dtype=torch.float32).to(k.dtype).transpose(1, 2) for x in found
         )
         return dq.transpose(1, 2), dk, dv, None
-
-
-def causal_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[length, length] bool, True where row may see column."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
-    return (distance >= 0) & (distance < (window or length))
-
-
-def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: materialised scores in at least fp32. Shapes as in :func:`attention`; no documents."""
-    repeat = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide)) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~causal_mask(q.shape[1], window, q.device), -math.inf)
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v.to(wide))
-    return out.to(q.dtype), lse
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

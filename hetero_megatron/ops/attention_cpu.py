@@ -10,7 +10,8 @@ import torch
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.attention import add_sinks, attention, sink_gradient
-from hetero_megatron.ops.attention_op import SPEC, Documents, Pair, attn_delta, definition, reference_backward
+from hetero_megatron.ops.attention_op import SPEC, Pair, attn_delta, definition, reference_backward
+from hetero_megatron.ops.attention_options import AttentionOptions, Documents
 from hetero_megatron.ops.bind import make_function
 from hetero_megatron.ops.block_attention import TileKernel
 from hetero_megatron.ops.dropout import ScoreDropout
@@ -39,55 +40,52 @@ def _dropout(dropout: ScoreDropout | None, rows: slice, tokens: slice) -> ScoreD
     return None if dropout is None else dropout.of(rows.start or 0, tokens.start, tokens.start)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Documents = None, window: int | None = None,
-    q_start: int = 0, k_start: int = 0, softcap: float | None = None, dropout: ScoreDropout | None = None,
-) -> Pair:  # fmt: skip
-    if q_start != k_start or q.shape[1] != k.shape[1]:
-        return definition(q, k, v, sinks, documents, window, q_start, k_start, softcap, dropout)
+def _square(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
+    """Whether queries and keys are of the same tokens."""
+    return not options.distance and q.shape[1] == k.shape[1]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> Pair:
+    chosen = AttentionOptions(*options)
+    if not _square(q, k, chosen):
+        return definition(q, k, v, sinks, *chosen)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))
     if q.numel():
-        kernel = _tile(softcap)
-        for rows, tokens in _parts(documents, q.shape[1]):
+        kernel = _tile(chosen.softcap)
+        for rows, tokens in _parts(chosen.documents, q.shape[1]):
             part = [x[rows, tokens] for x in (q, k, v)]
-            here = _dropout(dropout, rows, tokens)
-            out[rows, tokens], lse[rows, :, tokens] = kernel.forward(part[0], part[1], part[2], 0, window, here)
+            here = _dropout(chosen.dropout, rows, tokens)
+            out[rows, tokens], lse[rows, :, tokens] = kernel.forward(part[0], part[1], part[2], 0, chosen.window, here)
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
-    softcap: float | None = None, dropout: ScoreDropout | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    if q_start != k_start or q.shape[1] != k.shape[1]:
-        options = (documents, window, q_start, k_start, softcap, dropout)
-        return reference_backward(dout, q, k, v, sinks, out, lse, *options)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor | None, ...]:
+    chosen = AttentionOptions(*options)
+    if not _square(q, k, chosen):
+        return reference_backward(dout, q, k, v, sinks, out, lse, *chosen)
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if q.numel():
-        kernel = _tile(softcap)
-        for rows, tokens in _parts(documents, q.shape[1]):
+        kernel = _tile(chosen.softcap)
+        for rows, tokens in _parts(chosen.documents, q.shape[1]):
             g, a, b, c, o = (x[rows, tokens] for x in (dout, q, k, v, out))
-            here = _dropout(dropout, rows, tokens)
-            found = kernel.backward(g, a, b, c, o, lse[rows, :, tokens], 0, window, None, here)
+            here = _dropout(chosen.dropout, rows, tokens)
+            found = kernel.backward(g, a, b, c, o, lse[rows, :, tokens], 0, chosen.window, None, here)
             for total, part in zip(grads, found, strict=True):
                 total[rows, tokens] = part.to(total.dtype)
     return *grads, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
 
 
-def _apply(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, documents: Documents = None,
-    window: int | None = None, q_start: int = 0, k_start: int = 0, softcap: float | None = None,
-    dropout: ScoreDropout | None = None,
-) -> Pair:  # fmt: skip
+def _apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *options: Any) -> Pair:
     """Differentiable: through aten's own autograd where it is plain attention."""
-    if sinks is not None or softcap is not None or dropout is not None:
-        options = (documents, window, q_start, k_start, softcap, dropout)
-        return _FUNCTION.apply(q, k, v, sinks, *options)  # type: ignore[no-any-return]
-    if q_start != k_start or q.shape[1] != k.shape[1]:
-        return definition(q, k, v, None, documents, window, q_start, k_start)
-    return attention(q, k, v, documents, window)
+    chosen = AttentionOptions(*options)
+    if sinks is not None or chosen.softcap is not None or chosen.dropout is not None:
+        return _FUNCTION.apply(q, k, v, sinks, *chosen)  # type: ignore[no-any-return]
+    if not _square(q, k, chosen):
+        return definition(q, k, v, None, *chosen)
+    return attention(q, k, v, chosen.documents, chosen.window)
 
 
 def _on_cpu(signature: Signature) -> list[str]:
@@ -121,17 +119,15 @@ class FusedKernel(NamedTuple):
     smallest: int = 1
 
 
-def visible_square(
-    queries: int, keys: int, documents: Documents, window: int | None, q_start: int, k_start: int
-) -> bool | None:
+def visible_square(queries: int, keys: int, options: AttentionOptions) -> bool | None:
     """True: a causal square; False: every query sees every key; None: neither."""
-    if documents is not None and any(len(starts) > 1 for starts in documents):
+    if options.documents is not None and any(len(starts) > 1 for starts in options.documents):
         return None
-    if window is not None and q_start + queries - 1 - k_start >= window:
+    if options.window is not None and options.distance + queries - 1 >= options.window:
         return None
-    if q_start >= k_start + keys - 1:
+    if options.distance >= keys - 1:
         return False
-    return True if q_start == k_start and queries == keys else None
+    return True if not options.distance and queries == keys else None
 
 
 def fused_attention(
@@ -154,22 +150,21 @@ def fused_attention(
     assert not rest.private and rest.backward is not None, f"{rest}: its state is not portable"
     rest_backward = rest.backward
 
-    def square(q: torch.Tensor, k: torch.Tensor, *options: Any) -> bool | None:
-        if not q.numel() or not k.numel() or k.shape[1] < kernel.smallest:
+    def square(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> bool | None:
+        assert options.dropout is None, NO_DROPOUT
+        if options.softcap is not None or not q.numel() or not k.numel() or k.shape[1] < kernel.smallest:
             return None
-        return visible_square(q.shape[1], k.shape[1], *options)
+        return visible_square(q.shape[1], k.shape[1], options)
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
-        documents: Documents = None, window: int | None = None, q_start: int = 0, k_start: int = 0,
-        softcap: float | None = None, dropout: ScoreDropout | None = None,
-    ) -> Tensors:  # fmt: skip
-        assert dropout is None, NO_DROPOUT
-        causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *options: Any
+    ) -> Tensors:
+        chosen = AttentionOptions(*options)
+        causal = square(q, k, chosen)
         if causal is None:
             if alone:
                 _require(rest, provider, q)
-            return rest.forward(q, k, v, sinks, documents, window, q_start, k_start, softcap, None)
+            return rest.forward(q, k, v, sinks, *chosen)
         out, lse = kernel.forward(*map(_adjacent, (q, k, v)), causal)
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
@@ -182,27 +177,24 @@ def fused_attention(
 
     def backward(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        out: torch.Tensor, lse: torch.Tensor, documents: Documents = None, window: int | None = None,
-        q_start: int = 0, k_start: int = 0, softcap: float | None = None, dropout: ScoreDropout | None = None,
+        out: torch.Tensor, lse: torch.Tensor, *options: Any,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-        assert dropout is None, NO_DROPOUT
-        causal = None if softcap is not None else square(q, k, documents, window, q_start, k_start)
+        chosen = AttentionOptions(*options)
+        causal = square(q, k, chosen)
         if causal is None:
-            options = (documents, window, q_start, k_start, softcap, None)
-            return rest_backward(dout, q, k, v, sinks, out, lse, *options)
+            return rest_backward(dout, q, k, v, sinks, out, lse, *chosen)
         found = gradients(dout, q, k, v, out, lse, causal)
         return *found, None if sinks is None else sink_gradient(attn_delta(dout, out)[0], lse, sinks)
 
     def share(
         dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        delta: torch.Tensor | None, window: int | None, q_start: int, k_start: int, softcap: float | None = None,
-        dropout: ScoreDropout | None = None,
+        delta: torch.Tensor | None, *options: Any,
     ) -> Tensors:  # fmt: skip
-        assert dropout is None, NO_DROPOUT
-        causal = None if softcap is not None else square(q, k, None, window, q_start, k_start)
+        chosen = AttentionOptions(None, *options)  # a tile is of one document
+        causal = square(q, k, chosen)
         if causal is None:
-            made = rest.parts["share"](dout, q, k, v, out, lse, delta, window, q_start, k_start, softcap, None)
-            return made  # type: ignore[return-value]
+            shares = rest.parts["share"](dout, q, k, v, out, lse, delta, *chosen[1:])
+            return shares  # type: ignore[return-value]
         return tuple(x.to(lse.dtype) for x in gradients(dout, q, k, v, out, lse, causal))
 
     def reasons(signature: Signature) -> list[str]:

@@ -7,50 +7,29 @@ The log-sum-exp is in natural logarithms; a row that may see no key has out = 0 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hetero_megatron.ops.attention import sink_gradient
+from hetero_megatron.ops.attention_options import AttentionOptions, visible
 from hetero_megatron.ops.block_attention import attn_merge_
 from hetero_megatron.ops.dropout import ScoreDropout, score_factors
 from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
 
-Documents = Sequence[Sequence[int]] | None
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def visible(
-    rows: int, length: int, keys: int, documents: Documents, window: int | None, q_start: int, k_start: int,
-    device: torch.device,
-) -> torch.Tensor:  # fmt: skip
-    """[rows or 1, length, keys] bool: which key each query sees."""
-    i = torch.arange(q_start, q_start + length, device=device)[:, None]
-    j = torch.arange(k_start, k_start + keys, device=device)[None]
-    seen = (j <= i) & (i - j < (window if window is not None else 2**62))
-    if documents is None:
-        return seen[None]
-    of = torch.zeros(rows, length, dtype=torch.int64, device=device)
-    for row, starts in enumerate(documents):
-        for start in starts[1:]:
-            of[row, start:] += 1
-    return seen[None] & (of[:, :, None] == of[:, None, :])
-
-
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, documents: Documents, window: int | None, q_start: int, k_start: int,
-    softcap: float | None,
-) -> torch.Tensor:  # fmt: skip
-    """[b, heads, s, keys], -inf where not seen."""
+def _scores(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """[b, heads, s, keys] in at least fp32, -inf where not seen."""
     kind = wide(q.dtype)
     k = k.repeat_interleave(_repeat(q, k), dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(kind), k.to(kind)) / math.sqrt(q.shape[-1])
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(q.shape[0], q.shape[1], k.shape[1], documents, window, q_start, k_start, q.device)
-    return scores.masked_fill(~seen[:, None], -math.inf)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    return scores.masked_fill(~visible(q, k.shape[1], options)[:, None], -math.inf)
 
 
 def _repeat(q: torch.Tensor, k: torch.Tensor) -> int:
@@ -58,25 +37,20 @@ def _repeat(q: torch.Tensor, k: torch.Tensor) -> int:
 
 
 def definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, documents: Documents = None,
-    window: int | None = None, q_start: int = 0, k_start: int = 0, softcap: float | None = None,
-    dropout: ScoreDropout | None = None,
-) -> Pair:  # fmt: skip
-    """Causal attention: query i of a part that begins at ``q_start`` sees key j where k_start + j <= q_start + i.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *options: Any
+) -> Pair:
+    """Attention by its definition: all scores at once.
 
     Args:
         q: [b, s, heads, d]; k, v: [b, t, kv_heads, d], heads a multiple of kv_heads.
         sinks: [heads], a logit per head that takes part in the softmax and has no value.
-        documents: start offsets per row (only for q_start = k_start = 0 and s = t): tokens see their own document.
-        window: a token sees itself and ``window - 1`` tokens before it.
-        softcap: scores, already scaled, become softcap x tanh(score / softcap).
-        dropout: probabilities that are dropped become 0 after the softmax, the others are divided by 1 - rate; which,
-            see ``ops/dropout.py``. The log-sum-exp and a sink's probability know nothing of it.
+        options: :class:`~hetero_megatron.ops.attention_options.AttentionOptions`, as far as they are not the defaults.
 
     Returns:
         out [b, s, heads, d] and lse [b, heads, s] in at least fp32, which has the sink in it.
     """
-    scores = _scores(q, k, documents, window, q_start, k_start, softcap)
+    chosen = AttentionOptions(*options)
+    scores = _scores(q, k, chosen)
     if sinks is not None:
         column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
@@ -86,36 +60,49 @@ def definition(
     probs = torch.where(alive, scores, 0.0).softmax(-1) * alive
     values = v.repeat_interleave(_repeat(q, v), dim=2)
     probs = probs[..., : k.shape[1]]
-    if dropout is not None:
-        probs = probs * score_factors(dropout, probs)
+    if chosen.dropout is not None:
+        probs = probs * score_factors(chosen.dropout, probs)
     return torch.einsum("bhqk,bkhd->bqhd", probs, values.to(probs.dtype)).to(q.dtype), lse
 
 
 def reference_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    out: torch.Tensor, lse: torch.Tensor, documents: Documents = None, window: int | None = None, q_start: int = 0,
-    k_start: int = 0, softcap: float | None = None, dropout: ScoreDropout | None = None,
+    out: torch.Tensor, lse: torch.Tensor, *options: Any,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Dao et al., 2022, unblocked. ``out`` and ``lse`` may be those of all parts together."""
+    """Dao et al., 2022, unblocked: gradients of q, k, v and sinks, in their dtypes.
+
+    Args:
+        dout, q, out: [b, s, heads, d]; k, v: [b, t, kv_heads, d]; ``out`` and ``lse`` [b, heads, s] may be those of
+            all parts together.
+    """
+    delta = attn_delta(dout, out)[0]
+    dq, dk, dv = backward_sums(dout, q, k, v, lse, delta, AttentionOptions(*options))
+    dsinks = None if sinks is None else sink_gradient(delta, lse, sinks)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def backward_sums(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv) in at least fp32, because parts are added up; ``delta``: [b, heads, s], :func:`attn_delta`."""
     kind, repeat = wide(q.dtype), _repeat(q, k)
-    scores = _scores(q, k, documents, window, q_start, k_start, softcap)
+    scores = _scores(q, k, options)
     probs = (scores - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()  # exp(-inf) = 0 in dead rows
     dout = dout.to(kind)
     dprobs = torch.einsum("bqhd,bkhd->bhqk", dout, v.repeat_interleave(repeat, dim=2).to(kind))
     used = probs
-    if dropout is not None:  # delta, the sum over keys of probs x dprobs, is that of dout x out all the same
-        stays = score_factors(dropout, probs)
+    if options.dropout is not None:  # delta, the sum over keys of probs x dprobs, is that of dout x out all the same
+        stays = score_factors(options.dropout, probs)
         used, dprobs = probs * stays, dprobs * stays
     dv = torch.einsum("bhqk,bqhd->bkhd", used, dout)
-    delta = attn_delta(dout, out)[0]
     dscores = probs * (dprobs - delta[..., None]) / math.sqrt(q.shape[-1])
-    if softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2; of a key that is not seen probs are 0
-        dscores = dscores * (1 - (scores.masked_fill(scores == -math.inf, 0.0) / softcap).square())
+    if options.softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2; of an unseen key probs are 0
+        dscores = dscores * (1 - (scores.masked_fill(scores == -math.inf, 0.0) / options.softcap).square())
     dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k.repeat_interleave(repeat, dim=2).to(kind))
     dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.to(kind))
     dk, dv = (x.unflatten(2, (k.shape[2], repeat)).sum(3) if repeat > 1 else x for x in (dk, dv))
-    dsinks = None if sinks is None else sink_gradient(delta, lse, sinks)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    return dq, dk, dv
 
 
 def attn_delta(dout: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor]:
@@ -153,60 +140,65 @@ def _qkv(b: int, s: int, t: int, heads: int, kv: int, d: int) -> tuple[torch.Ten
     return normal(b, s, heads, d, seed=1), normal(b, t, kv, d, seed=2), normal(b, t, kv, d, seed=3)
 
 
+def _inputs(qkv: Iterable[torch.Tensor], sinks: torch.Tensor | None = None, **options: Any) -> tuple[Any, ...]:
+    return (*qkv, sinks, *AttentionOptions(**options))
+
+
 def _cases() -> Iterable[Case]:
-    yield Case("plain", (*_qkv(2, 13, 13, 4, 4, 16), None, None, None, 0, 0, None, None))
-    yield Case("grouped queries", (*_qkv(2, 13, 13, 6, 2, 16), None, None, None, 0, 0, None, None))
-    yield Case("one", (*_qkv(1, 1, 1, 1, 1, 8), None, None, None, 0, 0, None, None))
-    yield Case("longer than a block", (*_qkv(1, 150, 150, 2, 1, 16), None, None, None, 0, 0, None, None))
-    yield Case("window", (*_qkv(1, 40, 40, 2, 2, 16), None, None, 7, 0, 0, None, None))
-    yield Case("documents", (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), None, 0, 0, None, None))
-    yield Case("keys before", (*_qkv(1, 5, 11, 2, 2, 16), None, None, None, 11, 0, None, None))
-    yield Case("keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, None, None))
-    yield Case("rows that see nothing", (*_qkv(1, 9, 9, 2, 2, 16), None, None, None, 0, 5, None, None))
-    yield Case("nothing is seen", (*_qkv(1, 4, 6, 2, 1, 16), None, None, None, 0, 10, None, None))
-    yield Case("no tokens", (*_qkv(2, 0, 0, 2, 2, 16), None, None, None, 0, 0, None, None))
-    yield Case("no heads", (*_qkv(2, 5, 5, 0, 0, 16), None, None, None, 0, 0, None, None))
+    yield Case("plain", _inputs(_qkv(2, 13, 13, 4, 4, 16)))
+    yield Case("grouped queries", _inputs(_qkv(2, 13, 13, 6, 2, 16)))
+    yield Case("one", _inputs(_qkv(1, 1, 1, 1, 1, 8)))
+    yield Case("longer than a block", _inputs(_qkv(1, 150, 150, 2, 1, 16)))
+    yield Case("window", _inputs(_qkv(1, 40, 40, 2, 2, 16), window=7))
+    yield Case("documents", _inputs(_qkv(2, 13, 13, 2, 1, 16), documents=((0, 1, 7), (0,))))
+    yield Case("keys before", _inputs(_qkv(1, 5, 11, 2, 2, 16), q_start=11))
+    yield Case("keys across", _inputs(_qkv(1, 9, 12, 2, 2, 16), q_start=6, k_start=3))
+    yield Case("rows that see nothing", _inputs(_qkv(1, 9, 9, 2, 2, 16), k_start=5))
+    yield Case("nothing is seen", _inputs(_qkv(1, 4, 6, 2, 1, 16), k_start=10))
+    yield Case("no tokens", _inputs(_qkv(2, 0, 0, 2, 2, 16)))
+    yield Case("no heads", _inputs(_qkv(2, 5, 5, 0, 0, 16)))
     apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in _qkv(1, 12, 12, 2, 2, 16))
-    yield Case("transposed", (*apart, None, None, None, 0, 0, None, None))
+    yield Case("transposed", _inputs(apart))
     q, k, v = _qkv(1, 12, 12, 2, 2, 16)
-    yield Case("large scores", (5 * q, k, v, None, None, None, 0, 0, None, None))
+    yield Case("large scores", _inputs((5 * q, k, v)))
     sinks = normal(6, seed=4)
     grouped = _qkv(2, 13, 13, 6, 2, 16)
     capped = {"features": ("softcap",)}
-    yield Case("soft-capped", (*grouped, None, None, None, 0, 0, 1.5, None), **capped)
-    yield Case("soft-capped window", (*_qkv(1, 150, 150, 2, 1, 16), None, None, 70, 0, 0, 0.8, None), **capped)
-    packed = (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), 3, 0, 0, 2.0, None)
+    yield Case("soft-capped", _inputs(grouped, softcap=1.5), **capped)
+    yield Case("soft-capped window", _inputs(_qkv(1, 150, 150, 2, 1, 16), window=70, softcap=0.8), **capped)
+    packed = _inputs(_qkv(2, 13, 13, 2, 1, 16), documents=((0, 1, 7), (0,)), window=3, softcap=2.0)
     yield Case("soft-capped documents", packed, **capped)
-    yield Case("soft-capped keys across", (*_qkv(1, 9, 12, 2, 2, 16), None, None, None, 6, 3, 1.0, None), **capped)
-    yield Case("sinks", (*grouped, sinks, None, None, 0, 0, None, None), features=("sinks",))
-    yield Case("sinks, window", (*grouped, sinks, ((0, 4), (0, 9)), 5, 0, 0, None, None), features=("sinks",))
-    nothing = (*_qkv(1, 9, 9, 2, 2, 16), sinks[:2], None, None, 0, 5, None, None)
+    across = _inputs(_qkv(1, 9, 12, 2, 2, 16), q_start=6, k_start=3, softcap=1.0)
+    yield Case("soft-capped keys across", across, **capped)
+    yield Case("sinks", _inputs(grouped, sinks), features=("sinks",))
+    yield Case("sinks, window", _inputs(grouped, sinks, documents=((0, 4), (0, 9)), window=5), features=("sinks",))
+    nothing = _inputs(_qkv(1, 9, 9, 2, 2, 16), sinks[:2], k_start=5)
     yield Case("sinks alone", nothing, features=("sinks",))
-    both = (*grouped, sinks, None, None, 0, 0, 1.5, None)
+    both = _inputs(grouped, sinks, softcap=1.5)
     yield Case("sinks and soft-capped", both, features=("sinks", "softcap"))
     yield from _dropout_cases()
 
 
 def _dropout_cases() -> Iterable[Case]:
     use, key = {"features": ("dropout",)}, 2**63 + 12345
-    nothing = (*_qkv(1, 9, 9, 2, 2, 16), None, None, None, 0, 5, None)
     sinks = normal(6, seed=4)
     for_whole = ScoreDropout(0.3, key, 3, 2)
     grouped = _qkv(2, 13, 13, 6, 2, 16)
-    yield Case("dropout", (*grouped, None, None, None, 0, 0, None, for_whole), **use)
-    yield Case("dropout, blocks", (*_qkv(1, 150, 150, 2, 1, 16), None, None, None, 0, 0, None, for_whole), **use)
-    yield Case("dropout, window", (*_qkv(1, 150, 150, 2, 2, 16), None, None, 70, 0, 0, None, for_whole), **use)
-    packed = (*_qkv(2, 13, 13, 2, 1, 16), None, ((0, 1, 7), (0,)), None, 0, 0, None)
-    yield Case("dropout, documents", (*packed, for_whole), **use)
+    yield Case("dropout", _inputs(grouped, dropout=for_whole), **use)
+    yield Case("dropout, blocks", _inputs(_qkv(1, 150, 150, 2, 1, 16), dropout=for_whole), **use)
+    yield Case("dropout, window", _inputs(_qkv(1, 150, 150, 2, 2, 16), window=70, dropout=for_whole), **use)
+    packed = _inputs(_qkv(2, 13, 13, 2, 1, 16), documents=((0, 1, 7), (0,)), dropout=for_whole)
+    yield Case("dropout, documents", packed, **use)
     for name, q_start, k_start in (("aligned", 40, 32), ("unaligned", 38, 35)):
         part = ScoreDropout(0.1, key, 2**32 - 1, 0, q_start, k_start)
-        across = (*_qkv(2, 17, 20, 2, 2, 16), None, None, None, q_start, k_start, None, part)
+        across = _inputs(_qkv(2, 17, 20, 2, 2, 16), q_start=q_start, k_start=k_start, dropout=part)
         yield Case(f"dropout, keys across, {name}", across, **use)
     on_device = ScoreDropout(0.3, torch.tensor(key - 2**64), torch.tensor(3), 2)
-    yield Case("dropout, numbers on the device", (*grouped, None, None, None, 0, 0, None, on_device), **use)
+    yield Case("dropout, numbers on the device", _inputs(grouped, dropout=on_device), **use)
     every = {"features": ("sinks", "softcap", "dropout")}
-    yield Case("dropout, sinks and soft-capped", (*grouped, sinks, None, None, 0, 0, 1.5, for_whole), **every)
-    yield Case("dropout, rows that see nothing", (*nothing, ScoreDropout(0.5, 7, 0, 0, 0, 5)), **use)
+    yield Case("dropout, sinks and soft-capped", _inputs(grouped, sinks, softcap=1.5, dropout=for_whole), **every)
+    nothing = _inputs(_qkv(1, 9, 9, 2, 2, 16), k_start=5, dropout=ScoreDropout(0.5, 7, 0, 0, 0, 5))
+    yield Case("dropout, rows that see nothing", nothing, **use)
 
 
 def _flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> int:
@@ -237,11 +229,11 @@ def _upgrade(kernel: Kernel) -> Kernel | None:
 SPEC = OpSpec(
     name="attention", version=3, tensors=("q", "k", "v", "sinks"), optional=("sinks",), upgrade=_upgrade,
     features=("softcap", "sinks", "dropout"),
-    options=("documents", "window", "q_start", "k_start", "softcap", "dropout"), schema=None, results=("out", "lse"),
+    options=AttentionOptions._fields, schema=None, results=("out", "lse"),
     fixed=("lse",), saves=("q", "k", "v", "sinks", "out", "lse"), gradients=("q", "k", "v", "sinks"),
     definition=definition, forward=reference_forward(definition), backward=reference_backward, fake=_fake,
     flops=_flops, cases=_cases, backward_flops=2.5, bounds=Bounds((2e-6, 5e-6), (1e-3, 2e-3), (8e-3, 1.2e-2)),
-    speed=lambda: Case("512 tokens, 8 heads of 64", (*_qkv(1, 512, 512, 8, 8, 64), None, None, None, 0, 0, None, None)),
+    speed=lambda: Case("512 tokens, 8 heads of 64", _inputs(_qkv(1, 512, 512, 8, 8, 64))),
 )  # fmt: skip
 
 

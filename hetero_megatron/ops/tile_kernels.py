@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.ops.attention_op import attn_delta
+from hetero_megatron.ops.attention_op import attn_delta, backward_sums, definition
+from hetero_megatron.ops.attention_options import AttentionOptions, visible_keys
 from hetero_megatron.ops.block_attention import TileKernel
-from hetero_megatron.ops.dropout import ScoreDropout, score_factors
-from hetero_megatron.ops.spec import ATEN, REFERENCE, Kernel
+from hetero_megatron.ops.dropout import ScoreDropout
+from hetero_megatron.ops.spec import ATEN, REFERENCE, Kernel, wide
 
 SCORES = 1 << 24  # scores that the reference kernel materialises at once
 
@@ -81,15 +82,6 @@ def _kind(q: torch.Tensor, k: torch.Tensor, distance: int, window: int | None) -
     return False, visible_keys(0, rows, columns, distance, window, q.device)
 
 
-def visible_keys(
-    start: int, stop: int, keys: int, distance: int, window: int | None, device: torch.device
-) -> torch.Tensor:
-    """[stop - start, keys] bool: which key the queries ``[start, stop)`` of a tile see."""
-    rows = torch.arange(start, stop, device=device)[:, None] + distance
-    back = rows - torch.arange(keys, device=device)[None]
-    return back >= 0 if window is None else (back >= 0) & (back < window)
-
-
 def _copies(q: torch.Tensor, k: torch.Tensor) -> int:
     sixteen = q.dtype in (torch.float16, torch.bfloat16)
     return q.shape[2] // k.shape[2] if sixteen else 1
@@ -122,58 +114,33 @@ class ReferenceKernel:
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
 
+    def _options(self, start: int, distance: int, window: int | None, dropout: ScoreDropout | None) -> AttentionOptions:
+        """Of the queries from ``start`` on."""
+        here = None if dropout is None else dropout.of(0, start, 0)
+        return AttentionOptions(None, window, distance + start, 0, self.softcap, here)
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, window: int | None,
         dropout: ScoreDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        wide, repeat = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
-        keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
-        outs, sums = [], []
-        for a, b in _runs(q, k):
-            mask = visible_keys(a, b, k.shape[1], distance, window, q.device)
-            scores = _scores(q[:, a:b].to(wide), keys, mask, self.softcap)
-            lse = scores.logsumexp(-1)
-            weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-            if dropout is not None:
-                weights *= score_factors(dropout.of(0, a, 0), weights)
-            outs.append(torch.einsum("bhqk,bkhd->bqhd", weights, values).to(q.dtype))
-            sums.append(lse)
-        return torch.cat(outs, 1), torch.cat(sums, 2)
+        options = [(slice(a, b), self._options(a, distance, window, dropout)) for a, b in _runs(q, k)]
+        parts = [definition(q[:, run], k, v, None, *chosen) for run, chosen in options]
+        return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        distance: int,
-        window: int | None,
-        delta: torch.Tensor | None = None,
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, distance: int, window: int | None, delta: torch.Tensor | None = None,
         dropout: ScoreDropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide, repeat = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
-        keys, values = (x.to(wide).repeat_interleave(repeat, dim=2) for x in (k, v))
-        dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
-        scale = 1 / math.sqrt(q.shape[-1])
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         delta = self.delta(grad, out) if delta is None else delta
+        dq, dk, dv = [], torch.zeros_like(k, dtype=wide(k.dtype)), torch.zeros_like(v, dtype=wide(v.dtype))
         for a, b in _runs(q, k):
-            g, rows = grad[:, a:b].to(wide), q[:, a:b].to(wide)
-            mask = visible_keys(a, b, k.shape[1], distance, window, q.device)
-            scores = _scores(rows, keys, mask, self.softcap)
-            total = lse[:, :, a:b]
-            weights = (scores - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp()
-            dweights = torch.einsum("bqhd,bkhd->bhqk", g, values)
-            stays = None if dropout is None else score_factors(dropout.of(0, a, 0), weights)
-            ds = weights * ((dweights if stays is None else dweights * stays) - delta[:, :, a:b, None]) * scale
-            if self.softcap is not None:  # the derivative of c tanh(x / c) is 1 - tanh^2
-                ds *= 1 - (scores.masked_fill_(~mask, 0.0) / self.softcap).square()
-            dq.append(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
-            dk += torch.einsum("bhqk,bqhd->bkhd", ds, rows)
-            dv += torch.einsum("bhqk,bqhd->bkhd", weights if stays is None else weights * stays, g)
-        parts = (x.unflatten(2, (-1, repeat)).sum(3) for x in (dk, dv))
-        return torch.cat(dq, 1), *parts  # type: ignore[return-value]
+            options = self._options(a, distance, window, dropout)
+            part = backward_sums(grad[:, a:b], q[:, a:b], k, v, lse[:, :, a:b], delta[:, :, a:b], options)
+            dq.append(part[0])
+            dk += part[1]
+            dv += part[2]
+        return torch.cat(dq, 1), dk, dv
 
     def delta(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return attn_delta(grad, out)[0]
@@ -182,14 +149,6 @@ class ReferenceKernel:
 def _runs(q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
     rows = max(SCORES // max(q.shape[0] * q.shape[2] * k.shape[1], 1), 1)
     return [(a, min(a + rows, q.shape[1])) for a in range(0, q.shape[1], rows)]
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """[b, heads, sq, sk], -inf where masked."""
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~mask, -math.inf)
 
 
 class OperatorKernel:

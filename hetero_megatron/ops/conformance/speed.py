@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hetero_megatron.ops.attention_options import AttentionOptions
 from hetero_megatron.ops.conformance.compare import cast, copy_args
 from hetero_megatron.ops.conformance.run import seeds
 from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
@@ -158,7 +159,7 @@ def attention_rows(
 
     def arguments(length: int, scale: int) -> tuple[Any, ...]:
         q, k, v = (torch.randn(1, length * scale, 4 * scale, 64, device=device).to(dtype) for _ in range(3))
-        return q, k, v, None, None, None, 0, 0, None, None
+        return q, k, v, None, *AttentionOptions()
 
     def attend(length: int, scale: int) -> Callable[[], Any]:
         args = arguments(length, scale)

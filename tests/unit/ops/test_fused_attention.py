@@ -22,7 +22,8 @@ import torch
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Capability, Kernel, KernelPlan, Signature, resolve, torch_registry
 from hetero_megatron.ops.attention_cpu import FusedKernel, fused_attention, visible_square
-from hetero_megatron.ops.attention_op import attn_delta, definition, reference_backward, visible
+from hetero_megatron.ops.attention_op import attn_delta, definition, reference_backward
+from hetero_megatron.ops.attention_options import AttentionOptions, visible
 from hetero_megatron.ops.conformance import FAIL, check_kernel
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_plugins import ascend, flash_attention, sdpa
@@ -37,8 +38,9 @@ def test_only_squares_are_taken_for_squares() -> None:
     """Against the mask itself, over all small sizes and positions."""
     seen: Counter[bool | None] = Counter()
     for s, t, q_start, k_start, window in itertools.product((1, 2, 5), (1, 2, 5), (0, 3, 7), (0, 3), (None, 1, 4, 9)):
-        mask = visible(1, s, t, None, window, q_start, k_start, CPU)[0]
-        kind = visible_square(s, t, None, window, q_start, k_start)
+        options = AttentionOptions(None, window, q_start, k_start)
+        mask = visible(torch.zeros(1, s, 1, 1), t, options)[0]
+        kind = visible_square(s, t, options)
         seen[kind] += 1
         if kind is None:
             assert not mask.all()
@@ -46,8 +48,8 @@ def test_only_squares_are_taken_for_squares() -> None:
         else:
             assert torch.equal(mask, torch.ones_like(mask).tril() if kind else torch.ones_like(mask))
     assert min(seen.values()) >= 10 and set(seen) == {True, False, None}
-    assert visible_square(4, 4, ((0,), (0,)), None, 0, 0) is True
-    assert visible_square(4, 4, ((0, 2), (0,)), None, 0, 0) is None
+    assert visible_square(4, 4, AttentionOptions(((0,), (0,)))) is True
+    assert visible_square(4, 4, AttentionOptions(((0, 2), (0,)))) is None
 
 
 def on_cpu(calls: Counter[str]) -> FusedKernel:
