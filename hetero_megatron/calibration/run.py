@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from hetero_megatron.calibration.exchange import Phase, fit_phases, observe_exchange
-from hetero_megatron.calibration.experts import ExpertTables, measure_experts
+from hetero_megatron.calibration.expert_rates import ExpertTables, measure_experts
 from hetero_megatron.calibration.fp8_products import Fp8Tables, measure_fp8
 from hetero_megatron.calibration.layers import Job, StageTimes, fit_split, fit_stages, observe, stragglers
 from hetero_megatron.calibration.links import LinkKind, measure_links

@@ -1,4 +1,8 @@
-"""From a command line to a RunConfig. Does not import torch, so errors come immediately."""
+"""From a command line to a RunConfig. Does not import torch, so errors come immediately.
+
+The words are parsed by ``cli/flags/parse.py`` by the table of flags; each builder here or in ``cli/flags/`` turns some
+values into one part of the configuration, and the errors of all parts are raised together.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from pathlib import Path
 from hetero_megatron.cli.early import check_data, check_early, check_offload
 from hetero_megatron.cli.flags import training as training
 from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
+from hetero_megatron.cli.flags.expert_flags import build_balancing
 from hetero_megatron.cli.flags.model import build_dropout, build_spec
-from hetero_megatron.cli.flags.moe import build_balancing
 from hetero_megatron.cli.flags.parse import (
     Arguments,
     Collector,
@@ -61,14 +65,14 @@ def take_epochs(
         raise flag_error("epochs", epochs, "a stream has no known length", "--train-iters or --train-samples")
     from hetero_megatron.data.chat.packed import PackedConversations
 
-    found = build_datasets(data, seq_length, args["seed"], (1, 0, 0), rows, log=lambda _: None).train
-    if not isinstance(found, PackedConversations):
+    dataset = build_datasets(data, seq_length, args["seed"], (1, 0, 0), rows, log=lambda _: None).train
+    if not isinstance(dataset, PackedConversations):
         problem = "a blend of several data sets has no epochs: each has its own"
         raise flag_error("epochs", epochs, problem, "--train-iters or --train-samples, or one data set")
-    steps = math.ceil(round(epochs * found.num_packs / global_batch_size, 6))
+    steps = math.ceil(round(epochs * dataset.num_packs / global_batch_size, 6))
     args.values["train_iters"] = max(1, steps)
     args.notices.append(
-        f"--epochs {epochs:g}: {plural(found.num_packs, 'sample')} each, {plural(args['train_iters'], 'step')}"
+        f"--epochs {epochs:g}: {plural(dataset.num_packs, 'sample')} each, {plural(args['train_iters'], 'step')}"
     )
 
 
@@ -97,7 +101,7 @@ def configure_arguments(
     args: Arguments, errors: list[UserError], environment: Mapping[str, str], model: ModelSpec | None = None,
     early: bool = False,
 ) -> RunConfig:  # fmt: skip
-    """The same of a command line that is parsed; ``errors``: what was found then."""
+    """The configuration from a command line that is parsed already; ``errors``: what was found wrong with it then."""
     parts = Collector(errors)
     part, launcher = parts.part, parts.part(lambda: read_launcher(environment, joins=False))
     part(take_defaults, args)

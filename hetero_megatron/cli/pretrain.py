@@ -90,8 +90,8 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
     from hetero_megatron.plan import format_plan
     from hetero_megatron.plan.islands import format_islands
+    from hetero_megatron.plan.memory.memory_report import format_memory
     from hetero_megatron.plan.memory.of_plan import format_communicators
-    from hetero_megatron.plan.memory.report import format_memory
 
     if launcher.rank != 0:
         return 0
@@ -109,7 +109,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     refuse_over_memory(config, memory, notify=True)
     if config.as_rank is not None:
         import_torch()
-        from hetero_megatron.dry_run.run import format_dry_run, run_rank
+        from hetero_megatron.dry_run.one_rank import format_dry_run, run_rank
 
         with _frozen():
             print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)
@@ -122,13 +122,13 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets
-    found = estimate_memory(
+    memory = estimate_memory(
         config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=config.fp8,
         graphs=config.graphs_after is not None,
     )  # fmt: skip
     if config.cluster is None:
-        return found
-    return with_communicators(found, config.plan, config.spec, buckets, config.cluster)
+        return memory
+    return with_communicators(memory, config.plan, config.spec, buckets, config.cluster)
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:
@@ -136,9 +136,9 @@ def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], not
     all are named. With --allow-over-memory a notice, given to ``notify``."""
     if config.cluster is None:
         return
-    made = config.plan.made_for
+    made_for = config.plan.made_for
     errors = [_over_memory(config, memory)]
-    errors += [made.less_memory(config.cluster, config.plan.ranks, "--plan") if made is not None else None]
+    errors += [made_for.less_memory(config.cluster, config.plan.ranks, "--plan") if made_for is not None else None]
     for error in filter(None, errors):
         if not config.allow_over_memory:
             raise error

@@ -1,4 +1,8 @@
-"""Entry points of the programs: settings that must hold before slow imports."""
+"""Entry points of the programs (``hetero-megatron``, ``pretrain_gpt.py``): settings that must hold before slow imports.
+
+For whoever asks what runs first. The words of the command line go unread to ``cli/main.py``, or, for a rank, to the
+command's module (``cli/pretrain.py``); what comes back is the exit code.
+"""
 
 from __future__ import annotations
 

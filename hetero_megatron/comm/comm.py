@@ -108,9 +108,9 @@ class Comm:
                     self._channels[i] = ways
         for i, j in itertools.combinations(range(len(islands)), 2):
             members = tuple(sorted(islands.members[i] + islands.members[j]))
-            made = (self._new_group(members), self._new_group(members))
+            directions = (self._new_group(members), self._new_group(members))
             if mine in (i, j):
-                self._channels[j if mine == i else i] = tuple(bridge or handle for handle, bridge in made)  # type: ignore[assignment]
+                self._channels[j if mine == i else i] = tuple(bridge or handle for handle, bridge in directions)  # type: ignore[assignment]
 
     def connect(self, peers: Iterable[int]) -> None:
         """Connect to ``peers`` in both directions, if the library connects lazily at the first message: that one would
@@ -138,7 +138,7 @@ class Comm:
         if route is not None and not route.bridged and self.rank in ranks:
             backend = self._backend(route.direct)
         if backend == "gloo":
-            made = self._new_gloo_group(ranks, self.timeout)
+            handle = self._new_gloo_group(ranks, self.timeout)
         else:
             # The library's own watchdog must not end the process before our watch has reported the reason.
             patience = self.timeout if self.watch is None else 2 * self.timeout
@@ -146,7 +146,7 @@ class Comm:
             limit = self.watch.during(self._others(ranks), MAKING) if self.watch is not None else nullcontext()
             try:
                 with self.hooks.on_other_cores(), limit:
-                    made = dist.new_group(list(ranks), timeout=patience, backend=backend, pg_options=options)
+                    handle = dist.new_group(list(ranks), timeout=patience, backend=backend, pg_options=options)
             except (RuntimeError, ValueError) as error:
                 raise UserError(
                     f"rank {self.rank} cannot make a group of ranks {rank_ranges(ranks)} with it: {first_line(error)}",
@@ -155,10 +155,10 @@ class Comm:
         bridged = route is not None and route.bridged
         # On one host there is no network to fill, and its cores have better to do.
         more = range(0 if self.launcher.one_host or not bridged else BRIDGE_STRIPES - 1)
-        stripes = [made, *(self._new_gloo_group(ranks, self.timeout) for _ in more)]
+        stripes = [handle, *(self._new_gloo_group(ranks, self.timeout) for _ in more)]
         if self.rank not in ranks:
             return None, None
-        return made, Bridge(stripes, self.copies, self.timeout.total_seconds()) if bridged else None
+        return handle, Bridge(stripes, self.copies, self.timeout.total_seconds()) if bridged else None
 
     def _new_gloo_group(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
         """A gloo group for these ranks; of no use on others."""
@@ -205,11 +205,11 @@ class Comm:
         and no rank has begun to load weights or to compile.
         """
         for key, count in sorted(Counter(tuple(sorted(ranks)) for ranks in groups).items()):
-            known = self._groups.setdefault(key, [])
-            while len(known) < count:
-                known.append(self._create(key))
-                if self.rank in key and known[-1].in_stream_order:
-                    known[-1].connect()
+            lanes = self._groups.setdefault(key, [])
+            while len(lanes) < count:
+                lanes.append(self._create(key))
+                if self.rank in key and lanes[-1].in_stream_order:
+                    lanes[-1].connect()
 
     def _create(self, key: tuple[int, ...]) -> Group:
         if len(key) == 1:
@@ -224,8 +224,8 @@ class Comm:
         assert self.rank in key, f"rank {self.rank} asked for the group {key} it is not in"
         if len(key) == 1:
             return Group(self, key, None)
-        made = self._groups[key][lane]
-        return made if key == tuple(ranks) else replace(made, ranks=tuple(ranks))
+        group = self._groups[key][lane]
+        return group if key == tuple(ranks) else replace(group, ranks=tuple(ranks))
 
     def background_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Group | None:
         """A second group of the same ranks for use by another thread (host memory only), since two threads must not
@@ -234,8 +234,8 @@ class Comm:
         if len(key) == 1 or not dist.is_initialized():
             return Group(self, key, None) if self.rank in key else None
         if key not in self._background:
-            made = self._new_gloo_group(key, timeout or self.timeout)
-            self._background[key] = Group(self, key, made) if self.rank in key else None
+            handle = self._new_gloo_group(key, timeout or self.timeout)
+            self._background[key] = Group(self, key, handle) if self.rank in key else None
         return self._background[key]
 
     def destroy_groups(self) -> None:
@@ -328,10 +328,10 @@ class Comm:
         """A device that has no memory left gives back what it has cached, and waits for that until all that was
         started has ended: then a transfer that never ends hides that this rank is out of memory."""
         accelerator = self.accelerator
-        found = within(FULL_SECONDS, accelerator.free_memory) if accelerator is not None else None
-        if found is None or found[0] > FULL * found[1]:
+        free_and_total = within(FULL_SECONDS, accelerator.free_memory) if accelerator is not None else None
+        if free_and_total is None or free_and_total[0] > FULL * free_and_total[1]:
             return ""
-        mib = [round(size / 2**20) for size in found]
+        mib = [round(size / 2**20) for size in free_and_total]
         return f"; the device of rank {self.rank} has {mib[0]} of {mib[1]} MiB left: perhaps it waits for memory"
 
 

@@ -267,9 +267,9 @@ class Group:
         return MessageWorks([work for work in works if work is not None])
 
     def _one_launch(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> dist.Work | None:
-        own = send[self.index].new_empty(0)
-        gives = self._ascending([own if i == self.index else x for i, x in enumerate(send)])
-        takes = self._ascending([own if i == self.index else x for i, x in enumerate(receive)])
+        nothing = send[self.index].new_empty(0)
+        gives = self._ascending([nothing if i == self.index else x for i, x in enumerate(send)])
+        takes = self._ascending([nothing if i == self.index else x for i, x in enumerate(receive)])
         return dist.all_to_all(takes, gives, group=self._handle, async_op=True)  # type: ignore[no-any-return]
 
     def count(self, send: torch.Tensor, send_counts: Sequence[int]) -> None:
@@ -367,8 +367,8 @@ def together(group: Group, action: Callable[[], Any], kind: Any = NoneType) -> l
         result = action()
     except UserError as error:
         problem = Refusal.of(error)
-    found = group.gather_objects((problem, result), tuple[Refusal | None, kind | None])
-    for failed, _ in found:
+    answers = group.gather_objects((problem, result), tuple[Refusal | None, kind | None])
+    for failed, _ in answers:
         if failed is not None:
             raise failed.error()
-    return [done for _, done in found]
+    return [done for _, done in answers]

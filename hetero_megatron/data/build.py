@@ -1,4 +1,8 @@
-"""Builds datasets from a DataConfig, without waiting for other ranks."""
+"""Builds datasets from a DataConfig, without waiting for other ranks.
+
+A tokenizer and three splits come out, each a ``Dataset`` by global sample index: made-up tokens, stored text, streams
+or conversations. ``training/node_data.py`` decides which rank of a node reads a stream for the others.
+"""
 
 from __future__ import annotations
 
@@ -102,14 +106,16 @@ class Datasets:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """Of training and validation data, see :func:`data_fingerprint`; empty for streams, which would be read."""
+        """Fingerprints of training and validation data, see :func:`data_fingerprint`;
+        empty for streams, which would be read."""
         if self.in_order:
             return {"train": "", "valid": ""}
         return {"train": data_fingerprint(self.train), "valid": data_fingerprint(self.valid)}
 
     @cached_property
     def corpora(self) -> Mapping[str, str]:
-        """Of training and validation data, see :func:`corpus_fingerprint`; for ranks to compare."""
+        """Fingerprints of the stored corpora of training and validation, see
+        :func:`corpus_fingerprint`; for ranks to compare."""
         key = self.tokenizer.fingerprint
         return {"train": corpus_fingerprint(self.train, key), "valid": corpus_fingerprint(self.valid, key)}
 
@@ -175,7 +181,7 @@ def build_datasets(
 
 
 def _builder_of(config: DataConfig) -> type[_SplitBuilder] | type[ChatData]:
-    """Of text, or of conversations."""
+    """What builds the splits: of text, or of conversations."""
     if not config.sft:
         return _SplitBuilder
     from hetero_megatron.data.chat.build import ChatData

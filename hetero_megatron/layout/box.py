@@ -88,9 +88,9 @@ def cut_in_tiles(units: int, weights: tuple[int, ...]) -> tuple[tuple[int, int],
     total = sum(weights)
     for tile in TILES:
         tiles = -(-units // tile)
-        found = tuple((min(a * tile, units), min(b * tile, units)) for a, b in cut(tiles, weights))
-        if all(abs((b - a) * total - units * w) * MOST_OFF <= units * w for (a, b), w in zip(found, weights)):
-            return found
+        intervals = tuple((min(a * tile, units), min(b * tile, units)) for a, b in cut(tiles, weights))
+        if all(abs((b - a) * total - units * w) * MOST_OFF <= units * w for (a, b), w in zip(intervals, weights)):
+            return intervals
     return plain
 
 

@@ -35,16 +35,16 @@ class Layout:
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
         kept, counts = {}, {}
-        known: dict[int, tuple[tuple[Box, ...], int]] = {}  # ranks that share one tuple of boxes are checked once
+        by_tuple: dict[int, tuple[tuple[Box, ...], int]] = {}  # ranks that share one tuple of boxes are checked once
         for rank in sorted(self.boxes):
             given = self.boxes[rank]
-            checked = known.get(id(given))
+            checked = by_tuple.get(id(given))
             if checked is None:
                 sizes = [b.size for b in given]
                 mine = tuple(sorted(b for b, size in zip(given, sizes) if size))
                 assert all(map(whole.contains, mine)), f"rank {rank}: {mine} outside {self.shape}"
                 assert _disjoint(mine), f"rank {rank}: boxes overlap: {mine}"
-                checked = known[id(given)] = mine, sum(sizes)
+                checked = by_tuple[id(given)] = mine, sum(sizes)
             kept[rank], counts[rank] = checked
         object.__setattr__(self, "boxes", kept)
         object.__setattr__(self, "_counts", counts)
@@ -66,15 +66,15 @@ class Layout:
         return self if len(kept) == len(self.boxes) else Layout(self.shape, kept)
 
     def on_ranks(self, ranks: Sequence[int]) -> Layout:
-        """The same boxes on other ranks: on the i-th of ``ranks`` (ascending) those of the i-th rank here."""
+        """This layout on other ranks: on the i-th of ``ranks`` (ascending) those of the i-th rank here."""
         assert len(ranks) == len(self.boxes), f"{len(ranks)} ranks for {len(self.boxes)}"
-        made = object.__new__(Layout)  # the boxes were checked
+        moved = object.__new__(Layout)  # the boxes were checked
         for name, value in (
             ("shape", self.shape), ("boxes", dict(zip(ranks, self.boxes.values(), strict=True))), ("_cache", {}),
             ("_counts", dict(zip(ranks, self._counts.values(), strict=True))),
         ):  # fmt: skip
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(moved, name, value)
+        return moved
 
     def arrays(self) -> tuple[IntArray, IntArray, IntArray]:
         """(ranks [n], lo [n, d], hi [n, d]) of :meth:`items`, cached."""
@@ -191,12 +191,12 @@ def _merge(cells: Iterable[Cell], axis: int) -> list[Cell]:
 
     merged: list[Cell] = []
     line: tuple[tuple[int, ...], ...] = ()  # all of a cell but where it is along the axis
-    for found, cell in sorted(((key(cell), cell) for cell in cells), key=itemgetter(0)):
-        if found[:3] == line and (last := merged[-1]).box.hi[axis] == cell.box.lo[axis]:
+    for place, cell in sorted(((key(cell), cell) for cell in cells), key=itemgetter(0)):
+        if place[:3] == line and (last := merged[-1]).box.hi[axis] == cell.box.lo[axis]:
             hi = last.box.hi[:axis] + (cell.box.hi[axis],) + last.box.hi[axis + 1 :]
             merged[-1] = Cell(Box(last.box.lo, hi), last.holders)
         else:
-            line = found[:3]
+            line = place[:3]
             merged.append(cell)
     return merged
 

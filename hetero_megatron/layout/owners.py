@@ -1,4 +1,7 @@
-"""Who owns which element: every element of every tensor gets exactly one owner among its holders."""
+"""Who owns which element: every element of every tensor gets exactly one owner among its holders.
+
+Layouts of holders come in, layouts of owners go out; gradients are then reduced to the owners, and new parameters sent
+back to the holders, by the transfers between the two (``layout/layout.py``)."""
 
 from __future__ import annotations
 
@@ -74,19 +77,19 @@ def representatives(
     Args:
         islands: disjoint groups of ranks that together are all holders.
     """
-    found: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in holders}
+    boxes_of: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in holders}
     for island in islands:
         rest = {}
         for name, layout in holders.items():
             # Ranks that hold the same lack the same: found once for all of them, of hundreds.
-            own = _join([box for rank in island for box in owners[name].of(rank)])
+            owned = _join([box for rank in island for box in owners[name].of(rank)])
             kinds = {layout.of(r) for r in island}
-            left = {held: tuple(x for box in held for x in _without(box, own)) for held in kinds}
+            left = {held: tuple(x for box in held for x in _without(box, owned)) for held in kinds}
             rest[name] = Layout(layout.shape, {r: left[layout.of(r)] for r in island})
         for name, layout in assign_owners(rest, whole_below=whole_below).items():
             for rank in island:
-                found[name][rank] = (*owners[name].of(rank), *layout.of(rank))
-    return {name: Layout(holders[name].shape, boxes) for name, boxes in found.items()}
+                boxes_of[name][rank] = (*owners[name].of(rank), *layout.of(rank))
+    return {name: Layout(holders[name].shape, boxes) for name, boxes in boxes_of.items()}
 
 
 def crossing_elements(
@@ -96,16 +99,16 @@ def crossing_elements(
     total = 0
     for island in islands:
         for name, layout in holders.items():
-            own = _join([box for rank in island for box in owners[name].of(rank)])
+            owned = _join([box for rank in island for box in owners[name].of(rank)])
             for held, count in Counter(map(layout.of, island)).items():
-                inside = (x.size for box in held for o in own if (x := box.intersect(o)))
+                inside = (x.size for box in held for o in owned if (x := box.intersect(o)))
                 total += count * (sum(box.size for box in held) - sum(inside))
     return total
 
 
-def _without(box: Box, own: Sequence[Box]) -> list[Box]:
+def _without(box: Box, taken: Sequence[Box]) -> list[Box]:
     """What is left of a box without others, which are disjoint."""
-    common = tuple(x for o in own if (x := box.intersect(o)))
+    common = tuple(x for o in taken if (x := box.intersect(o)))
     if not common:
         return [box]
     return [cell.box for cell in refine(Layout(box.hi, {0: (box,), 1: common})) if cell.holders == (0,)]

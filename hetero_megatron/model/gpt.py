@@ -243,9 +243,9 @@ class GPTStage(nn.Module):
                 self.model["embed_tokens"] = Embedding(rows, h)
             if embed and spec.position == "learned":
                 self.model["embed_positions"] = Embedding(spec.max_position_embeddings, h)
-            made = self.model["layers"] = nn.ModuleDict()
+            layer_modules = self.model["layers"] = nn.ModuleDict()
             for i in layers:
-                made[str(i)] = layer = Layer(spec, i, share, kernels, dropout)
+                layer_modules[str(i)] = layer = Layer(spec, i, share, kernels, dropout)
                 store(layer)
             if head:
                 self.model["norm"] = Norm(spec, h, kernels)
@@ -294,10 +294,10 @@ class GPTStage(nn.Module):
 
     def _tokens(self, batch: StageBatch) -> torch.Tensor:
         """Numbers of a batch's tokens."""
-        length, found = batch.positions.shape[1], self.token_numbers
-        found = torch.arange(length, device=batch.positions.device) if found is None else found
-        assert len(found) == length, f"{len(found)} token numbers for {length} tokens"
-        return found
+        length, numbers = batch.positions.shape[1], self.token_numbers
+        numbers = torch.arange(length, device=batch.positions.device) if numbers is None else numbers
+        assert len(numbers) == length, f"{len(numbers)} token numbers for {length} tokens"
+        return numbers
 
     def _rope_tables(
         self, positions: torch.Tensor, dtype: torch.dtype

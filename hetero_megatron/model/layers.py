@@ -1,4 +1,8 @@
-"""What attention and MLPs of all families are made of. Parameters carry the logical names of ``spec/tensors.py``."""
+"""What attention and MLPs of all families are made of. Parameters carry the logical names of ``spec/tensors.py``.
+
+Hidden states [b, s, h] go in and come out; heads and columns are those of this rank's share, so results are partial
+sums over the TP group, which ``parallel/tensor.py`` adds from outside.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +99,8 @@ def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Te
     if any(linear.alone for linear in linears):
         return tuple(linear(x) for linear in linears)
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
-    found = linears[0].kernels.joint_gemm(x, weights, biases)
-    return tuple(linear.adapted(y, x) for linear, y in zip(linears, found, strict=True))
+    products = linears[0].kernels.joint_gemm(x, weights, biases)
+    return tuple(linear.adapted(y, x) for linear, y in zip(linears, products, strict=True))
 
 
 class Norm(nn.Module):
@@ -177,7 +181,7 @@ class CoreAttention(nn.Module):
         self.layer, self.first_head, self.dropout = layer, first_head, dropout
 
     def score_dropout(self, draws: Draws | TabledDraws | None, first_head: int) -> ScoreDropout | None:
-        """Of query heads from ``first_head`` on."""
+        """Which attention probabilities are dropped, of query heads from ``first_head`` on; None: none are."""
         if draws is None or not self.dropout:
             return None
         return ScoreDropout(self.dropout, draws.key(self.layer, SCORES), draws.sample, first_head)
@@ -255,8 +259,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         b, s, _ = x.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
-        found = joint_products(self.together, x)
-        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(found, heads, strict=True))
+        projected = joint_products(self.together, x)
+        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(projected, heads, strict=True))
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
             q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])

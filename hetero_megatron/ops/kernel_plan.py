@@ -137,7 +137,7 @@ class KernelPlan:
         return "\n".join(lines)
 
     def with_calls(self, calls: Mapping[str, Any]) -> KernelPlan:
-        """The same plan with some callables replaced (for capturing and comparing)."""
+        """This plan with some callables replaced (for capturing and comparing)."""
         plan = KernelPlan(self.registry, self.choices, {op: calls.get(op, getattr(self, op)) for op in self.choices})
         plan.weight_gradients = self.weight_gradients  # ``gemm`` is bound to these
         if "gemm" in calls:

@@ -48,8 +48,8 @@ class TensorMaxima:
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [b], weight: [] -> the same, over all ranks; in one exchange."""
-        found = max_over_ranks(torch.cat([x, weight[None]]), self.group)
-        return found[:-1], found[-1]
+        maxima = max_over_ranks(torch.cat([x, weight[None]]), self.group)
+        return maxima[:-1], maxima[-1]
 
     def backward(self, dy: torch.Tensor) -> torch.Tensor:
         return dy if self.row else max_over_ranks(dy, self.group)
@@ -64,8 +64,8 @@ class SumHeads:
 
     def __init__(self, group: Group, kv_heads: Sequence[tuple[int, int]]) -> None:
         self.group, before = group, kv_heads[: group.index]
-        own = range(*kv_heads[group.index])
-        self._counted = [not any(a <= head < b for a, b in before) for head in own]
+        own_heads = range(*kv_heads[group.index])
+        self._counted = [not any(a <= head < b for a, b in before) for head in own_heads]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         counted = k if all(self._counted) else k * k.new_tensor(self._counted)

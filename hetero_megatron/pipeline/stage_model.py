@@ -94,14 +94,14 @@ class StageModel:
     ) -> None:
         self.here, self.comm, self.kernels = here, comm, kernels
         stage, spec = here.stage, here.spec
-        made = empty_stage(spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout)
-        self.module, self.boxes, self.scales = made.module, made.boxes, made.scales
+        empty = empty_stage(spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout)
+        self.module, self.boxes, self.scales = empty.module, empty.boxes, empty.scales
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms
 
-            self.row_norms = RowNorms(self.module, made.tensors, spec.lora.scale, comm.group(here.unit.ranks))
-        _fill(made, initialize)
+            self.row_norms = RowNorms(self.module, empty.tensors, spec.lora.scale, comm.group(here.unit.ranks))
+        _fill(empty, initialize)
         self._divide()
         apply_recompute(self.module, stage.recompute)
 
@@ -152,15 +152,15 @@ class StageModel:
 
 
 @torch.no_grad()
-def _fill(made: EmptyStage, initialize: Initialize) -> None:
-    params = made.parameters()
+def _fill(empty: EmptyStage, initialize: Initialize) -> None:
+    params = empty.parameters()
     total = sum(param.numel() for param in params.values())
     for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
-        fill(made.tensors[name], made.boxes[name], initialize, param, made.scales)
+        fill(empty.tensors[name], empty.boxes[name], initialize, param, empty.scales)
 
 
 class StageLoss:
-    """Of a stage with or without a head; it may take over what the head does (``Head.in_loss``).
+    """The loss of a stage, with or without a head; it may take over what the head does (``Head.in_loss``).
 
     Args:
         group: the unit's ranks.

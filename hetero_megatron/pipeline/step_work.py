@@ -30,7 +30,7 @@ _AFTER = {"UPDATE", "ALL_GATHER"}  # the optimizer's
 
 
 class StepWork:
-    """Of one rank, for batches of any size."""
+    """Makes the work of one rank, for batches of any size."""
 
     def __init__(self, compiled: CompiledPlan, here: RankStage, comm: Comm) -> None:
         self._compiled, self._here = compiled, here

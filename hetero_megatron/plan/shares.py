@@ -1,4 +1,8 @@
-"""Plan -> what one rank, one pipeline or one micro-batch gets."""
+"""Plan -> what one rank, one pipeline or one micro-batch gets: sequences, tokens, heads and columns.
+
+For the runtime and for predictions alike; all shares are cut from the canonical plan by integer rules
+(``layout/box.py``), so every rank computes the same ones without talking.
+"""
 
 from __future__ import annotations
 

@@ -140,11 +140,11 @@ class _Run:
         if there is None:
             return
         if there[0] != stage:
-            made: tuple[Action, ...] = (Action("RECV_F" if kind == "F" else "RECV_B", m, c),)
+            sources: tuple[Action, ...] = (Action("RECV_F" if kind == "F" else "RECV_B", m, c),)
         else:
-            made = tuple(Action(k, m, there[1]) for k in (("F",) if kind == "F" else ("B", "B_INPUT")))
-        if not any(x in self.done[stage] for x in made):
-            raise self._error(stage, at, f"comes before {made[0]}")
+            sources = tuple(Action(k, m, there[1]) for k in (("F",) if kind == "F" else ("B", "B_INPUT")))
+        if not any(x in self.done[stage] for x in sources):
+            raise self._error(stage, at, f"comes before {sources[0]}")
 
     def _check_synchronisation(self, stage: int, at: int, action: Action) -> None:
         """REDUCE hop after hop, then UPDATE once, then ALL_GATHER, the hops the other way round."""
@@ -276,16 +276,16 @@ def validate_collectives(
 def _begins(ranks: Iterable[int], rows: Mapping[int, Sequence[Action]], groups: Groups) -> dict[int, int]:
     """By identity of a sequence, the first action in which some rank that does it meets ranks of other sequences:
     before, all members do the same list, so they cannot but be in order."""
-    found: dict[int, int] = {}
+    firsts: dict[int, int] = {}
     for rank in ranks:
         row = rows[rank]
-        for i in range(found.get(id(row), len(row))):
+        for i in range(firsts.get(id(row), len(row))):
             if any(rows.get(r) is not row for group in groups(rank, row[i]) for r in group):
-                found[id(row)] = i
+                firsts[id(row)] = i
                 break
         else:
-            found.setdefault(id(row), len(row))
-    return found
+            firsts.setdefault(id(row), len(row))
+    return firsts
 
 
 def _meetings(

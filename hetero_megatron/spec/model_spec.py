@@ -164,10 +164,10 @@ class ModelSpec:
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly",
                 field="num_kv_heads", value=self.num_kv_heads, accepted=f"a divisor of {self.num_heads}",
             )  # fmt: skip
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
                 raise UserError(
-                    "unknown value", field=name, value=getattr(self, name), accepted=" | ".join(map(str, known))
+                    "unknown value", field=name, value=getattr(self, name), accepted=" | ".join(map(str, choices))
                 )
         self._check_layers()
 
@@ -247,25 +247,25 @@ class ModelSpec:
     def shape(self) -> dict[str, Any]:
         """What counts for memory and time, as JSON: what the optional fields say only where it is not their default, so
         that a field that a later version adds changes nothing for models without it."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in _CONSTANTS and f.name != "layer_kinds" and (f.default is MISSING or value != f.default):
-                found[f.name] = value.shape() if isinstance(value, MoE | MLA) else value
+                values[f.name] = value.shape() if isinstance(value, MoE | MLA) else value
         if self.lora is not None:
-            found["lora"] = self.lora.shape()
+            values["lora"] = self.lora.shape()
         kinds: list[tuple[Any, ...]] = [
             (k.window, k.mlp, k.rope and k.rope.turned(self.head_dim), *(() if k.chunk is None else (k.chunk,)))
             for k in self.layer_kinds
         ]
         plain = (None, "dense", self.head_dim if self.position == "rope" else None)
-        return found if set(kinds) == {plain} else found | {"layer_kinds": kinds}
+        return values if set(kinds) == {plain} else values | {"layer_kinds": kinds}
 
     @property
     def widest_window(self) -> int | None:
         """The most tokens that a token sees in some layer; None where it sees all."""
-        found = [kind.reach for kind in self.layer_kinds]
-        return None if None in found else max(reach for reach in found if reach is not None)
+        windows = [kind.reach for kind in self.layer_kinds]
+        return None if None in windows else max(reach for reach in windows if reach is not None)
 
 
 def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...]:

@@ -1,5 +1,9 @@
 """The logical tensors of a model, named as in Hugging Face and unfused, and which box of each a rank of a TP group
-has."""
+has.
+
+Everything that moves weights or gradients starts here: a ``ModelSpec`` gives the list of tensors, ``shares`` cuts their
+axes for the ranks of a TP group, and ``tensor_box`` is the part of one tensor that a share holds.
+"""
 
 from __future__ import annotations
 
@@ -126,14 +130,14 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
         )  # fmt: skip
     if lora.dora and lora.dropout:
         raise UserError("adapters with DoRA know no dropout", field="dropout", value=lora.dropout, accepted="0")
-    found = replace(spec, lora=lora)
-    has = {t.name.split(".")[-3] for t in logical_tensors(found) if t.trained}
+    with_adapters = replace(spec, lora=lora)
+    has = {t.name.split(".")[-3] for t in logical_tensors(with_adapters) if t.trained}
     if lacking := [name for name in lora.targets if name not in has]:
         raise UserError(
             f"{spec.name} has no such projection", field="targets", value=lacking[0],
             accepted=", ".join(name for name in EVERY_TARGET if name in has),
         )  # fmt: skip
-    return found
+    return with_adapters
 
 
 def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:

@@ -1,4 +1,7 @@
-"""What a run does: frozen, complete, checked. Built from flags by ``cli.configure``; no torch."""
+"""What a run does: frozen, complete, checked. Built from flags by ``cli.configure``; no torch.
+
+Read by ``training/train.py`` and what it builds, and by dry runs; nothing below training sees it.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ class OptimizerConfig:
 
     def rates(self) -> dict[str, float]:
         """By flag, what may be another when a run goes on."""
-        own = {"--adam-beta1": self.beta1, "--adam-beta2": self.beta2, "--adam-eps": self.eps}
-        return (own if self.name == "adam" else {"--sgd-momentum": self.momentum}) | {"--clip-grad": self.clip_grad}
+        adam = {"--adam-beta1": self.beta1, "--adam-beta2": self.beta2, "--adam-eps": self.eps}
+        return (adam if self.name == "adam" else {"--sgd-momentum": self.momentum}) | {"--clip-grad": self.clip_grad}
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,8 @@ class ScheduleConfig:
     asked_samples: int | None = None
 
     def resumed(self, step: int, consumed: int) -> ScheduleConfig:
-        """Of a run that goes on after ``step`` steps and ``consumed`` samples, which were of another size perhaps: a
-        length in samples stays one in samples, a length in steps one in steps."""
+        """The schedule of a run that goes on after ``step`` steps and ``consumed`` samples, which were of another size
+        perhaps: a length in samples stays one in samples, a length in steps one in steps."""
         if self.asked_samples is None:
             return self
         steps, samples = self.batch_size.steps_for(self.asked_samples, consumed)

@@ -1,4 +1,7 @@
-"""A training run on one rank, from the launcher's environment to the exit code."""
+"""A training run on one rank, from the launcher's environment to the exit code.
+
+``set_up`` builds what the loop works with (runtime, data, checkpoints, reporter) from the configuration, in an order
+in which every refusal comes before what takes long; ``training/loop.py`` then runs the steps."""
 
 from __future__ import annotations
 
@@ -244,8 +247,8 @@ def _leaving(comm: Comm, platform: Platform) -> Iterator[None]:
     except (CommError, KeyboardInterrupt):
         raise  # without a farewell: taking groups down waits for transfers that will never end (a save, for hours)
     except BaseException as error:
-        if isinstance(error, RuntimeError) and (found := comm.lost()) is not None:
-            raise found from error
+        if isinstance(error, RuntimeError) and (lost_peer := comm.lost()) is not None:
+            raise lost_peer from error
         if out_of_memory(error) is None:  # which only this rank is perhaps: then as above
             stop_comm(platform)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -52,3 +53,12 @@ def test_commands_and_links_are_there() -> None:
     assert targets and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
     for link in re.findall(r"\]\(([^)#]+)", TEXT):
         assert (ROOT / link).exists(), link
+
+
+def test_the_first_forty_files_are_there_and_say_what_they_are() -> None:
+    part = read("docs/architecture.md").split("## The first forty files", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| \S", part, re.MULTILINE)
+    assert len(rows) == len(set(rows)) == 40
+    for row in rows:
+        path = row if row == "pretrain_gpt.py" else f"hetero_megatron/{row}"
+        assert len(ast.get_docstring(ast.parse(read(path))) or "") > 60, path

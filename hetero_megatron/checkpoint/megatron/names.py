@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_megatron.checkpoint.megatron.experts import STACKED
+from hetero_megatron.checkpoint.megatron.expert_tensors import STACKED
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import ModelSpec
 

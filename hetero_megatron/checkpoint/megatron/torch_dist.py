@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.checkpoint.megatron.experts import stacked
+from hetero_megatron.checkpoint.megatron.expert_tensors import stacked
 from hetero_megatron.checkpoint.megatron.tensors import (
     STAND_INS,
     MegatronTensors,

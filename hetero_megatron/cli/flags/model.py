@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetero_megatron.cli.flags.moe import build_moe, mlp_kinds, moe_family, said_of_experts
+from hetero_megatron.cli.flags.expert_flags import build_moe, mlp_kinds, moe_family, said_of_experts
 from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError

@@ -1,4 +1,8 @@
-"""Parses a command line into checked values. Exact flag names only."""
+"""Parses a command line into checked values. Exact flag names only.
+
+Words come in, :class:`Arguments` go out, by the rows of ``cli/flags/table/``: type, range, what a flag needs, and why
+it is refused stand there. What a value means is said by the builders that receive the arguments.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +104,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
-    """The same, with the errors beside what could be parsed."""
+    """Arguments, with the errors beside what could be parsed."""
     flags = index()
     result = Arguments({flag.key: flag.default for flag in ALL})
     errors: list[UserError] = []

@@ -94,9 +94,9 @@ def _from_file(
     args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment, cluster: Cluster | None, dtype: str | None
 ) -> Plan:
     document = read_document(args["plan"])
-    made = made_for_of(document)
-    if made is not None:  # first: what else does not fit another model would be a riddle
-        made.agree_on_model(spec, args["plan"])
+    made_for = made_for_of(document)
+    if made_for is not None:  # first: what else does not fit another model would be a riddle
+        made_for.agree_on_model(spec, args["plan"])
     plan = load_plan(document, spec, cluster, dtype)
     if cluster is not None and (added := add_islands(plan, spec, cluster)) is not plan:
         plan = added
@@ -115,44 +115,44 @@ def take_defaults(args: Arguments) -> None:
     for key in (*_UNIFORM, *_MESHES, "micro_batch_size"):
         if key in args.given:
             raise flag_error(key, args[key], "the plan file says this already", "one of the two")
-    made = made_for_of(read_document(args["plan"]))
-    if made is None:
+    made_for = made_for_of(read_document(args["plan"]))
+    if made_for is None:
         return
     given = [(flag_name(key), key) for key in ("bf16", "fp16", "fp64") if args[key]]
     given += [("--dtype", args["dtype"])] if args["dtype"] is not None else []
     for name, dtype in given:
-        made.agree("dtype", name, dtype, args["plan"])
+        made_for.agree("dtype", name, dtype, args["plan"])
     if not given:
-        args.values["dtype"] = made.dtype
-        args.notices.append(f"dtype {made.dtype}: the plan was made for it")
-    if made.fp8 is not None:
+        args.values["dtype"] = made_for.dtype
+        args.notices.append(f"dtype {made_for.dtype}: the plan was made for it")
+    if made_for.fp8 is not None:
         given_fp8 = args["fp8_format"] is not None and args["fp8_recipe"] is not None
         if given_fp8:
-            made.agree_on_fp8(Fp8(args["fp8_format"], args["fp8_recipe"]), args["plan"])
+            made_for.agree_on_fp8(Fp8(args["fp8_format"], args["fp8_recipe"]), args["plan"])
         elif args["fp8_format"] is None and args["fp8_recipe"] is None:
-            args.values |= {"fp8_format": made.fp8.format, "fp8_recipe": made.fp8.recipe}
-            args.notices.append(f"{made.fp8}: the plan was made for it")
+            args.values |= {"fp8_format": made_for.fp8.format, "fp8_recipe": made_for.fp8.recipe}
+            args.notices.append(f"{made_for.fp8}: the plan was made for it")
     if "optimizer" in args.given:
-        made.agree("optimizer", "--optimizer", args["optimizer"], args["plan"])
-    elif args["optimizer"] != made.optimizer:
-        args.values["optimizer"] = made.optimizer
-        args.notices.append(f"optimizer {made.optimizer}: the plan was made for it")
-    if made.known_model() is not None and not args.has("model", "load_hf", "num_layers", "hidden_size"):
-        args.values["model"] = made.model
-        args.notices.append(f"model {made.model}: the plan was made for it")
-    _take_adapters(args, made)
+        made_for.agree("optimizer", "--optimizer", args["optimizer"], args["plan"])
+    elif args["optimizer"] != made_for.optimizer:
+        args.values["optimizer"] = made_for.optimizer
+        args.notices.append(f"optimizer {made_for.optimizer}: the plan was made for it")
+    if made_for.known_model() is not None and not args.has("model", "load_hf", "num_layers", "hidden_size"):
+        args.values["model"] = made_for.model
+        args.notices.append(f"model {made_for.model}: the plan was made for it")
+    _take_adapters(args, made_for)
 
 
-def _take_adapters(args: Arguments, made: MadeFor) -> None:
+def _take_adapters(args: Arguments, made_for: MadeFor) -> None:
     """Adapters as the plan has them, where flags and --load-adapter do not say otherwise; what they say is compared
     with the plan when the model is known."""
-    if made.lora is None or args["load_adapter"] is not None:
+    if made_for.lora is None or args["load_adapter"] is not None:
         return
     for name, key in LORA_KEYS.items():
         if key not in args.given:
-            args.values[key] = getattr(made.lora, name)
+            args.values[key] = getattr(made_for.lora, name)
     if "lora_rank" not in args.given:
-        args.notices.append(f"{' '.join(lora_words(made.lora))}: the plan was made with it")
+        args.notices.append(f"{' '.join(lora_words(made_for.lora))}: the plan was made with it")
 
 
 def _searched(
@@ -183,15 +183,15 @@ def _searched(
         what = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"
         print(what, file=sys.stderr, flush=True)
     whole = TimeBudget().uncaught()  # of two ranks that Ctrl-C stops each would have its own best so far
-    found = search(
+    answer = search(
         PlanningProblem(spec, cluster, args["seq_length"], args["global_batch_size"], options), budget=whole
     ).best
-    _ranks(args, launcher, found.plan.ranks[-1] + 1)
+    _ranks(args, launcher, answer.plan.ranks[-1] + 1)
     args.notices.append(
-        f"plan {found.plan.fingerprint()} searched: {found.step_seconds:.4g} s per step predicted, "
-        f"{found.prediction.tokens_per_second:,.0f} tokens/s"
+        f"plan {answer.plan.fingerprint()} searched: {answer.step_seconds:.4g} s per step predicted, "
+        f"{answer.prediction.tokens_per_second:,.0f} tokens/s"
     )
-    return found.plan
+    return answer.plan
 
 
 def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment) -> Plan:

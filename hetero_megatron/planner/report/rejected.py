@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.memory.report import OverLimit
+from hetero_megatron.plan.memory.memory_report import OverLimit
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans

@@ -20,6 +20,7 @@ from hetero_megatron.plan import Plan, validate
 from hetero_megatron.plan.buckets import Bucket
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8_checks import fp8_fits
+from hetero_megatron.plan.memory.memory_report import OverLimit, over_limit, refuse
 from hetero_megatron.plan.memory.of_plan import (
     MemoryBytes,
     estimate_memory,
@@ -27,7 +28,6 @@ from hetero_megatron.plan.memory.of_plan import (
     state_bytes,
     with_communicators,
 )
-from hetero_megatron.plan.memory.report import OverLimit, over_limit, refuse
 from hetero_megatron.plan.program import splits_backward
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.predictor.cost.rates import source_of

@@ -18,7 +18,7 @@ from hetero_megatron.spec.families import (
     llama,
     llama4,
     mistral,
-    moe,
+    mixtral,
     near_llama,
     olmo,
     phi3,
@@ -31,11 +31,11 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         llama.FAMILY, mistral.MISTRAL, mistral.MINISTRAL, mistral.MINISTRAL3, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA,
-        gemma.GEMMA2, gemma.GEMMA3,
-        phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, glm.GLM, glm.GLM4, granite.FAMILY, gpt2.FAMILY,
-        moe.MIXTRAL, moe.QWEN2_MOE, moe.QWEN3_MOE, moe.OLMOE, gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2,
-        deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1, near_llama.ARCEE, near_llama.SEED_OSS,
-        near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY, layer_norm.STARCODER2, layer_norm.NEMOTRON,
+        gemma.GEMMA2, gemma.GEMMA3, phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, glm.GLM, glm.GLM4,
+        granite.FAMILY, gpt2.FAMILY, mixtral.MIXTRAL, mixtral.QWEN2_MOE, mixtral.QWEN3_MOE, mixtral.OLMOE,
+        gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2, deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1,
+        near_llama.ARCEE, near_llama.SEED_OSS, near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY,
+        layer_norm.STARCODER2, layer_norm.NEMOTRON,
     )  # fmt: skip
 }
 

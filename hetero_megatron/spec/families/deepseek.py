@@ -14,7 +14,7 @@ from hetero_megatron.spec.families.family import (
     num_layers,
     refuse_quantised,
 )
-from hetero_megatron.spec.families.moe import read_moe, with_experts
+from hetero_megatron.spec.families.mixtral import read_moe, with_experts
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.hf_rope import read_rope, write_rope

@@ -19,7 +19,7 @@ from hetero_megatron.spec.families.family import (
     refuse_quantised,
     silu_config,
 )
-from hetero_megatron.spec.families.moe import read_moe, with_experts
+from hetero_megatron.spec.families.mixtral import read_moe, with_experts
 from hetero_megatron.spec.families.smollm3 import layers_with_rope
 from hetero_megatron.spec.hf_names import FusedExperts, NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader, words

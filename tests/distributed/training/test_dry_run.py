@@ -14,12 +14,12 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.dry_run.allocator import MemoryTracker
-from hetero_megatron.dry_run.run import _batch, run_rank
+from hetero_megatron.dry_run.one_rank import _batch, run_rank
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
 from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
+from hetero_megatron.plan.memory.memory_report import format_memory
 from hetero_megatron.plan.memory.of_plan import estimate_memory
-from hetero_megatron.plan.memory.report import format_memory
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES
@@ -254,7 +254,7 @@ def test_micro_batches_that_are_not_run_count_as_those_that_are(
         spelled["pipelines"][1]["stages"][0]["layers"] = [[0, 1], [1, 1], [1, 2]]
     run = replace(config("bf16", tmp_path), spec=spec, plan=plan_from_dict(spelled, spec))
     repeated = {rank: replace(run_rank(run, rank), seconds=0.0) for rank in (5, 4, 1, 2, 7)}
-    monkeypatch.setattr("hetero_megatron.dry_run.run.RepeatingExecutor", lambda executor, _: executor)
+    monkeypatch.setattr("hetero_megatron.dry_run.one_rank.RepeatingExecutor", lambda executor, _: executor)
     for rank, found in repeated.items():
         assert found == replace(run_rank(run, rank), seconds=0.0)
 

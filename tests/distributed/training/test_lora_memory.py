@@ -10,7 +10,7 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main
-from hetero_megatron.dry_run.run import run_rank
+from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.plan import dump_yaml, plan_from_dict
 from hetero_megatron.plan.made_for import model_hash
 from hetero_megatron.plan.memory.of_plan import estimate_memory

@@ -12,7 +12,7 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.dry_run.run import run_rank
+from hetero_megatron.dry_run.one_rank import run_rank
 from hetero_megatron.plan import Stage, dump_yaml, plan_from_dict
 from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.planner.context.cluster import problem_from_cluster

@@ -147,7 +147,7 @@ def test_a_nodes_cards_are_shared() -> None:
 
 def test_bytes_are_the_runtimes(tmp_path: Path) -> None:
     """Boundaries, gradients and parameters: the same bytes between the same ranks as in a dry run of each rank."""
-    from hetero_megatron.dry_run.run import run_rank
+    from hetero_megatron.dry_run.one_rank import run_rank
     from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
     from tests.distributed.training.test_dry_run import config
 

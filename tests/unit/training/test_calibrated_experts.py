@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_megatron.calibration.experts import _exchanges, _experts, _kernels, measure_experts
+from hetero_megatron.calibration.expert_rates import _exchanges, _experts, _kernels, measure_experts
 from hetero_megatron.calibration.layers import Job
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_megatron.comm.fake import FakeComm
-from hetero_megatron.dry_run.run import _batch
+from hetero_megatron.dry_run.one_rank import _batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import Kernel, Registry, Signature, resolve, torch_registry
 from hetero_megatron.ops.spec import VENDOR

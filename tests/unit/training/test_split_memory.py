@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm.fake import FakeComm
-from hetero_megatron.dry_run.run import _batch
+from hetero_megatron.dry_run.one_rank import _batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.plan import locate, stage_at, unit_at
 from hetero_megatron.plan.memory.activations import RankWork, operand_bytes
