@@ -53,6 +53,7 @@ class Accelerator:
         visible: environment variables that say which devices a process may use.
         settings: environment variables that its libraries read when the device is first used, as a run wants them;
             exact_settings: further ones that equal bits in every run need (``--deterministic-mode``).
+        eager_settings: with which its driver loads all kernels when it starts, and waits for none later.
     """
 
     name: ClassVar[str] = ""
@@ -69,6 +70,7 @@ class Accelerator:
     visible: ClassVar[tuple[str, ...]] = ()
     settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     exact_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    eager_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def configure(self, deterministic: bool = False) -> tuple[str, ...]:
         """Set the environment variables, but for those that are set already. Called before the device is first used.
@@ -80,6 +82,17 @@ class Accelerator:
         for name, value in wanted.items():
             os.environ.setdefault(name, value)
         return tuple(f"{name}={os.environ[name]}" for name in wanted)
+
+    def load_eagerly(self) -> tuple[str, ...]:
+        """Have the driver load all kernels when it starts: set the environment variables for that, but for those that
+        are set already. Called before anything asks for devices.
+
+        Returns:
+            what holds, as ``NAME=value``, for the log.
+        """
+        for name, value in self.eager_settings.items():
+            os.environ.setdefault(name, value)
+        return tuple(f"{name}={os.environ[name]}" for name in self.eager_settings)
 
     def installed(self) -> bool:
         """Whether its adapter is there; nothing is imported."""

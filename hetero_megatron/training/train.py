@@ -21,7 +21,14 @@ from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.islands import check_chips, communicators, plan_for, transport_of
 from hetero_megatron.training.loop import Training
-from hetero_megatron.training.rank_platform import check_device, check_graphs, check_world, platform_at, position
+from hetero_megatron.training.rank_platform import (
+    check_device,
+    check_graphs,
+    check_world,
+    platform_at,
+    position,
+    sizes_follow_data,
+)
 from hetero_megatron.training.same_program import check_program
 from hetero_megatron.training.setup import set_up
 from hetero_megatron.utils.out_of_memory import out_of_memory
@@ -49,7 +56,9 @@ def train(
     check_world(config, launcher.world_size)
     plugins = load_plugins()
     place = position(config.cluster, launcher)
-    asked = config.platform, config.distributed.backend, config.deterministic
+    apart = config.data is not None and (config.data.reset_attention_mask or config.data.sft)
+    eager = sizes_follow_data(config.plan, config.spec, apart)
+    asked = config.platform, config.distributed.backend, config.deterministic, eager
     platform = platform_at(place, config.cluster, launcher, plugins, *asked)
     check_device(platform, launcher)
     check_graphs(config, platform)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero_megatron.comm import Comm
 from hetero_megatron.plan import Plan
 from hetero_megatron.platform import CPU, Platform
 from tests.support.paths import ROOT
@@ -46,6 +47,17 @@ def with_attention(plan: Plan, device: torch.device, *more: str) -> Plan:
         replace(p, stages=tuple(replace(s, kernels=asked) for s in p.stages)) for p in plan.pipelines
     )  # fmt: skip
     return replace(plan, pipelines=pipelines)
+
+
+def load_as_asked(comm: Comm, eager: bool) -> None:
+    """What a run does before it uses its device (``Accelerator.load_eagerly``), for a rank that trains one plan after
+    another."""
+    if comm.accelerator is None:
+        return
+    for name in comm.accelerator.eager_settings:
+        os.environ.pop(name, None)
+    if eager:
+        comm.accelerator.load_eagerly()
 
 
 @functools.cache
