@@ -46,7 +46,7 @@ class Platform:
     @property
     def direct(self) -> tuple[str, ...]:
         """Backends that reach other vendors' chips, best first."""
-        return self.accelerator.direct if self.accelerator is not None else ()
+        return self.accelerator.reaches() if self.accelerator is not None else ()
 
     def identity(self) -> str:
         """Host and device, as its driver tells devices apart; empty where it does not."""

@@ -1,4 +1,5 @@
-"""Platforms of the ranks of a pool. ``walled`` is a vendor whose library is gloo, for its own ranks only."""
+"""Platforms of the ranks of a pool. ``walled`` is a vendor whose library is gloo, for its own ranks; ``reaching:V``
+is another one, V, which reaches others by a stand-in for FlagCX."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from hetero_megatron.comm import Comm
 from hetero_megatron.plan import Plan
 from hetero_megatron.platform import CPU, Platform
+from hetero_megatron.platform.direct import DirectBackend
 from tests.support.paths import ROOT
 
 BACKEND = "walled"
@@ -28,6 +30,15 @@ class Walled(CPU):
     def load(self) -> None:
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+
+
+class Reaching(Walled):
+    """One of several vendors of which each has walls, and all have FlagCX."""
+
+    brought = (DirectBackend("flagcx", "flagcx", ("walled",)),)
+
+    def __init__(self, vendor: str) -> None:
+        self.vendor = vendor  # type: ignore[misc]
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -72,8 +83,8 @@ def build_emulated() -> None:
 
 
 def platform(name: str, rank: int) -> Platform:
-    """``cpu``, ``walled``, or ``emulated``: a device of plugins/emulated_vendor, which has to be built; with bad habits
-    after a colon (``emulated:lazy-loading,slots=8``)."""
+    """``cpu``, ``walled``, ``reaching:VENDOR``, or ``emulated``: a device of plugins/emulated_vendor, which has to be
+    built; with bad habits after a colon (``emulated:lazy-loading,slots=8``)."""
     if name == "cpu":
         return Platform(torch.device("cpu"), "gloo")
     if name == "walled":
@@ -81,6 +92,11 @@ def platform(name: str, rank: int) -> Platform:
         vendor.load()
         return Platform(torch.device("cpu"), BACKEND, vendor)
     kind, _, habits = name.partition(":")
+    if kind == "reaching":
+        sys.path.insert(0, str(ROOT / "tests" / "support" / "flagcx_stub"))
+        reaching = Reaching(habits)
+        reaching.load()
+        return Platform(torch.device("cpu"), BACKEND, reaching)
     assert kind == "emulated", name
     os.environ["HETERO_EMULATED_HABITS"] = habits
     sys.path.insert(0, str(PLUGINS / "emulated_vendor"))
