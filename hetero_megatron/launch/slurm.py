@@ -58,7 +58,7 @@ def _components(cluster: Cluster, task: Sequence[str]) -> str:
     hosts = [first[group.name] for group in cluster.nodes]
     alike = len({(host.python, host.directory) for host in hosts}) == 1
     parts = [(",".join(map(str, range(len(hosts)))), hosts[0])] if alike else [*zip(map(str, range(len(hosts))), hosts)]
-    said = []
+    said: list[str] = []
     for number, host in parts:
         options = [f"--het-group={number}"] if len(hosts) > 1 else []
         options += ["--kill-on-bad-exit=1"] if not said else []

@@ -440,30 +440,6 @@ def test_libraries_are_configured_before_the_device_is_first_used(
     assert chosen.settings == ((*kept, "CUBLAS_WORKSPACE_CONFIG=:4096:8") if deterministic else kept)
 
 
-@pytest.mark.parametrize(
-    ("stub", "setting"),
-    [("nvidia", "CUDA_MODULE_LOADING=EAGER"), ("amd", "HIP_ENABLE_DEFERRED_LOADING=0")], indirect=["stub"],
-)  # fmt: skip
-def test_kernels_are_loaded_at_once_where_sizes_follow_the_data(
-    stub: tuple[Accelerator, StubDevice], setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver reads it when it starts, which asking for devices makes it do."""
-    name, _, value = setting.partition("=")
-    seen: list[str | None] = []
-    here = type(stub[0])._here
-    monkeypatch.setattr(type(stub[0]), "_here", lambda self: seen.append(os.environ.get(name)) or here(self))
-    known = load_plugins().platforms.values()
-    for eager in (False, True):
-        monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken back
-        monkeypatch.delenv(name)
-        seen.clear()
-        chosen = choose_platform(known, stub[0].name, None, 0, eager=eager)
-        assert set(seen) == {value if eager else None}
-        assert (setting in chosen.settings) is eager
-    monkeypatch.setenv(name, "LAZY")
-    assert f"{name}=LAZY" in choose_platform(known, stub[0].name, None, 0, eager=True).settings, "the user's stays"
-
-
 @pytest.mark.parametrize("stub", ["nvidia"], indirect=True)
 def test_the_allocators_setting_applies_though_vendors_were_told_apart_before(
     stub: tuple[Accelerator, StubDevice], monkeypatch: pytest.MonkeyPatch
