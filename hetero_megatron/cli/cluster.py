@@ -89,7 +89,8 @@ def _addresses(options: argparse.Namespace) -> list[str]:
 
 def _ask(addresses: Sequence[str], cluster: Cluster, ssh: str, seconds: float) -> dict[str, dict[str, Any]]:
     """Their answers, by address; all are asked at once."""
-    line = remote_line(cluster, "hetero_megatron.launch.facts")
+    python = cluster.launch.python or sys.executable
+    line = remote_line(python, "hetero_megatron.launch.facts")
     running = {}
     for index, address in enumerate(addresses):
         host = Host(index, address, address, address, "", 1, index)
@@ -110,7 +111,7 @@ def _ask(addresses: Sequence[str], cluster: Cluster, ssh: str, seconds: float) -
                 reason = printable(err.strip().splitlines()[-1]) if err.strip() else f"exit code {process.returncode}"
                 raise UserError(f"cannot be asked: {reason}", field="HOST", value=address,
                                 accepted="a host that answers ssh without a password, with Hetero-Megatron in "
-                                f"{cluster.launch.python or sys.executable}")  # fmt: skip
+                                f"{python}")  # fmt: skip
             answers[address] = parse_json(said[-1].removeprefix(MARK), address)
     finally:
         for process in running.values():

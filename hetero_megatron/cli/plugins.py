@@ -116,6 +116,7 @@ def _plugin_row(plugin: Plugin) -> dict[str, Any]:
     if plugin.kernels:
         providers = ", ".join(sorted({k.provider for k in plugin.kernels}))
         parts.append(f"{plural(len(plugin.kernels), 'kernel')} ({providers})")
+    parts += [f"direct backend {b.name}{'' if b.installed() else ' (not installed)'}" for b in plugin.directs]
     source = plugin.source
     return {"name": source.name, "module": source.module, "origin": source.origin, "version": source.version,
             "error": plugin.error, "registers": ", ".join(parts) or "nothing"}  # fmt: skip

@@ -1,7 +1,8 @@
 """How the hosts of a cluster are reached and what their processes are given: keys of the cluster file for launchers.
 
-Per node group: ``hosts``, ``interface``, ``env``, ``partition``, ``gres``, ``node_selector``, ``resource``. For all:
-the section ``launch``. None of them changes what a plan is or predicts. What each may hold is in ``word_kinds``.
+Per node group: ``hosts``, ``interface``, ``env``, ``python``, ``directory``, ``image``, ``partition``, ``gres``,
+``node_selector``, ``resource``. For all: the section ``launch``. None of them changes what a plan is or predicts. What
+each may hold is in ``word_kinds``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from hetero_megatron.utils.yaml_document import Entry, from_data, read_document
 
 # Keys that are one word each.
 HOST_WORDS: dict[str, WordKind] = {
-    "interface": kinds.INTERFACES, "partition": kinds.SLURM, "gres": kinds.SLURM, "resource": kinds.RESOURCE,
+    "interface": kinds.INTERFACES, "python": kinds.PATH, "directory": kinds.PATH, "image": kinds.IMAGE,
+    "partition": kinds.SLURM, "gres": kinds.SLURM, "resource": kinds.RESOURCE,
 }  # fmt: skip
 LAUNCH_WORDS: dict[str, WordKind] = {
     "user": kinds.USER, "python": kinds.PATH, "directory": kinds.PATH, "image": kinds.IMAGE,
@@ -40,6 +42,7 @@ class HostSettings:
         hosts: addresses by which a launcher and the other hosts reach its nodes, in order; empty: the nodes' names.
         interface: network interfaces for the traffic between hosts, comma-separated; empty: the libraries choose.
         env: environment variables of its ranks.
+        python, directory, image: of its hosts, in place of those in ``launch``; empty: those.
         partition, gres: SLURM's.
         node_selector, resource: Kubernetes: labels of its nodes; the name of the resource that a chip is (empty: the
             one of its vendor's device plugin).
@@ -48,6 +51,9 @@ class HostSettings:
     hosts: tuple[str, ...] = ()
     interface: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    python: str = ""
+    directory: str = ""
+    image: str = ""
     partition: str = ""
     gres: str = ""
     node_selector: Mapping[str, str] = field(default_factory=dict)

@@ -55,6 +55,7 @@ class Comm:
         copies: of this rank's device, for the bridge; None: tensors are in host memory.
         accelerator: streams, events and pinned memory of this rank's device; None: tensors are in host memory.
         watch: detects transfers that never end without blocking the host; None: all transfers block the host.
+        load_direct: has a direct backend of this rank's platform registered with torch.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Comm:
         self.islands: Islands | None = None
         self.copies: Copies | None = None
         self.accelerator: Accelerator | None = None
+        self.load_direct: Callable[[str], None] = lambda _: None
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
         self._channels: dict[int, tuple[Channel, Channel]] = {}  # by island of the peer: to lower ranks, to higher ones
@@ -136,6 +138,8 @@ class Comm:
         route = self.islands.route(ranks) if self.islands is not None else None
         backend = "gloo"
         if route is not None and not route.bridged and self.rank in ranks:
+            if route.direct:
+                self.load_direct(route.direct)
             backend = self._backend(route.direct)
         if backend == "gloo":
             handle = self._new_gloo_group(ranks, self.timeout)

@@ -102,7 +102,10 @@ class Islands:
         self._own_devices()
         for i, ranks in enumerate(self.members):
             if not self.uses_gloo(i):
-                self._one_version(ranks)
+                self._alike(ranks, f"versions of {self.endpoints[ranks[0]].library}", "library_version",
+                            "communication library", "one version on all ranks of a vendor")  # fmt: skip
+                self._alike(ranks, "direct backends", "direct", "direct backend",
+                            "the same ones installed for all ranks of a vendor, or --transport bridge")  # fmt: skip
 
     def _own_devices(self) -> None:
         first: dict[str, int] = {}
@@ -113,17 +116,18 @@ class Islands:
                     field="LOCAL_RANK", accepted="a device of its own for each rank", where="environment",
                 )  # fmt: skip
 
-    def _one_version(self, ranks: Sequence[int]) -> None:
-        """Ranks whose libraries are unlike connect, and then fail or hang in words that name neither."""
+    def _alike(self, ranks: Sequence[int], what: str, attribute: str, field: str, accepted: str) -> None:
+        """Ranks whose libraries are unlike connect, and then fail or hang in words that name neither; those of which
+        some only can go by a direct backend would wait for each other in unlike groups."""
+        if attribute == "direct" and (len(self) == 1 or self.endpoints[ranks[0]].transport == BRIDGE):
+            return
         found: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self.endpoints[rank].library_version, []).append(rank)
+            value = getattr(self.endpoints[rank], attribute)
+            found.setdefault(value if isinstance(value, str) else ", ".join(value) or "none", []).append(rank)
         if len(found) > 1:
-            said = ", ".join(f"{version or 'unknown'} on ranks {rank_ranges(r)}" for version, r in found.items())
-            raise UserError(
-                f"unlike versions of {self.endpoints[ranks[0]].library}: {said}",
-                field="communication library", accepted="one version on all ranks of a vendor",
-            )  # fmt: skip
+            said = ", ".join(f"{value or 'unknown'} on ranks {rank_ranges(r)}" for value, r in found.items())
+            raise UserError(f"unlike {what}: {said}", field=field, accepted=accepted)
 
     @property
     def has_devices(self) -> bool:

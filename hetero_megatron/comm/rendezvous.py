@@ -359,6 +359,8 @@ def start_comm(
         comm.join(store, total, max(timeout, START_UP))
     copies = copies_of(platform)
     comm.accelerator = copies.accelerator if copies is not None else None
+    if platform.accelerator is not None:
+        comm.load_direct = platform.accelerator.load_direct
     if total > 1:
         if copies is not None and lost is not None:
             comm.watch_devices(copies.aside, lost)

@@ -10,7 +10,7 @@ from typing import Any
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.connection import Connection
-from hetero_megatron.launch.hosts import python_of
+from hetero_megatron.utils.text import notice_line
 
 CONNECT_SECONDS = 30.0
 _SHOWN = 5  # hosts named in one message
@@ -69,7 +69,8 @@ def _no_answer(connections: Sequence[Connection], cluster: Cluster, seconds: flo
     more = f" (nor do {others}{', …' if len(connections) > _SHOWN else ''})" if others else ""
     accepted = "a host that answers `ssh HOST true` without a password"
     if "No module named" in reason or "not found" in reason or "No such file" in reason:
-        accepted = f"Hetero-Megatron in {python_of(cluster)} there, or launch: {{python: …}} in the cluster file"
+        accepted = f"Hetero-Megatron in {first.host.python} there, or launch: {{python: …}} in the cluster file, or "
+        accepted += "python: of its node group"
     return UserError(
         f"cannot be started on: {reason}{more}", field=first.host.node, value=first.host.address, accepted=accepted,
         where=cluster.file,
@@ -77,23 +78,30 @@ def _no_answer(connections: Sequence[Connection], cluster: Cluster, seconds: flo
 
 
 def check_facts(facts: Mapping[str, Mapping[str, Any]], connections: Sequence[Connection], cluster: Cluster) -> None:
-    """The same versions everywhere, no host twice, and its interfaces are there.
+    """The versions agree, no host is there twice, and its interfaces are there.
+
+    Chips of unlike vendors may need other releases of torch and Python: between them a difference is a notice, as it is
+    between ranks (``training.same_program``).
 
     Args:
         facts: of ``launch.remote.facts``, by node.
     """
-    names = {"version": "Hetero-Megatron", "torch": "torch", "python": "Python"}
-    for key, name in names.items():
+    vendors = {c.host.node: cluster.chips[c.host.chip].vendor for c in connections}
+    for key, name in (("version", "Hetero-Megatron"), ("torch", "torch"), ("python", "Python")):
         found: dict[str, list[str]] = {}
         for node, values in facts.items():
             found.setdefault(_compared(key, str(values.get(key, ""))), []).append(node)
-        if len(found) > 1:
-            said = "; ".join(f"{version or 'none'} on {_some(nodes)}" for version, nodes in found.items())
-            accepted = "one version on all hosts"
-            raise UserError(f"versions differ: {said}", field=name, accepted=accepted, where=cluster.file)
         if key == "torch" and "" in found:
             raise UserError("is not installed", field="torch", value=_some(found[""]), where=cluster.file,
-                            accepted=f"torch in {python_of(cluster)}")  # fmt: skip
+                            accepted=f"torch in {_python(connections, found[''])}")  # fmt: skip
+        if len(found) == 1:
+            continue
+        said = "; ".join(f"{version or 'none'} on {_some(nodes)}" for version, nodes in found.items())
+        by_version = [{vendors[node] for node in nodes} for nodes in found.values()]
+        if key == "version" or sum(map(len, by_version)) > len(set().union(*by_version)):
+            accepted = "one version on all hosts" + (" with chips of one vendor" if key != "version" else "")
+            raise UserError(f"versions differ: {said}", field=name, accepted=accepted, where=cluster.file)
+        print(notice_line(f"launcher: {name}: {said}"), flush=True)
     seen: dict[str, str] = {}
     for node, values in facts.items():
         identity = str(values.get("identity", ""))
@@ -116,6 +124,11 @@ def check_facts(facts: Mapping[str, Mapping[str, Any]], connections: Sequence[Co
 def _compared(key: str, version: str) -> str:
     """Of Python the language's, of torch what is before ``+``: after it stands the vendor that a build is for."""
     return ".".join(version.split(".")[:2]) if key == "python" else version.partition("+")[0]
+
+
+def _python(connections: Sequence[Connection], nodes: Sequence[str]) -> str:
+    """The interpreters of these nodes."""
+    return ", ".join(dict.fromkeys(c.host.python for c in connections if c.host.node in nodes))
 
 
 def _some(nodes: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import printable
-from hetero_megatron.launch.hosts import Host, python_of
+from hetero_megatron.launch.hosts import Host
 from hetero_megatron.launch.remote import BEATS, MARK
 
 # BatchMode: no password is asked for. The keep-alive ends ssh 15 s after a host is gone.
@@ -36,9 +36,9 @@ def ssh_words(ssh: str, host: Host, cluster: Cluster, remote: str) -> list[str]:
     return [*words, *port, *(["--"] if is_ssh else []), target, remote]
 
 
-def remote_line(cluster: Cluster, module: str = REMOTE) -> str:
-    """The shell line that starts a module on a host."""
-    return f"exec {shlex.quote(python_of(cluster))} -m {module}"
+def remote_line(python: str, module: str = REMOTE) -> str:
+    """The shell line that starts a module on a host with its interpreter."""
+    return f"exec {shlex.quote(python)} -m {module}"
 
 
 class Connection:
@@ -65,7 +65,7 @@ class Connection:
         self._started = False
         self._heard = self._beat = time.monotonic()
         self._process = subprocess.Popen(
-            ssh_words(ssh, host, cluster, remote_line(cluster)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            ssh_words(ssh, host, cluster, remote_line(host.python)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         streams = ((self._process.stdout, False), (self._process.stderr, True))

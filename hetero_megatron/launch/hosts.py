@@ -25,6 +25,7 @@ class Host:
         address: by which launcher and other hosts reach it.
         chips: ranks that it runs; ``first_rank``: the first of them.
         environment: of its ranks: from the cluster file, with the variables that name its interfaces.
+        python: the interpreter there; directory: where commands start, as the cluster file says it; empty: it does not.
     """
 
     index: int
@@ -36,6 +37,8 @@ class Host:
     first_rank: int
     interface: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    directory: str = ""
 
     @property
     def ranks(self) -> range:
@@ -62,25 +65,22 @@ def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
         if settings.interface:
             names = {"GLOO_SOCKET_IFNAME", *INTERFACE_VARIABLES.get(cluster.chips[group.chip].vendor, ())}
             environment = {**dict.fromkeys(sorted(names), settings.interface), **environment}
+        python = settings.python or cluster.launch.python or sys.executable
+        directory = settings.directory or cluster.launch.directory
         for index in range(group.count):
             node = group.node(index)
             address = settings.hosts[index] if settings.hosts else node
             found.append(
                 Host(len(found), node, group.name, address, group.chip, group.chips_per_node, rank,
-                     settings.interface, {**environment, "HETERO_NODE": node})
+                     settings.interface, {**environment, "HETERO_NODE": node}, python, directory)
             )  # fmt: skip
             rank += group.chips_per_node
     return tuple(found)
 
 
-def python_of(cluster: Cluster) -> str:
-    """The interpreter on the hosts."""
-    return cluster.launch.python or sys.executable
-
-
-def directory_of(cluster: Cluster) -> str:
-    """Where commands start on the hosts."""
-    return cluster.launch.directory or os.getcwd()
+def directory_of(host: Host) -> str:
+    """Where commands start there."""
+    return host.directory or os.getcwd()
 
 
 def program(command: Sequence[str]) -> list[str]:
@@ -106,7 +106,7 @@ def torchrun(
         node_rank, master: in place of the host's index and the first host's address, where only a shell knows them.
     """
     line = [
-        python_of(cluster), "-m", "torch.distributed.run", "--nnodes", str(len(hosts)),
+        host.python, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)),
         "--node-rank", str(host.index) if node_rank is None else node_rank, "--nproc-per-node", str(host.chips),
         "--master-addr", hosts[0].address if master is None else master,
         "--master-port", str(cluster.launch.master_port),
@@ -127,5 +127,6 @@ def printed(cluster: Cluster, command: Sequence[str], max_restarts: int = 0) -> 
     for host in hosts:
         ranks = f"rank {host.first_rank}" if host.chips == 1 else f"ranks {host.ranks[0]} to {host.ranks[-1]}"
         lines.append(f"# {host.node} at {host.address}: {ranks}, {host.chips} x {host.chip}")
-        lines.append(shell_line(host.environment, torchrun(host, hosts, cluster, command, max_restarts)))
+        line = shell_line(host.environment, torchrun(host, hosts, cluster, command, max_restarts))
+        lines.append(f"cd -- {shlex.quote(host.directory)} && {line}" if host.directory else line)
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from hetero_megatron.environment.launcher import SECRET, SUPERVISED
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.checks import CONNECT_SECONDS, check_facts, silent_hosts, wait_for_facts
 from hetero_megatron.launch.connection import LEASE, SSH, Connection, prefixed
-from hetero_megatron.launch.hosts import Host, directory_of, hosts_of, python_of
+from hetero_megatron.launch.hosts import Host, directory_of, hosts_of
 from hetero_megatron.launch.jobs import Setup, rank_command
 from hetero_megatron.launch.remote import ENDED_BY_AGENT
 
@@ -113,13 +113,13 @@ class HostsJob:
             settings = {
                 "node": host.index, "nodes": len(self._connections), "chips": host.chips, "host": self._store.host,
                 "port": self._store.port, "round": number, "run": secrets.token_hex(8),
-                "command": _on_host(rank_command(setup, words), cluster),
+                "command": _on_host(rank_command(setup, words), host),
             }  # fmt: skip
             environment = {
                 "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **host.environment, SUPERVISED: "1", SECRET: secret,
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(grace))),
             }  # fmt: skip
-            connection.run([python_of(cluster), "-m", AGENT, json.dumps(settings)], environment, directory_of(cluster))
+            connection.run([host.python, "-m", AGENT, json.dumps(settings)], environment, directory_of(host))
 
     def poll(self) -> dict[int, int]:
         for connection in self._connections:
@@ -172,9 +172,9 @@ class HostsJob:
             self._read(connection)
 
 
-def _on_host(command: Sequence[str], cluster: Cluster) -> list[str]:
-    """The command of a rank with the interpreter of the hosts."""
-    return [python_of(cluster), *command[1:]]
+def _on_host(command: Sequence[str], host: Host) -> list[str]:
+    """The command of a rank with the interpreter of its host."""
+    return [host.python, *command[1:]]
 
 
 class Returned:

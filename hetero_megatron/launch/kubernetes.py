@@ -40,9 +40,10 @@ def manifest(cluster: Cluster, command: Sequence[str], kind: str, name: str, max
     _check_name(name, "--job-name")
     for group in cluster.nodes:
         _check_name(_job(group), "nodes.name", cluster.file)
-    if not cluster.launch.image:
-        accepted = "launch: {image: REGISTRY/NAME:TAG}"
-        raise UserError("missing", field="launch.image", accepted=accepted, where=cluster.file)
+    for group in cluster.nodes:
+        if not (group.settings.image or cluster.launch.image):
+            accepted = "launch: {image: REGISTRY/NAME:TAG}, or image: of each node group"
+            raise UserError(f"missing, for {group.name}", field="launch.image", accepted=accepted, where=cluster.file)
     _check_pod_names(cluster, name)
     cluster = replace(cluster, launch=replace(cluster.launch, python=cluster.launch.python or "python"))
     job = _job_set if kind == "jobset" else _pytorch_job
@@ -148,12 +149,13 @@ def _pods(
     own = shlex.quote(whole.name) + ("" if whole.count == 1 else f"-$((NODE_RANK - {before}))")
     script = f"{counted}; export HETERO_NODE={own}; exec {line}"
     container: dict[str, Any] = {
-        "name": "ranks", "image": cluster.launch.image, "command": ["/bin/sh", "-c", literal(script)],
+        "name": "ranks", "image": whole.settings.image or cluster.launch.image,
+        "command": ["/bin/sh", "-c", literal(script)],
         "env": [*_variables(host.environment), _secret(name)],
     }  # fmt: skip
     volumes, container["volumeMounts"] = _volumes(cluster, name)
-    if cluster.launch.directory:
-        container["workingDir"] = cluster.launch.directory
+    if host.directory:
+        container["workingDir"] = host.directory
     if resource := _resource(cluster, group):
         container["resources"] = {"limits": {resource: group.chips_per_node}}
     selector = {"nodeSelector": dict(group.settings.node_selector)} if group.settings.node_selector else {}

@@ -16,7 +16,7 @@ from hetero_megatron.cluster.cluster import NodeGroup
 from hetero_megatron.cluster.units import SLURM
 from hetero_megatron.environment.slurm_names import expand
 from hetero_megatron.errors import UserError
-from hetero_megatron.launch.hosts import Host, directory_of, hosts_of, python_of, torchrun
+from hetero_megatron.launch.hosts import Host, hosts_of, torchrun
 
 # Before the time limit and at scancel the ranks get SIGTERM, save, and end; then torchrun may take so long.
 NOTICE_SECONDS, SAVE_SECONDS = 120, 100
@@ -37,21 +37,34 @@ def batch_script(
         common = [f"--job-name={name}", "--requeue", "--open-mode=append", f"--signal=TERM@{NOTICE_SECONDS}"]
         common += [f"--{key}={value}" for key in ("account", "time") if (value := getattr(cluster.launch, key))]
         lines += [f"#SBATCH {option}" for option in [*(common if not index else ()), *_component(group)]]
-    parts = ",".join(map(str, range(len(cluster.nodes))))
-    components = f"--het-group={parts} " if len(cluster.nodes) > 1 else ""
     restarts = ["--max-restarts", str(max_restarts)] if max_restarts else []
     task = [
-        python_of(cluster), *launch, "--via", "srun",
-        "--cluster", str(Path(cluster.file).absolute()), *restarts, "--", *command,
+        *launch, "--via", "srun", "--cluster", str(Path(cluster.file).absolute()), *restarts, "--", *command,
     ]  # fmt: skip
     lines += [
         "set -e",
-        f"cd -- {shlex.quote(directory_of(cluster))}",
+        f"cd -- {shlex.quote(cluster.launch.directory or os.getcwd())}",
         "# Of this job: nobody else on the network can claim a rank.",
         "export HETERO_JOB_SECRET=${HETERO_JOB_SECRET:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')}",
-        f"exec srun {components}--kill-on-bad-exit=1 {shlex.join(task)}",
+        f"exec srun {_components(cluster, task)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _components(cluster: Cluster, task: Sequence[str]) -> str:
+    """What srun is given: one command for all components, or, where their interpreters or directories differ, one for
+    each."""
+    first = {host.group: host for host in reversed(hosts_of(cluster))}
+    hosts = [first[group.name] for group in cluster.nodes]
+    alike = len({(host.python, host.directory) for host in hosts}) == 1
+    parts = [(",".join(map(str, range(len(hosts)))), hosts[0])] if alike else [*zip(map(str, range(len(hosts))), hosts)]
+    said: list[str] = []
+    for number, host in parts:
+        options = [f"--het-group={number}"] if len(hosts) > 1 else []
+        options += ["--kill-on-bad-exit=1"] if not said else []
+        options += [f"--chdir={host.directory}"] if host.directory != cluster.launch.directory else []
+        said.append(shlex.join([*options, host.python, *task]))
+    return " : ".join(said)
 
 
 def _component(group: NodeGroup) -> list[str]:
@@ -112,7 +125,7 @@ def run_task(
     try:
         os.execvpe(words[0], words, {**environment, **own, **host.environment})
     except OSError as error:
-        raise UserError(f"cannot be started: {error.strerror}", field="launch.python", value=words[0],
+        raise UserError(f"cannot be started: {error.strerror}", field=f"nodes: {host.group}: python", value=words[0],
                         accepted="an interpreter with Hetero-Megatron", where=cluster.file) from None  # fmt: skip
 
 

@@ -68,6 +68,16 @@ class StepWork:
     def _batch(self, fetch: Fetch, indices: Sequence[int], draws: Draws | None) -> Batch:
         return replace(fetch(indices).select(self._here.unit.tokens), draws=draws)
 
+    def sizes(self, batch_size: int) -> frozenset[tuple[int, int]]:
+        """(pipeline, sequences of a micro-batch) of all that a batch of this size is cut into; equal on all ranks."""
+        plan = self._here.plan
+        shares = pipeline_samples(plan, batch_size)
+        return frozenset(
+            (number, size)
+            for number, (pipeline, (start, stop)) in enumerate(zip(plan.pipelines, shares, strict=True))
+            for size in micro_batch_sizes(pipeline, stop - start)
+        )
+
     def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
         """(sequences of each micro-batch of the pipeline, the global sample indices of this rank's rows of it)."""
         here = self._here

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.platform.direct import DirectBackend
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Accelerator:
         visible: environment variables that say which devices a process may use.
         settings: environment variables that its libraries read when the device is first used, as a run wants them;
             exact_settings: further ones that equal bits in every run need (``--deterministic-mode``).
+        brought: direct backends of other plugins, which serve after its own.
+        eager_settings: with which its driver loads all kernels when it starts, and waits for none later.
     """
 
     name: ClassVar[str] = ""
@@ -69,6 +72,8 @@ class Accelerator:
     visible: ClassVar[tuple[str, ...]] = ()
     settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     exact_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    eager_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    brought: tuple[DirectBackend, ...] = ()
 
     def configure(self, deterministic: bool = False) -> tuple[str, ...]:
         """Set the environment variables, but for those that are set already. Called before the device is first used.
@@ -80,6 +85,31 @@ class Accelerator:
         for name, value in wanted.items():
             os.environ.setdefault(name, value)
         return tuple(f"{name}={os.environ[name]}" for name in wanted)
+
+    def load_eagerly(self) -> tuple[str, ...]:
+        """Have the driver load all kernels when it starts: set the environment variables for that, but for those that
+        are set already. Called before anything asks for devices.
+
+        Returns:
+            what holds, as ``NAME=value``, for the log.
+        """
+        for name, value in self.eager_settings.items():
+            os.environ.setdefault(name, value)
+        return tuple(f"{name}={os.environ[name]}" for name in self.eager_settings)
+
+    def reaches(self) -> tuple[str, ...]:
+        """The direct backends that are here, best first."""
+        return (*self.direct, *(b.name for b in self.brought if b.installed() and b.name not in self.direct))
+
+    def load_direct(self, name: str) -> None:
+        """Have one of them registered with torch; called by all ranks of an island, before their first group with it.
+
+        Raises:
+            UserError: it cannot be used here.
+        """
+        for backend in self.brought:
+            if backend.name == name and name not in self.direct:
+                backend.load()
 
     def installed(self) -> bool:
         """Whether its adapter is there; nothing is imported."""

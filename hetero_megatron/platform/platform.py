@@ -48,7 +48,7 @@ class Platform:
     @property
     def direct(self) -> tuple[str, ...]:
         """Backends that reach other vendors' chips, best first."""
-        return self.accelerator.direct if self.accelerator is not None else ()
+        return self.accelerator.reaches() if self.accelerator is not None else ()
 
     def identity(self) -> str:
         """Host and device, as its driver tells devices apart; empty where it does not."""
@@ -88,7 +88,7 @@ class Platform:
 
 def choose_platform(
     accelerators: Iterable[Accelerator], name: str | None, backend: str | None, local_rank: int, vendor: str = "",
-    deterministic: bool = False,
+    deterministic: bool = False, eager: bool = False,
 ) -> Platform:  # fmt: skip
     """The platform called ``name``, or that of ``vendor``, or the one accelerator that is here, or the CPU.
 
@@ -97,12 +97,14 @@ def choose_platform(
         backend: value of ``--distributed-backend``; None or ``auto``: the platform's best; ``gloo`` means the CPU.
         local_rank: index of the device on this node.
         deterministic: its libraries are to give equal bits in every run.
+        eager: its kernels are to be loaded when its driver starts (see :meth:`Accelerator.load_eagerly`).
 
     Raises:
         UserError: no such platform, none of its devices here, several that could be meant, or a backend that the
             platform does not speak.
     """
     known = {a.name: a for a in accelerators}
+    loading = {a.name: a.load_eagerly() for a in known.values()} if eager else {}
     if name is not None and name not in known:
         from hetero_megatron.ops.registry import unknown
 
@@ -127,7 +129,7 @@ def choose_platform(
             f"{name} does not speak it", field="--distributed-backend", value=backend,
             accepted=" or ".join(chosen.backends),
         )  # fmt: skip
-    settings = chosen.configure(deterministic)
+    settings = (*chosen.configure(deterministic), *loading.get(name, ()))
     device = chosen.device(local_rank)
     return Platform(device, backend_of(device, wanted), chosen, settings)
 

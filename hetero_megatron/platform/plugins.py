@@ -24,6 +24,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops.registry import Registry, torch_registry
 from hetero_megatron.ops.spec import Kernel
 from hetero_megatron.platform.accelerator import Accelerator
+from hetero_megatron.platform.direct import DirectBackend
 
 API_VERSION = 1
 GROUP = "hetero_megatron.plugins"
@@ -31,7 +32,7 @@ ENVIRONMENT = "HETERO_PLUGINS"
 # Modules of hetero_plugins.
 BUILT_IN = (
     "reference", "cpu", "onednn", "triton", "sdpa", "fp8", "nvidia", "amd", "ascend", "flash_attention", "liger",
-    "vendors",
+    "vendors", "flagcx",
 )  # fmt: skip
 
 
@@ -54,6 +55,7 @@ class PluginApi:
         self.name = name
         self.kernels: list[Kernel] = []
         self.platforms: list[Accelerator] = []
+        self.directs: list[DirectBackend] = []
 
     def kernel(self, kernel: Kernel) -> None:
         assert isinstance(kernel, Kernel), f"not a Kernel: {kernel!r}"
@@ -64,6 +66,10 @@ class PluginApi:
         assert accelerator.name and accelerator.device_type, f"{accelerator!r} has no name or device_type"
         self.platforms.append(accelerator)
 
+    def direct(self, backend: DirectBackend) -> None:
+        assert isinstance(backend, DirectBackend), f"not a DirectBackend: {backend!r}"
+        self.directs.append(backend)
+
 
 @dataclass
 class Plugin:
@@ -72,6 +78,7 @@ class Plugin:
     source: PluginSource
     kernels: list[Kernel] = field(default_factory=list)
     platforms: list[Accelerator] = field(default_factory=list)
+    directs: list[DirectBackend] = field(default_factory=list)
     error: str = ""
     trace: str = ""
 
@@ -126,6 +133,9 @@ def load_plugins(sources: Iterable[PluginSource] | None = None) -> Plugins:
         if plugin.ok:
             _commit(plugin, registry, platforms)
         plugins.append(plugin)
+    for accelerator in platforms.values():
+        found = (backend for plugin in plugins if plugin.ok for backend in plugin.directs)
+        accelerator.brought = tuple(backend for backend in found if accelerator.name in backend.platforms)
     return Plugins(plugins, registry, platforms)
 
 
@@ -142,7 +152,7 @@ def load(source: PluginSource) -> Plugin:
             for accelerator in api.platforms:
                 if type(accelerator).available is not Accelerator.available:  # which lets nothing out
                     accelerator.available()
-        return Plugin(source, api.kernels, api.platforms)
+        return Plugin(source, api.kernels, api.platforms, api.directs)
     except (Exception, SystemExit) as error:  # whatever a plugin does wrong must not stop the others
         text = str(error).strip().splitlines()
         return Plugin(source, error=f"{type(error).__name__}: {text[0] if text else ''}", trace=traceback.format_exc())

@@ -19,6 +19,7 @@ from hetero_megatron.plan import Plan, format_plan, idle_ranks
 from hetero_megatron.plan.islands import format_islands, over_libraries
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins
+from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.text import notice_line, plural, rank_ranges
 
@@ -141,6 +142,7 @@ def platform_at(
     name: str | None = None,
     backend: str | None = None,
     deterministic: bool = False,
+    eager: bool = False,
 ) -> Platform:
     """This process's platform.
 
@@ -149,12 +151,27 @@ def platform_at(
         name: of the platform; None: that of the vendor of the emulated chip, else the one that is here.
         backend: of torch.distributed; None: the device's own.
         deterministic: have the device's library give the same bits every time.
+        eager: have its kernels loaded when its driver starts, see :func:`sizes_follow_data`.
 
     Raises:
         UserError: there is no such platform, see :func:`~hetero_megatron.platform.choose_platform`.
     """
     vendor = cluster.emulated_vendor(place) if cluster is not None else ""
-    return choose_platform(plugins.platforms.values(), name, backend, launcher.device_index, vendor, deterministic)
+    known, index = plugins.platforms.values(), launcher.device_index
+    return choose_platform(known, name, backend, index, vendor, deterministic, eager)
+
+
+def sizes_follow_data(plan: Plan, spec: ModelSpec, documents_apart: bool) -> bool:
+    """Whether kernels that no warm-up can know are first used beside waiting messages: stages follow each other, and
+    sizes depend on what is trained on (tokens of each expert; attention within each of several documents).
+
+    Libraries choose kernels by sizes, and a driver that loads one when it is first used waits until the device is
+    drained: for a receive, perhaps, of what a rank will send that waits for this one.
+
+    Args:
+        documents_apart: attention does not cross the ends of documents.
+    """
+    return (spec.moe is not None or documents_apart) and any(len(p.stages) > 1 for p in plan.pipelines)
 
 
 def check_world(config: RunConfig, world: int) -> None:

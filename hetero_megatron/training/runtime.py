@@ -133,7 +133,7 @@ class Runtime:
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load) if optimizer is not None else None
         self.before_update: Callable[[], None] = lambda: None
         self.unwatched: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._warm: set[bool] = set()
+        self._warm: dict[bool, frozenset[tuple[int, int]]] = {}
 
     def _default_kernels(self) -> KernelPlan:
         here, options = self.here, self.options
@@ -195,17 +195,21 @@ class Runtime:
     def warm_up(
         self, fetch: Fetch, first_sample: int, batch_size: int, forward_only: bool = False, step: int = 0
     ) -> None:
-        """Before the first step, and the first evaluation: use all that it will use on devices once, with no message
-        pending (see :meth:`PipelineExecutor.rehearse`). Called on all ranks; where no rank of the job has a device, it
-        does nothing. Weights, random numbers and memory are as if it had not been.
+        """Before the first step, and the first evaluation, and those whose micro-batches have other sizes in any
+        pipeline: use all that it will use on devices once, with no message pending (see
+        :meth:`PipelineExecutor.rehearse`). Called on all ranks; where no rank of the job has a device, it does nothing.
+        Weights, random numbers and memory are as if it had not been.
 
         Args: of :meth:`work`.
         """
-        if forward_only in self._warm:
-            return
-        self._warm.add(forward_only)
         if self.comm.islands is None or not self.comm.islands.has_devices:
             return
+        known, sizes = self._warm.get(forward_only, frozenset()), self._step_work.sizes(batch_size)
+        if sizes <= known:
+            return
+        self._warm[forward_only] = known | sizes
+        if self.graphs is not None:
+            self.graphs.warmed_up = False  # until the step begins
         accelerator = self.comm.accelerator
         random = accelerator.rng_state() if accelerator is not None else torch.get_rng_state()
         with self.unwatched():
@@ -217,7 +221,8 @@ class Runtime:
             return
         accelerator.synchronize()
         accelerator.set_rng_state(random)
-        accelerator.forget_peak_memory()
+        if not known:
+            accelerator.forget_peak_memory()
 
     def forward_backward(
         self, fetch: Fetch, first_sample: int, batch_size: int, loss_scale: float = 1.0, step: int = 0

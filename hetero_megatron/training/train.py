@@ -46,6 +46,7 @@ from hetero_megatron.training.rank_platform import (
     plan_for,
     platform_at,
     position,
+    sizes_follow_data,
     transport_of,
 )
 from hetero_megatron.training.runtime import Runtime
@@ -177,7 +178,9 @@ def train(
     check_world(config, launcher.world_size)
     plugins = load_plugins()
     place = position(config.cluster, launcher)
-    asked = config.platform, config.distributed.backend, config.deterministic
+    apart = config.data is not None and (config.data.reset_attention_mask or config.data.sft)
+    eager = sizes_follow_data(config.plan, config.spec, apart)
+    asked = config.platform, config.distributed.backend, config.deterministic, eager
     platform = platform_at(place, config.cluster, launcher, plugins, *asked)
     check_device(platform, launcher)
     check_graphs(config, platform)

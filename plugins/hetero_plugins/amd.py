@@ -16,6 +16,7 @@ class Amd(CudaGraphs):
     name, vendor, device_type, backends = "amd", "AMD", "cuda", ("nccl",)  # RCCL answers to nccl
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     visible = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    eager_settings = {"HIP_ENABLE_DEFERRED_LOADING": "0"}
     limits = Limits(shared_bytes=64 * 1024, max_warps=16, max_grid=2**31 - 1)
 
     def matches(self) -> bool:

@@ -21,6 +21,7 @@ class Nvidia(CudaGraphs):
     settings = {ALLOCATOR: "expandable_segments:True"}
     visible = ("CUDA_VISIBLE_DEVICES",)
     exact_settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else cuBLAS may pick another algorithm each time
+    eager_settings = {"CUDA_MODULE_LOADING": "EAGER"}
     limits = Limits(shared_bytes=227 * 1024, max_warps=32, max_grid=2**31 - 1)
 
     def configure(self, deterministic: bool = False) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Matrix products in fp32 by oneDNN, which comes with torch, on CPUs with AVX-512.
+"""Matrix products in fp32 by oneDNN, which comes with torch, on CPUs with AVX-512 that are not Intel's.
 
-aten multiplies fp32 by torch's BLAS, MKL, which does not use AVX-512 on every CPU that has it. oneDNN does. Few rows
-stay with aten, where a call of oneDNN takes longer than the product.
+aten multiplies fp32 by torch's BLAS, MKL, which uses AVX-512 on Intel's CPUs only. oneDNN does on all. Few rows stay
+with aten, where a call of oneDNN takes longer than the product.
 
 oneDNN generates code for each shape that it meets and keeps it, about half a MiB. How many rows an expert gets differs
 from call to call, so products of these are of few, rounded numbers of rows.
@@ -9,7 +9,9 @@ from call to call, so products of these are of few, rounded numbers of rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from hetero_megatron.ops.spec import VENDOR, Capability, Kernel, Signature
 from hetero_megatron.platform.plugins import PluginApi
 
 HETERO_PLUGIN_API = 1
+INTEL = "GenuineIntel"
 
 Product = Callable[..., Any]
 TILE = 64
@@ -149,11 +152,24 @@ def grouped_backward(
     return grouped_input_gradient(dy, weight, ends), grouped_weight_gradient(dy, x, ends), dbias
 
 
+def cpu_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """As the CPU says it, e.g. ``AuthenticAMD``; empty where the system does not tell."""
+    try:
+        found = re.search(r"^vendor_id[ \t]*:[ \t]*(\S+)", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
 def _supports(signature: Signature) -> list[str]:
     if not torch.backends.mkldnn.is_available():
         return ["this torch was built without oneDNN"]
     simd = torch.backends.cpu.get_cpu_capability()
-    return [] if simd == "AVX512" else [f"the CPU has {simd}, not AVX512: no faster than aten"]
+    if simd != "AVX512":
+        return [f"the CPU has {simd}, not AVX512: no faster than aten"]
+    if torch.backends.mkl.is_available() and cpu_vendor() == INTEL:
+        return ["MKL, which aten calls, uses AVX-512 on Intel's CPUs: no faster than aten"]
+    return []
 
 
 def register(api: PluginApi) -> None:

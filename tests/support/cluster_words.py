@@ -30,7 +30,8 @@ BASE: dict[str, Any] = {
     "version": 1,
     "nodes": [
         {"name": "big", "count": 2, "chip": "own", "chips_per_node": 2, "hosts": ["n1", "n2"], "interface": "eth0",
-         "env": {"MODE": "x y"}, "partition": "a", "gres": "gpu:2", "node_selector": {"pool": "a"}, "resource": "x/y"},
+         "env": {"MODE": "x y"}, "partition": "a", "gres": "gpu:2", "node_selector": {"pool": "a"}, "resource": "x/y",
+         "python": "/rocm/bin/python", "directory": "/rocm/job", "image": "e.com/rocm:1"},
         {"name": "small", "count": 1, "chip": "H20"},
     ],
     "chips": {"own": {
@@ -93,7 +94,7 @@ def expanded(text: str, environment: dict[str, str]) -> str:
 
 def check_ssh(cluster: Cluster) -> None:
     for host in hosts_of(cluster):
-        argv = ssh_words("ssh -o BatchMode=yes", host, cluster, remote_line(cluster))
+        argv = ssh_words("ssh -o BatchMode=yes", host, cluster, remote_line(host.python))
         end = argv.index("--")
         assert argv[:end] in (["ssh", "-o", "BatchMode=yes"], ["ssh", "-o", "BatchMode=yes", "-p", argv[end - 1]])
         assert len(argv) == end + 3 and not argv[end + 1].startswith("-")

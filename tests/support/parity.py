@@ -22,14 +22,14 @@ from hetero_megatron.plan.fp8_checks import fp8_fits
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing
-from hetero_megatron.training.rank_platform import plan_for
+from hetero_megatron.training.rank_platform import plan_for, sizes_follow_data
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
 from tests.support.random_plans import random_features, random_model, random_plan
-from tests.support.vendors import with_attention
+from tests.support.vendors import load_as_asked, with_attention
 
 EOD = 0
 STEPS = 2  # the second has the weights, the moments and the experts' bias of the first
@@ -192,6 +192,7 @@ def multiply_in_fp8(hf: torch.nn.Module, fp8: Fp8) -> None:
 def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str, np.ndarray]) -> dict[str, Any]:
     """One rank of the runtime; returns what it saw, with the box of every array."""
     plan = with_attention(plan_for(plan, comm.islands), comm.device)
+    load_as_asked(comm, sizes_follow_data(plan, spec, case.packed))
     compiled = CompiledPlan(plan, spec)
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:

@@ -1,4 +1,5 @@
-"""Platforms of the ranks of a pool. ``walled`` is a vendor whose library is gloo, for its own ranks only."""
+"""Platforms of the ranks of a pool. ``walled`` is a vendor whose library is gloo, for its own ranks; ``reaching:V``
+is another one, V, which reaches others by a stand-in for FlagCX."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero_megatron.comm import Comm
 from hetero_megatron.plan import Plan
 from hetero_megatron.platform import CPU, Platform
+from hetero_megatron.platform.direct import DirectBackend
 from tests.support.paths import ROOT
 
 BACKEND = "walled"
@@ -27,6 +30,15 @@ class Walled(CPU):
     def load(self) -> None:
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+
+
+class Reaching(Walled):
+    """One of several vendors of which each has walls, and all have FlagCX."""
+
+    brought = (DirectBackend("flagcx", "flagcx", ("walled",)),)
+
+    def __init__(self, vendor: str) -> None:
+        self.vendor = vendor  # type: ignore[misc]
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -48,6 +60,17 @@ def with_attention(plan: Plan, device: torch.device, *more: str) -> Plan:
     return replace(plan, pipelines=pipelines)
 
 
+def load_as_asked(comm: Comm, eager: bool) -> None:
+    """What a run does before it uses its device (``Accelerator.load_eagerly``), for a rank that trains one plan after
+    another."""
+    if comm.accelerator is None:
+        return
+    for name in comm.accelerator.eager_settings:
+        os.environ.pop(name, None)
+    if eager:
+        comm.accelerator.load_eagerly()
+
+
 @functools.cache
 def build_emulated() -> None:
     """Build the emulated device unless it is there; the test is skipped where there is no compiler."""
@@ -60,8 +83,8 @@ def build_emulated() -> None:
 
 
 def platform(name: str, rank: int) -> Platform:
-    """``cpu``, ``walled``, or ``emulated``: a device of plugins/emulated_vendor, which has to be built; with bad habits
-    after a colon (``emulated:lazy-loading,slots=8``)."""
+    """``cpu``, ``walled``, ``reaching:VENDOR``, or ``emulated``: a device of plugins/emulated_vendor, which has to be
+    built; with bad habits after a colon (``emulated:lazy-loading,slots=8``)."""
     if name == "cpu":
         return Platform(torch.device("cpu"), "gloo")
     if name == "walled":
@@ -69,6 +92,11 @@ def platform(name: str, rank: int) -> Platform:
         vendor.load()
         return Platform(torch.device("cpu"), BACKEND, vendor)
     kind, _, habits = name.partition(":")
+    if kind == "reaching":
+        sys.path.insert(0, str(ROOT / "tests" / "support" / "flagcx_stub"))
+        reaching = Reaching(habits)
+        reaching.load()
+        return Platform(torch.device("cpu"), BACKEND, reaching)
     assert kind == "emulated", name
     os.environ["HETERO_EMULATED_HABITS"] = habits
     sys.path.insert(0, str(PLUGINS / "emulated_vendor"))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import signal
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.namespace_hosts import NamespaceHosts, missing
+from tests.support.paths import ROOT
+from tests.support.vendors import PLUGINS, build_emulated
 
 pytestmark = [pytest.mark.testbed("hosts")]
 PROGRAM = "import os; print({k: os.environ[k] for k in ('RANK', 'HETERO_NODE', 'WORLD_SIZE')}, flush=True)"
@@ -41,6 +46,61 @@ def test_every_chip_is_a_rank_and_its_lines_say_which(hosts: NamespaceHosts, tmp
         mine = [line for line in said if f"[{node}] [rank {rank}]" in line]
         assert len(mine) == 1 and f"'HETERO_NODE': '{node}'" in mine[0] and "'WORLD_SIZE': '3'" in mine[0], said
     assert "'RANK': '2'" in (tmp_path / "logs" / "host1.log").read_text()
+    assert hosts.no_orphans() == []
+
+
+# What a second environment is: another interpreter, whose torch says to be another release for another vendor.
+OTHER_TORCH = (
+    "import site, sys, importlib.util as u; site.addsitedir({packages!r}); "
+    "s = u.spec_from_file_location('torch.version', {packages!r} + '/torch/version.py'); m = u.module_from_spec(s); "
+    "s.loader.exec_module(m); m.__version__ = '2.11.0+rocm7.1'; sys.modules['torch.version'] = m\n"
+)
+
+
+def other_environment(folder: Path) -> Path:
+    """Its interpreter."""
+    venv.create(folder, with_pip=False)
+    own = next((folder / "lib").glob("python*")) / "site-packages"
+    (own / "other.pth").write_text(OTHER_TORCH.format(packages=sysconfig.get_path("purelib")))
+    made = own / "torch-2.11.0+rocm7.1.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0+rocm7.1\n")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_hosts_of_two_vendors_train_from_two_environments(hosts: NamespaceHosts, tmp_path: Path) -> None:
+    build_emulated()
+    python, there = other_environment(tmp_path / "other env"), tmp_path / "own folder"
+    there.mkdir()
+    data = yaml.safe_load(hosts.cluster([1, 1]).read_text())
+    data["nodes"][0] |= {"python": str(python), "directory": str(there)}
+    data["nodes"][1]["chip"] = "device"
+    data["chips"]["device"] = {
+        **data["chips"]["core"], "vendor": "emulated", "host_bandwidth": "1 GB/s", "emulate": {"speed": 1.0},
+    }  # fmt: skip
+    data["launch"] = {"python": sys.executable, "directory": str(ROOT), "env": {
+        "HETERO_PLUGINS": "hetero_emulated_vendor.plugin", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{PLUGINS / 'emulated_vendor'}",
+    }}  # fmt: skip
+    cluster = tmp_path / "unlike.yaml"
+    cluster.write_text(yaml.safe_dump(data))
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({
+        "version": 1, "seq_length": 32, "global_batch_size": 4, "schedule": "1f1b", "pipelines": [{
+            "micro_batch_size": 1, "num_micro_batches": 4, "stages": [
+                {"ranks": [0], "layers": [0, 3]},
+                {"ranks": [1], "layers": [3, 6], "kernels": {"attention": "reference"}},
+            ],
+        }],
+    }))  # fmt: skip
+    words = ["--model", "tiny", "--mock-data", "--train-iters", "2", "--lr", "1e-3", "--log-interval", "1"]
+    command = ["-m", "hetero_megatron.cli.main", "pretrain", "--plan", str(plan), "--cluster", str(cluster), *words]
+    job = hosts.start(launch(hosts, cluster, "--", *command))
+    out, err = job.communicate(timeout=300)
+    assert job.returncode == 0, out + err
+    assert "notice: launcher: torch: 2.11.0 on host0; 2.13.0 on host1" in out, out
+    assert "done: 2 steps" in out and "island 0 with 1: bridge" in out, out
     assert hosts.no_orphans() == []
 
 

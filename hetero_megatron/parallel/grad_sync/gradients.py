@@ -218,7 +218,8 @@ class GradientSync:
     def rehearsed(self) -> None:
         """Send the sums off as a step does, and forget them: what was added up so far was no step's."""
         self.finish()
-        self.sums.allocated.clear()
+        if not self.sums.keep:
+            self.sums.allocated.clear()
 
 
 def _call(method: WeakMethod[Any], name: str, param: torch.Tensor) -> None:

@@ -202,3 +202,8 @@ def launches() -> dict[str, int]:
     """How many operators, copies and graphs the host of this process launched so far, by name. Views are none; what a
     graph holds is counted neither when it is captured nor when it runs."""
     return dict(extension.launches())
+
+
+def loaded_kernels() -> list[str]:
+    """The kernels that this process has used so far, by operator and dtypes, in the order of their first use."""
+    return list(extension.loaded_kernels())

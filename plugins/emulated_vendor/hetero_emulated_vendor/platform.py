@@ -18,6 +18,7 @@ class EmulatedVendor(Accelerator):
     backends = ("emuccl",)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     visible = ("HETERO_EMULATED_VISIBLE",)
+    eager_settings = {"HETERO_EMULATED_LOADING": "EAGER"}
     automatic = False
     tested = True
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 import torch
 
 from hetero_megatron.comm import Comm
-from tests.support.parity import Case, check_case, fixed_case, random_case, run_rank
+from hetero_megatron.pipeline.executor import PipelineExecutor, StepResult
+from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.training.runtime import Runtime
+from tests.support.parity import Case, check_case, fixed_case, random_case, reference, run_rank
 from tests.support.pool import PRELOAD, Pool, shared_pool
 from tests.support.ports import free_port
 from tests.support.small_plans import LLAMA, pipe, plan, stage
@@ -22,7 +26,10 @@ from tests.support.small_plans import LLAMA, pipe, plan, stage
 pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  # building takes minutes
 
 TWO_STAGES = plan([pipe(1, 4, stage([0], [0, 1]), stage([1], [1, 3]))])
+SPLIT = [{"ranks": [0, 1], "tokens": [10, 6], "heads": [4, 2]}]
+DOCUMENTS = plan([pipe(1, 4, stage([0, 1], [0, 2], context=SPLIT, order="contiguous"), stage([2], [2, 3]))], 16)
 TWO_REPLICAS = plan([pipe(1, 2, stage([0], [0, 3])), pipe(1, 2, stage([1], [0, 3]))])
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 # As many slots as an H100 has multiprocessors: a receive between unlike meshes is several messages.
 ALL = "lazy-loading,blocking-groups,slots=132,communicator-mib=8,freeing-waits"
 
@@ -39,6 +46,8 @@ CASES: dict[str, tuple[str, Case]] = {
         "blocking-groups", fixed_case(LLAMA | {"tie_word_embeddings": True}, TWO_STAGES)
     ),
     "no double precision": ("no-fp64", fixed_case(LLAMA, TWO_STAGES, dtype="fp32")),
+    "sizes follow the data: tokens of each expert": ("lazy-loading", fixed_case(MIXTRAL, TWO_STAGES)),
+    "sizes follow the data: documents": ("lazy-loading", fixed_case(LLAMA, DOCUMENTS, packed=True)),
     "one rank compiles longer than others wait to connect": (
         "blocking-groups,connect=3,compile=6", fixed_case(LLAMA, TWO_REPLICAS)
     ),
@@ -48,19 +57,49 @@ CASES: dict[str, tuple[str, Case]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_process(name: str) -> None:
     habits, case = CASES[name]
-    check_case(case, pool_of(habits))
+    check_case(case, pool_of(habits, 3 if case.plan is DOCUMENTS else 2))
 
 
-UNSOLVED = {70, 78, 79, 98}  # seeds that timed out in a receive; why is not known (docs/results/devices.md)
 SEEDS = [int(os.environ.get("SEED", "50")) + i for i in range(int(os.environ.get("N", "16")))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_plans_equal_one_process_with_all_habits(seed: int) -> None:
-    if seed in UNSOLVED:
-        pytest.xfail("it times out in a receive")
     check_case(random_case(seed), pool_of(ALL, 8))
+
+
+def loaded_by(comm: Comm, batches: Sequence[int], *arguments: Any) -> list[list[str]]:
+    """Kernels that were first used while the actions of each step ran, where messages may wait."""
+    loaded, known = torch.emu.loaded_kernels, list[list[str]]()  # type: ignore[attr-defined]
+    run, step = PipelineExecutor.run, Runtime.train_step
+
+    def counting(self: PipelineExecutor, *given: Any) -> StepResult:
+        before = len(loaded())
+        result = run(self, *given)
+        known.append(loaded()[before:])
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineExecutor, "run", counting)
+        sizes = iter(batches)
+        patch.setattr(
+            Runtime, "train_step",
+            lambda self, fetch, first, _, *rest, **more: step(self, fetch, first, next(sizes), *rest, **more),
+        )
+        run_rank(comm, *arguments)
+    return known
+
+
+def test_nothing_is_first_used_beside_messages_when_micro_batches_change_their_size() -> None:
+    """A batch that grows, or that does not divide: kernels are chosen by sizes."""
+    odd = plan([pipe(2, 4, stage([0], [0, 1]), stage([1], [1, 3]))], 13)  # a length of its own: the pool is shared
+    case = fixed_case(LLAMA, odd)
+    outcome, spec, initial = reference(case, torch.float64)
+    assert outcome
+    arrays = {name: tensor.numpy() for name, tensor in initial.items()}
+    ranks = pool_of("lazy-loading").run(loaded_by, (8, 7), case, plan_from_dict(odd, spec), spec, arrays)
+    assert ranks == [[[], []]] * 2
 
 
 def communicators_of(comm: Comm, *arguments: Any) -> int:

@@ -19,6 +19,7 @@ from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.edit import without_nodes
 from hetero_megatron.cluster.subset import without
 from hetero_megatron.errors import UserError
+from hetero_megatron.launch.connection import remote_line
 from hetero_megatron.launch.hosts import hosts_of, printed
 from hetero_megatron.launch.kubernetes import manifest
 from hetero_megatron.launch.slurm import batch_script, place_of_task
@@ -57,6 +58,8 @@ def test_a_shell_reads_the_printed_lines(file: Path) -> None:
     assert len(lines) == 5
     for index, line in enumerate(lines):
         words = shlex.split(line)
+        assert words[:4] == ["cd", "--", "/shared", "&&"]
+        words = words[4:]
         environment = dict(word.split("=", 1) for word in words[: words.index("/opt/venv/bin/python")])
         assert environment["HETERO_NODE"] == ("big-0", "big-1", "small-0", "small-1", "small-2")[index]
         assert environment["ALL"] == "1" and environment.get("MODE") == (None if index < 2 else "x y")
@@ -87,6 +90,57 @@ def test_a_host_file_is_the_cluster_file_that_says_the_same(tmp_path: Path) -> N
     found = [(host.address, host.chip, host.chips) for host in hosts_of(cluster)]
     assert found == [("10.0.0.1", "A100-80-SXM", 8), ("10.0.0.2", "A100-80-SXM", 8), ("n3", "H20", 4)]
     assert cluster.world_size == 20
+
+
+OWN = """
+version: 1
+nodes:
+  - {name: cuda, count: 1, chip: A100-80-SXM, chips_per_node: 8, hosts: [n1]}
+  - {name: rocm, count: 2, chip: MI300X, chips_per_node: 8, hosts: [n2, n3], python: /rocm env/bin/python,
+     directory: /rocm/job, image: "e.com/rocm:1", env: {HSA_XNACK: 0}}
+links: {inter_node: {bandwidth: 1 GB/s}}
+launch: {python: /cuda/bin/python, directory: /shared, image: "e.com/cuda:1"}
+"""
+PYTHONS = ["/cuda/bin/python", "/rocm env/bin/python", "/rocm env/bin/python"]
+DIRECTORIES = ["/shared", "/rocm/job", "/rocm/job"]
+
+
+def test_node_groups_may_have_their_own_python_directory_and_image(tmp_path: Path) -> None:
+    """Builds of one framework for two vendors are two environments."""
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN)
+    cluster = load_cluster(path)
+    assert [host.python for host in hosts_of(cluster)] == PYTHONS
+    lines = [shlex.split(line) for line in printed(cluster, COMMAND).splitlines() if not line.startswith("#")]
+    for words, python, directory in zip(lines, PYTHONS, DIRECTORIES, strict=True):
+        assert words[:4] == ["cd", "--", directory, "&&"] and python in words
+    for host, python in zip(hosts_of(cluster), PYTHONS, strict=True):
+        assert shlex.split(remote_line(host.python))[:2] == ["exec", python]
+    script = batch_script(cluster, COMMAND, "job", ["-m", "launch"])
+    srun = shlex.split(script.splitlines()[-1])[2:]
+    first, second = srun[: srun.index(":")], srun[srun.index(":") + 1 :]
+    assert first[:4] == ["--het-group=0", "--kill-on-bad-exit=1", PYTHONS[0], "-m"] and first[-4:] == COMMAND
+    assert second[:4] == ["--het-group=1", "--chdir=/rocm/job", PYTHONS[1], "-m"] and second[-4:] == COMMAND
+    for kind in ("jobset", "pytorchjob"):
+        made = list(yaml.safe_load_all(manifest(cluster, COMMAND, kind, "train")))[1]["spec"]
+        jobs = made.get("replicatedJobs") or made["pytorchReplicaSpecs"].values()
+        specs = [job["template"]["spec"] for job in jobs]
+        containers = [spec.get("template", {"spec": spec})["spec"]["containers"][0] for spec in specs]
+        assert [c["image"] for c in containers] == ["e.com/cuda:1", "e.com/rocm:1"]
+        assert [c["workingDir"] for c in containers] == ["/shared", "/rocm/job"]
+        for container, python in zip(containers, PYTHONS, strict=False):
+            assert python in shlex.split(container["command"][-1].partition("exec ")[2])
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(document(cluster)))
+    assert hosts_of(load_cluster(again)) == hosts_of(cluster)
+    assert hosts_of(without(cluster, ["cuda"]))[0].python == PYTHONS[1]
+
+
+def test_one_group_without_an_image_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN.replace(', image: "e.com/cuda:1"', ""))
+    with pytest.raises(UserError, match="launch.image.*missing, for cuda"):
+        manifest(load_cluster(path), COMMAND, "jobset", "train")
 
 
 # SLURM

@@ -137,6 +137,29 @@ def test_what_hosts_say(case: str, tmp_path: Path) -> None:
     check_facts(dict(zip(("a-0", "a-1"), vendors, strict=True)), connections, cluster)  # after + stands the vendor
 
 
+def test_chips_of_unlike_vendors_may_need_other_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes: [{name: a, count: 2, chip: H20}, {name: b, count: 2, chip: MI300X}]\n")
+    cluster = load_cluster(path)
+    connections = [Known(host) for host in hosts_of(cluster)]
+
+    def check(**torch: str) -> None:
+        said = {node: facts(identity=node, torch=torch[node[0] + node[2]]) for node in ("a-0", "a-1", "b-0", "b-1")}
+        check_facts(said, connections, cluster)
+
+    check(a0="2.13.0+cu130", a1="2.13.0+cu130", b0="2.11.0+rocm7.1", b1="2.11.0+rocm7.1")
+    assert "notice: launcher: torch: 2.13.0 on a-0, a-1; 2.11.0 on b-0, b-1" in capsys.readouterr().out
+    for versions in (
+        {"a0": "2.13.0", "a1": "2.12.0", "b0": "2.11.0", "b1": "2.11.0"},
+        {"a0": "2.13.0", "a1": "2.11.0", "b0": "2.11.0", "b1": "2.11.0"},
+    ):
+        with pytest.raises(UserError) as found:
+            check(**versions)
+        refused(found.value, "torch", "2.13.0 on a-0", "chips of one vendor")
+    with pytest.raises(UserError, match="Hetero-Megatron"):
+        check_facts({c.host.node: facts(version=c.host.group) for c in connections}, connections, cluster)
+
+
 COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no command": (["launch", "--cluster", "GOOD"], ("-- COMMAND", "missing")),
     "no cluster": (["launch", "--", "x.py"], ("--cluster",)),

@@ -19,6 +19,7 @@ from hetero_megatron.ops.conformance.run import Sandbox
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.plugin_check.check import check_plugin
 from hetero_megatron.plugin_check.report import print_report
+from hetero_plugins import onednn
 from tests.support.paths import ROOT
 from tests.support.selection import quick
 
@@ -35,8 +36,24 @@ def failures(provider: str, op: str, dtypes: tuple[torch.dtype, ...] = DTYPES, q
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN serves CPUs with AVX-512")
 @pytest.mark.parametrize("op", ["gemm", "grouped_gemm"])
-def test_onednn_conforms(op: str) -> None:
+def test_onednn_conforms(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "cpu_vendor", lambda: "AuthenticAMD")
     assert failures("onednn", op, (torch.float32,), quick=False) == []
+
+
+def test_onednn_serves_where_mkl_does_not_use_avx_512(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    kernel = load_plugins().registry.kernel("gemm", "onednn")
+    for vendor, said in (("AuthenticAMD", ""), ("", ""), (onednn.INTEL, "MKL")):
+        info = tmp_path / "cpuinfo"
+        info.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: a GenuineIntel one\n")
+        assert onednn.cpu_vendor(info) == vendor
+        monkeypatch.setattr(onednn, "cpu_vendor", lambda vendor=vendor: vendor)
+        problems = kernel.supports(Signature("gemm", "cpu", torch.float32, "cpu"))
+        assert (said in problems[0]) if said else problems == []
+        monkeypatch.undo()
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert onednn.cpu_vendor(tmp_path / "nothing") == ""
 
 
 @pytest.mark.parametrize("op", sorted(SPECS))

@@ -112,6 +112,17 @@ def test_many_communicators_are_told() -> None:
     assert communicators(Islands([NVIDIA] * 40), groups[:30]) == communicators(Islands([CPU] * 40), groups) == []
 
 
+def test_direct_backends_that_only_some_ranks_of_a_vendor_have_are_refused_and_named() -> None:
+    """The others would wait for them in groups of another kind. Without other islands nobody goes by them."""
+    without = changed(NVIDIA, direct=())
+    Islands([NVIDIA, without])
+    Islands([changed(one, transport=BRIDGE) for one in (NVIDIA, without, AMD)])
+    with pytest.raises(UserError) as refused:
+        Islands([NVIDIA, without, AMD])
+    assert "unlike direct backends: flagcx on ranks 0, none on ranks 1" in str(refused.value)
+    assert "--transport bridge" in str(refused.value)
+
+
 def test_unlike_versions_of_a_library_are_refused_and_named() -> None:
     """Within an island: who does not talk by the library may have any."""
     old, new = changed(NVIDIA, library_version="2.26.2"), changed(NVIDIA, library_version="2.27.5")

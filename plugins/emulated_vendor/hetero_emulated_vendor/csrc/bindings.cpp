@@ -52,6 +52,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return c10::make_intrusive<DeviceBackend>(inner, store, rank, size, limit, ctas);
       }));
   module.def("communicators", &communicators);
+  module.def("loaded_kernels", &loaded_kernels);
   module.def("check_habits", [] { habits(); });
   module.def(
       "meet",

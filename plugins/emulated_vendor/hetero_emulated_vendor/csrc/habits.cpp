@@ -50,13 +50,31 @@ const Habits& habits() {
   return found;
 }
 
+namespace {
+
+struct Loaded {
+  std::mutex mutex;
+  std::set<std::pair<int, std::string>> seen;
+  std::vector<std::string> in_order;
+};
+
+Loaded& loaded() {
+  static auto* found = new Loaded;
+  return *found;
+}
+
+}  // namespace
+
+std::vector<std::string> loaded_kernels() {
+  std::lock_guard<std::mutex> lock(loaded().mutex);
+  return loaded().in_order;
+}
+
 void load_kernel(int device, const std::string& key) {
-  if (!habits().lazy_loading && habits().compile_seconds == 0) return;
-  static std::mutex mutex;
-  static std::set<std::pair<int, std::string>> loaded;
   {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (!loaded.emplace(device, key).second) return;
+    std::lock_guard<std::mutex> lock(loaded().mutex);
+    if (!loaded().seen.emplace(device, key).second) return;
+    loaded().in_order.push_back(key);
   }
   if (habits().compile_seconds > 0 && key.rfind("aten::mm", 0) == 0) {
     static std::once_flag compiled;
@@ -65,7 +83,9 @@ void load_kernel(int device, const std::string& key) {
       std::call_once(compiled, [] { std::this_thread::sleep_for(std::chrono::duration<double>(habits().compile_seconds)); });
     }
   }
-  if (habits().lazy_loading) settle_device(device);
+  if (!habits().lazy_loading) return;
+  const char* loading = std::getenv("HETERO_EMULATED_LOADING");
+  if (loading == nullptr || std::string(loading) != "EAGER") settle_device(device);
 }
 
 Slots& Slots::get() {

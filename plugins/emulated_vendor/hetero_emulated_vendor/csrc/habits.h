@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace emu {
 
@@ -26,6 +27,9 @@ const Habits& habits();
 
 // Called before a kernel runs: waits where the device does, and has to. `key` says which kernel.
 void load_kernel(int device, const std::string& key);
+
+// Keys of the kernels that this process has used, in the order of their first use.
+std::vector<std::string> loaded_kernels();
 
 // Slots of the device that receives hold, and kernels need one of.
 class Slots {
