@@ -11,7 +11,6 @@ from hetero_megatron.calibration.exchange import fit_phases
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.graph_partition import layer_seconds
@@ -23,7 +22,6 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
-from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.grad_sync import GradSync
 from hetero_megatron.predictor.simulate.prepared import PreparedPlan
@@ -74,8 +72,7 @@ def test_the_search_and_the_prediction_agree(per_node: int) -> None:
 
 
 def test_directions_of_a_boundary_are_priced_apart() -> None:
-    """Activations go one way, gradients the other; whether there or back is the slow one makes a difference for both
-    schedules."""
+    """Activations go one way, gradients the other; whether there or back is the slow one makes a difference."""
     for slow in ([0, 1], [1, 0]):
         there = cluster(speeds=(1.0, 1.0), alpha=0.0)
         a, b = (f"n{i}" for i in slow)
@@ -83,12 +80,11 @@ def test_directions_of_a_boundary_are_priced_apart() -> None:
         one_way = {"from": a, "to": b, "alpha": 0.0, "beta": beta}
         there = replace(there, rates={**there.rates, "links": [*there.rates["links"], one_way]})
         scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 1, SearchOptions(dtype="fp32")))
-        for schedule in ("1f1b", "gpipe"):
-            shape = PipelineTemplate(1, (StageTemplate(0, 1, 1, 6), StageTemplate(1, 1, 1, 5)))
-            placed = place(PlanTemplate((PipelineReplicas(shape, 1, 6),), schedule, "stage"), scorer.pool)
-            assert placed is not None
-            exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", scorer.costs)
-            assert scorer.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
+        shape = PipelineTemplate(1, (StageTemplate(0, 1, 1, 6), StageTemplate(1, 1, 1, 5)))
+        placed = place(PlanTemplate((PipelineReplicas(shape, 1, 6),)), scorer.pool)
+        assert placed is not None
+        exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", scorer.costs)
+        assert scorer.score_placed(placed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-3)
 
 
 def test_pipelines_share_the_cards_of_a_node_not_its_slow_links() -> None:
@@ -193,15 +189,6 @@ def test_phases_are_told_apart() -> None:
     assert [found[name] for name in names] == pytest.approx(truth, rel=0.1)
     without = [[*row, seconds - truth[3] * row[3]] for *row, seconds in rows]  # nothing fixed to be seen
     assert fit_phases(without)[0]["exchange_seconds"] == pytest.approx(0.0, abs=1e-9)
-
-
-def test_the_bound_by_prices_knows_that_a_first_backward_is_cheaper() -> None:
-    there = cluster(per_node=1, beta=8 / BYTES, speeds=(1.0,), **{**HOST, "step_seconds": 1e-9, "message_seconds": 0.0})
-    scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 1, SearchOptions(dtype="fp32")))
-    shape = PipelineTemplate(1, (StageTemplate(0, 1, 1, MODEL.num_layers),))
-    score = scorer.score(PlanTemplate((PipelineReplicas(shape, 1, 1),), "1f1b", "stage"))
-    assert score is not None
-    assert price_bound(scorer, MODEL, 1, SearchSpace(), 3 * score.step_seconds).seconds <= score.step_seconds
 
 
 def test_chips_without_a_peak_are_weighed_by_measured_layers() -> None:
