@@ -30,7 +30,7 @@ Layers = NDArray[np.float32]  # whole numbers, so exact
 # Layers of a stage that does not fit, and of a run of stages that is not allowed (far below any sum of the former).
 INFEASIBLE, FORBIDDEN = -1e5, -1e7
 Bounds = tuple[float, dict[int, float]]  # seconds of pipelines over (the whole budget, by group over that group alone)
-FEW = 24  # chips
+FEW = 6  # chips of a small cluster
 RATIO, GRID = 1.06, 44
 BLOCK = 11  # taus solved at once
 # Allowed numbers of consecutive stages of one group.
@@ -83,14 +83,14 @@ class ProgramInputs:
     """What the programs of one search share: chips, stage options and their speeds.
 
     Attributes:
-        counts: usable chips per group; few: so few that nothing is rounded.
+        counts: usable chips per group; few: the cluster is so small that nothing is rounded.
         capacities: cache of :meth:`LayersProgram.capacity`: (first grid position, layers [tau, in flight]).
     """
 
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer, counts: tuple[int, ...] | None = None) -> None:
         self.scorer, self.pool, self.model, self.space = scorer, scorer.pool, problem.model, problem.space
         self.batch, self.counts = problem.global_batch_size, counts or scorer.pool.counts
-        self.few = sum(self.counts) <= FEW
+        self.few = scorer.pool.chips <= FEW
         self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, Row, simulate_best
-from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily, ProgramInputs
+from hetero_megatron.planner.search.layers_program import FEW, LayersProgram, PipelineFamily, ProgramInputs
 from hetero_megatron.planner.search.local_search import LocalSearch, climb, neighbours
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.search.memory_fit import MemoryFit
@@ -30,7 +30,6 @@ from hetero_megatron.planner.template.placement import place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 from hetero_megatron.planner.template.search_space import batch_sizes, options, tp_degrees
 
-MOST_CHIPS = 24  # above, nothing is tried
 STRUCTURES, BESIDE = 40, 4  # scored: of one kind and of several; of the latter, on each set of groups
 SLOW = 1.5  # estimates above this multiple of the best are not scored
 UNLIKE = 300  # of unlike pipelines that are fitted with unequal shares
@@ -47,7 +46,7 @@ class SmallClusters:
     """Proposes them."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        if incumbent.scorer.pool.chips > MOST_CHIPS:
+        if incumbent.scorer.pool.chips > FEW:
             return True
         if not _each_structure(problem, incumbent):
             return False

@@ -43,7 +43,7 @@ def _random_candidate(rng: random.Random, case: Case, scorer: TemplateScorer) ->
             return None
         shape = PipelineTemplate(1, tuple(replace(s, layers=n) for s, n in zip(stages, layers, strict=True)))
         parts.append(PipelineReplicas(shape, 1, rng.randint(1, 4)))
-    return PlanTemplate(tuple(parts), order=rng.choice(["stage", "pipeline"]))
+    return PlanTemplate(tuple(parts), rng.choice(["1f1b", "gpipe"]), rng.choice(["stage", "pipeline"]))
 
 
 def _predicted(case: Case, scorer: TemplateScorer, candidate: PlanTemplate) -> Prediction:
