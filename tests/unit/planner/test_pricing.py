@@ -22,7 +22,7 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
-from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.simulate.grad_sync import GradSync
 from hetero_megatron.predictor.simulate.prepared import PreparedPlan
 from hetero_megatron.predictor.simulate.step import predict
@@ -196,3 +196,43 @@ def test_chips_without_a_peak_are_weighed_by_measured_layers() -> None:
     where = cluster(speeds=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
     scorer = make_scorer(PlanningProblem(MODEL, where, SEQ, 1, SearchOptions(dtype="fp32")))
     assert [layer_seconds(scorer, g) for g in range(8)] == pytest.approx([3 * s for s in range(1, 9)])
+
+
+@pytest.mark.parametrize("name", ["exchange_seconds", "message_seconds", "step_seconds", "alpha", "beta"])
+def test_a_change_of_one_rate_moves_estimate_and_prediction_alike(name: str) -> None:
+    """Tripled, on pipelines side by side over unlike chips."""
+    ratios = []
+    for changed in (False, True):
+        times = {key: 3.0 if changed and key == name else 1.0 for key in (*HOST, "alpha", "beta")}
+        host = {key: times[key] * value for key, value in HOST.items()}
+        link = {"beta": times["beta"] * 8 / BYTES, "alpha": times["alpha"] * 0.03}
+        there = cluster(per_node=2, speeds=(1.0, 0.5, 0.3), **link, **host)
+        scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 1, SearchOptions(dtype="fp32")))
+        rng, rows = random.Random(5), []
+        for _ in range(4):
+            placed = place(random_candidate(rng, scorer.pool), scorer.pool)
+            assert placed is not None
+            exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", scorer.costs)
+            rows.append((scorer.score_placed(placed).step_seconds, exact.step_seconds))
+        ratios.append(rows)
+    assert any(new[1] > old[1] for old, new in zip(*ratios, strict=True))
+    for (estimate, exact), (new_estimate, new_exact) in zip(*ratios, strict=True):
+        assert new_estimate / estimate == pytest.approx(new_exact / exact, rel=0.01)
+
+
+def test_a_change_of_one_term_of_memory_moves_estimate_and_prediction_alike() -> None:
+    """Bytes over a chip without memory, of three stages in a row."""
+    shape = PipelineTemplate(1, tuple(StageTemplate(g, 1, 1, n) for g, n in ((0, 4), (1, 5), (2, 2))))
+    template = PlanTemplate((PipelineReplicas(shape, 1, 4),))
+    found = []
+    for overhead, moments in ((0, 2), (1000, 2), (0, 1)):
+        there = cluster(speeds=(1.0, 1.0, 1.0), memory="1 B", overhead_bytes=overhead)
+        options = SearchOptions(dtype="fp32", costs=CostOptions(moments=moments))
+        scorer = make_scorer(PlanningProblem(MODEL, there, SEQ, 4, options))
+        placed = place(template, scorer.pool)
+        assert placed is not None
+        exact = predict(to_plan(placed, there, SEQ, MODEL.num_heads), MODEL, there, "fp32", scorer.costs)
+        found.append((scorer.score_placed(placed).over, max(x.total for x in exact.memory.values())))
+    (estimate, exact), *changed = found
+    for new_estimate, new_exact in changed:
+        assert new_exact != exact and new_estimate - estimate == new_exact - exact
