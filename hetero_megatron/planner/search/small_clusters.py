@@ -35,7 +35,7 @@ SLOW = 1.5  # estimates above this multiple of the best are not scored
 UNLIKE = 300  # of unlike pipelines that are fitted with unequal shares
 SHARES = 0.15, 0.5  # of the batch, for which pipelines of a set of groups should be fast
 MOST_USAGES, MOST_BESIDE = 100, 4  # numbers of chips of each group; unlike pipelines beside each other
-VARIED, MOST_RUNS = 12, 3  # the most promising ones, whose runs of equal stages are put in all orders; runs
+MOST_RUNS = 3  # of equal stages, that are put in all orders
 STARTS, EFFORT, NEAR = 8, 240, 1.25  # climbed from, if so near to the best; neighbours tried from each
 FITTED = 60  # templates whose states are placed exactly
 
@@ -93,12 +93,12 @@ def _pipelines(
         rows = sorted(rows, key=lambda row: row[0])[:singles]
         unlike = [(_seconds(x, batch), x) for x in _beside(found, inputs)]
         rows += sorted(unlike, key=lambda row: row[0])[:several]
-    for i, (seconds, chosen) in enumerate(sorted(rows, key=lambda row: row[0])):
+    for seconds, chosen in sorted(rows, key=lambda row: row[0]):
         if seconds > SLOW * incumbent.seconds:
             break
         outlines = [PipelineOutline(program.trace(f), f.size, f.replicas) for f, program in chosen]
         variants = [outlines[0].stages]
-        if len(outlines) == 1 and i < VARIED:
+        if len(outlines) == 1:
             variants = [y for x in _orders(variants[0]) for y in _wider(x, outlines[0].copies, inputs)]
         for stages in variants:
             yield incumbent.builder.templates([replace(outlines[0], stages=stages), *outlines[1:]], "1f1b")
