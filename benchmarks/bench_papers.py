@@ -91,13 +91,13 @@ class Row:
 
 
 def run(case: Case) -> Row:
-    """Search and compare, as ``plan --compare --bound`` does."""
+    """Search and compare, as ``plan --compare`` does."""
     started = time.process_time()
     model, cluster = load_model(case.model), load_cluster(str(ROOT / FOLDER / f"{case.cluster}.yaml"))
     options = SearchOptions()
     result = search(PlanningProblem(model, cluster, case.seq_length, case.batch, options))
     searched = time.process_time()
-    what = Comparisons(every=True, bound=True)
+    what = Comparisons(every=True)
     summary = summarize(result, PlanningProblem(model, cluster, case.seq_length, case.batch, options), what)
     return Row(case, summary, searched - started, time.process_time() - started)
 

@@ -1,13 +1,13 @@
-"""Plans of 82 cases by ``hetero-megatron plan``, recorded and compared: what a change does to the planner's answers.
+"""Plans of 81 cases by ``hetero-megatron plan``, recorded and compared: what a change does to the planner's answers.
 
     python benchmarks/bench_planner_cases.py --record FILE [--only TEXT]
     python benchmarks/bench_planner_cases.py --compare FILE [--only TEXT]
 
 The clusters of papers under examples/, clusters for the testbed, random ones, long contexts, offloaded optimizers, lost
 and added nodes; and small ones for what the others leave out: experts (equal, uneven, with replicas), fp8, adapters,
-unlike TP, many kinds of nodes (METIS), chips of one type that are best alone, clusters of two vendors. Only the command
-is used, so that the two sides may be unlike inside. A case that is predicted to be slower by more than 0.5 % than the
-record is named; exit code 1 where there is one.
+fast links between unlike chips, many kinds of nodes (METIS), chips of one type that are best alone, clusters of two
+vendors. Only the command is used, so that the two sides may be unlike inside. A case that is predicted to be slower by
+more than 0.5 % than the record is named; exit code 1 where there is one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def cases(folder: Path) -> dict[str, list[str]]:
         model, tokens, batch = PAPERS[name]
         add(f"{name}, offload", CLUSTERS / "papers" / f"{name}.yaml", model, tokens, batch, "--offload", "always")
     add("selene_64, fp32", CLUSTERS / "papers" / "selene_64.yaml", "llama2-7b", 2048, 256, "--dtype", "fp32")
-    add("hexiscale_1, unlike TP", CLUSTERS / "papers" / "hexiscale_1.yaml", "llama2-7b", 4096, 64, "--unlike-tp")
     for name in ("testbed", "testbed_context", "testbed_vendors", "two_nodes", "demo"):
         add(name, CLUSTERS / f"{name}.yaml", "tiny", 256, 16, "--dtype", "fp32")
     for name, tokens in (("testbed_context", 2048), ("two_nodes", 1024)):
@@ -123,8 +122,8 @@ def _small(folder: Path) -> dict[str, list[str]]:
     add("adapters", TINY, 12, "llama2-7b", 2048, 16, "--lora-rank", "16")
     add("adapters, int8 base", TINY, 12, "llama2-13b", 2048, 16, "--lora-rank", "8", "--lora-base-dtype", "int8")
     add("adapters, two nodes of each", TWO, 3, "llama2-7b", 2048, 32, "--lora-rank", "16")
-    add("unlike TP, fast links", TINY, 200, "llama2-7b", 2048, 1, "--unlike-tp")
-    add("unlike TP, two sequences", TINY, 200, "llama2-7b", 1024, 2, "--unlike-tp")
+    add("fast links, one sequence", TINY, 200, "llama2-7b", 2048, 1)
+    add("fast links, two sequences", TINY, 200, "llama2-7b", 1024, 2)
     add("offload of one type", (("L40S", 1, 4), ("RTX4090", 1, 4)), 12, "llama2-7b", 2048, 16)
     add("offload of all", (("RTX4090", 1, 4),), 12, "llama2-7b", 1024, 8)
     add("METIS, eight kinds", KINDS, 12, "llama2-7b", 2048, 64)

@@ -25,7 +25,7 @@ from common import machine
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.planner.estimate.certificate import price_bound
+from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
@@ -155,7 +155,7 @@ def main() -> None:
         mine = min(seconds for seconds, _ in judged)
         reference = Exhaustive(case, scorer, mine, args.shares, args.offload)
         best = reference.run()
-        bound = result.lower_bound or price_bound(scorer, case.model, case.batch, space, mine).seconds
+        bound = work_bound(scorer, case.model, case.batch)
         if args.verbose or mine > 1.001 * best or best < bound * (1 - 1e-9):
             print(f"{kind}:{seed}: {mine / best - 1:.3%} worse, bound {best / bound - 1:.2%} below, "
                   f"searched in {searched[-1]:.2f} CPU s, {time.process_time() - began:.1f} with the reference; "

@@ -28,7 +28,7 @@ from hetero_megatron.spec import ModelSpec
 GPUS = {"A100-40-SXM": "A100-40", "V100-16": "V100-16"}  # our names -> Sailor's
 SIZES = (1, 2, 4, 8)
 NOWHERE = 1 << 50  # bytes of what was not profiled
-SPACE = SearchSpace(SIZES, "none", inner_dp=False, schedules=("1f1b",), max_tp=4, over_nodes=False)
+SPACE = SearchSpace(SIZES, "none", inner_dp=False, max_tp=4, over_nodes=False)
 
 
 class SailorCosts(CostModel):

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         summary = outline(result, problem, deadline)
         if not args.json:
             print(plan_text(best, model.name, made), format_plan(summary), "", sep="\n", flush=True)
-        what = Comparisons(not args.no_baselines, args.compare, args.bound)
+        what = Comparisons(not args.no_baselines, args.compare)
         tell = None if say is None else partial(say, what="report")
         compare(summary, problem, what, budget.uncaught(), tell)
         if tell is not None:
@@ -137,8 +137,6 @@ def _parser() -> ArgumentParser:
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
     add("--routing-stats", metavar="FILE",
         help="how often experts were chosen, as a run's --routing-stats wrote it (default: all alike)")  # fmt: skip
-    add("--unlike-tp", action="store_true",
-        help="also try tensor-parallel groups of unlike chips, with shares by speed (small clusters)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
         help="adaptive schedules for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
     add("--schedule-effort", type=Number(float, 1e-3, 1e6), default=SearchSpace.schedule_effort, metavar="X",
@@ -163,7 +161,6 @@ def _parser() -> ArgumentParser:
     add("--compare", action="store_true",
         help="also search each chip type alone and predict all good uniform plans: longer than the search")  # fmt: skip
     add("--no-baselines", action="store_true", help="no uniform plan and single chip types for comparison")
-    add("--bound", action="store_true", help="also the bound by prices, which is tighter and takes long")
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
     return parser
 
@@ -193,7 +190,7 @@ def _check_export(text: str) -> None:
 
 
 # What other tools' formats cannot say is not searched: field of the space -> its only value.
-_EXPORTED: dict[str, Any] = {"more_schedules": "never", "context": "never", "offload": "never", "unlike_tp": False}
+_EXPORTED: dict[str, Any] = {"more_schedules": "never", "context": "never", "offload": "never"}
 
 
 def _exportable(args: Namespace, space: SearchSpace) -> SearchSpace:
@@ -208,7 +205,7 @@ def _exportable(args: Namespace, space: SearchSpace) -> SearchSpace:
             flag = "--" + name.replace("_", "-")
             accepted = "the command without it" if value is False else str(value)
             raise UserError(f"{kind} cannot say it (--export)", field=flag, value=asked, accepted=accepted)
-    return replace(space, schedules=("1f1b",), shares=False, **only)
+    return replace(space, shares=False, **only)
 
 
 def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
@@ -223,7 +220,6 @@ def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
             offload=args.offload,
             more_schedules=args.more_schedules,
             schedule_effort=args.schedule_effort,
-            unlike_tp=args.unlike_tp,
         )),
         costs=CostOptions(
             margin=args.memory_margin, moments=moments_of(args.optimizer), fp8=fp8_of(args),

@@ -61,7 +61,7 @@ def _unsayable(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:
     if len({u.tp for u in stage.units}) > 1:
         yield "replicas with unlike tensor parallelism in one stage", "equal degrees"
     if any(len(set(u.tp_split)) > 1 for u in stage.units):
-        yield "uneven tensor-parallel shares", "equal shares (plan without --unlike-tp)"
+        yield "uneven tensor-parallel shares", "equal shares"
     if any(u.num_tokens != seq_length for u in stage.units):
         yield "context groups", "whole sequences (plan --context never)"
     if stage.experts:

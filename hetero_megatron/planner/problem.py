@@ -21,7 +21,6 @@ class SearchOptions:
         top: number of best templates that are timed by the step simulator.
         space: the choices that plans may make.
         costs: assumptions of the cost model.
-        exhaustive: False: never enumerate the whole space; None: enumerate where it is small enough.
         seed: of graph partitioning, the only randomised part."""
 
     dtype: str = "bf16"
@@ -29,7 +28,6 @@ class SearchOptions:
     top: int = 6
     space: SearchSpace = SearchSpace()
     costs: CostOptions = CostOptions()
-    exhaustive: bool | None = None
     seed: int = 0
 
 

@@ -217,5 +217,4 @@ def _choices(rng: random.Random) -> list[str]:
     ):  # fmt: skip
         if rng.random() < 0.15:
             words += [flag, rng.choice(values)]
-    words += ["--unlike-tp"] * (rng.random() < 0.15) + ["--bound"] * (rng.random() < 0.1)
     return words

@@ -115,12 +115,11 @@ class Exhaustive:
 
     def run(self) -> float:
         everything = [u for u in itertools.product(*(range(n + 1) for n in self.counts)) if any(u)]
-        for schedule in ("1f1b", "gpipe"):
-            tables = {u: self._pipelines(u, schedule) for u in everything}
-            for d in range(1, min(self.case.batch, sum(self.counts)) + 1):
-                for usages in itertools.combinations_with_replacement(everything, d):
-                    if all(sum(u[g] for u in usages) <= n for g, n in enumerate(self.counts)):
-                        self._combine(usages, tables, schedule)
+        tables = {u: self._pipelines(u, "1f1b") for u in everything}
+        for d in range(1, min(self.case.batch, sum(self.counts)) + 1):
+            for usages in itertools.combinations_with_replacement(everything, d):
+                if all(sum(u[g] for u in usages) <= n for g, n in enumerate(self.counts)):
+                    self._combine(usages, tables, "1f1b")
         return self.best
 
     def _pipelines(self, usage: Usage, schedule: str) -> dict[int, list[Row]]:

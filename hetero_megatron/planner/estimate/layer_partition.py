@@ -44,45 +44,23 @@ def count_splits(layers: int, stages: int) -> int:
     return math.comb(layers - inner + stages - 1, stages - 1) if layers >= inner else 0
 
 
-def best_split(
-    seconds: list[Floats],
-    links: Links,
-    micro_batches: int,
-    schedule: str = "1f1b",
-    forward: list[Floats] | None = None,
-) -> tuple[float, tuple[int, ...]] | None:
+def best_split(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
     """(closed form in seconds, layers per stage), or None when no split fits.
 
     Args:
         seconds: per stage, [layers + 1]: forward and backward of one micro-batch with so many layers (inf: does not
             fit).
-        forward: per stage, [layers + 1]: forward alone; only used for gpipe.
     """
     layers, count = len(seconds[0]) - 1, len(seconds)
-    if count_splits(layers, count) <= LISTED:
-        ways, worst, _ = listed(seconds, links, micro_batches, schedule, forward)
-        if not len(ways):
-            return None
-        at = int(np.argmin(worst))
-        return (float(worst[at]), tuple(int(x) for x in ways[at])) if np.isfinite(worst[at]) else None
-    return _bisect(seconds, links, micro_batches)
-
-
-def listed(
-    seconds: list[Floats],
-    links: Links,
-    micro_batches: int,
-    schedule: str = "1f1b",
-    forward: list[Floats] | None = None,
-) -> tuple[NDArray[np.int32], Floats, Floats]:
-    """(all splits [ways, stages], their closed forms [ways] s, the times of their stages [ways, stages] s)."""
-    count = len(seconds)
-    ways = splits(len(seconds[0]) - 1, count)
+    if count_splits(layers, count) > LISTED:
+        return _bisect(seconds, links, micro_batches)
+    ways = splits(layers, count)
     if not len(ways):
-        return ways, np.zeros(0), np.zeros((0, count))
+        return None
     times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
-    first = None if forward is None else np.stack([forward[i][ways[:, i]] for i in range(count)], axis=1)
-    return ways, closed_forms(times, links, micro_batches, schedule, first), times
+    worst = closed_forms(times, links, micro_batches)
+    at = int(np.argmin(worst))
+    return (float(worst[at]), tuple(int(x) for x in ways[at])) if np.isfinite(worst[at]) else None
 
 
 def _bisect(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:

@@ -8,8 +8,6 @@ gradient reduction, optimizer, all-gather of parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -22,30 +20,6 @@ from hetero_megatron.planner.template.plan_template import PipelineTemplate, Pla
 from hetero_megatron.utils.cached_method import cached_by
 
 Floats = NDArray[np.float64]
-AffineBound = tuple[float, float]  # seconds of a stage: at least intercept + layers x slope
-
-
-def affine_lower_bound(seconds: Floats) -> AffineBound:
-    """The steepest line through ``seconds[0]`` that is nowhere above ``seconds`` [layers + 1] (inf entries do not fit).
-    """
-    fits = np.flatnonzero(np.isfinite(seconds[1:])) + 1
-    if not np.isfinite(seconds[0]):
-        return math.inf, math.inf
-    slope = float(((seconds[fits] - seconds[0]) / fits).min()) if len(fits) else math.inf
-    return float(seconds[0]), max(slope, 1e-300)
-
-
-def split_lower_bound(lines: Sequence[AffineBound], layers: int, links: Links, micro_batches: int) -> float:
-    """Lower bound (s) on the pipeline time over all splits of ``layers`` among stages with these affine bounds, in any
-    schedule. The larger of one micro-batch's way through all stages, and all micro-batches on the slowest stage of the
-    best split."""
-    ends = sum(own for own, _ in lines)
-    each = min(slope for _, slope in lines)
-    if math.isinf(ends) or math.isinf(each):
-        return math.inf
-    rate = sum(1 / slope for _, slope in lines)
-    slowest = (layers + sum(own / slope for own, slope in lines)) / rate
-    return max(ends + layers * each + sum(map(sum, links)), micro_batches * slowest)
 
 
 class TemplateBounds:
@@ -125,46 +99,6 @@ class TemplateBounds:
         rate = sum(1 / beta if beta else math.inf for beta in (inside, outside * sharing) if beta < math.inf)
         wire = moved / rate if rate else 0.0
         return wire * item, min(a, b), optimizer + wire * self.scorer.costs.item + min(a, b)
-
-
-class SyncBounds:
-    """:meth:`TemplateBounds.sync_tail` for all splits of a pipeline's layers at once."""
-
-    def __init__(self, bounds: TemplateBounds, layers: int) -> None:
-        self.bounds, self.scorer, self.layers = bounds, bounds.scorer, layers
-
-    def sync_tail(
-        self, stages: Sequence[StageTemplate], ways: NDArray[np.int32], backward: Floats, links: Links,
-        pipelines: int,
-    ) -> Floats:  # fmt: skip
-        """Sync tails [ways] in seconds.
-
-        Args:
-            stages: without layers.
-            ways: [ways, stages] layers.
-            backward: [ways, stages] seconds, including the host's message time.
-        """
-        costs, groups, last = self.scorer.costs, self.scorer.pool.groups, len(stages) - 1
-        after, drain, most = np.zeros(len(ways)), np.zeros(len(ways)), np.zeros(len(ways))
-        update = np.full(len(ways), self.bounds.update_seconds if pipelines > 1 else 0.0)
-        for s, stage in enumerate(stages):
-            count = ways[:, s]
-            reduce, latency, rest, saved = self._rows_of(stage, pipelines, s == 0, s == last)[:, count]
-            own = backward[:, s] - costs.chip_rates(groups[stage.group].chip).message_seconds * ((s != 0) + (s != last))
-            shown = np.maximum(reduce - own, reduce / np.maximum(1, count)) + latency
-            after, update = np.maximum(after, shown - drain), np.maximum(update, rest)
-            drain, most = drain + own + (links[s][1] if s < last else 0.0), np.maximum(most, saved)
-        return np.asarray(after + update - most)
-
-    @cached_by(lambda stage, *more: (stage.group, stage.tp, stage.dp, *more))
-    def _rows_of(self, stage: StageTemplate, pipelines: int, embed: bool, head: bool) -> Floats:
-        """[4, layers + 1] seconds: the three of ``stage_sync_tail``, and what the first backward of a step saves."""
-        made = [replace(stage, layers=n) for n in range(self.layers + 1)]
-        rows = [
-            (*self.bounds.stage_sync_tail(x, pipelines, embed, head), self.scorer.saved_seconds(x, embed, head))
-            for x in made
-        ]
-        return np.array(rows).T
 
 
 def exposed(reduce: float, backward: float, layers: int) -> float:

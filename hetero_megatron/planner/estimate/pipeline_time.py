@@ -1,14 +1,12 @@
 """Seconds of pipelines with stages of unlike speed: closed-form lower bounds, and the exact time of the schedule.
 
-``seconds`` equals ``schedule.simulate`` on the lowered actions. The schedules in :data:`FAST` use a recurrence over
-micro-batches instead of an event queue, with the same result.
+``seconds`` equals ``schedule.simulate`` on the lowered actions. 1F1B has a recurrence over micro-batches instead of an
+event queue, with the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,20 +25,15 @@ def _directions(link: Links) -> tuple[Times, Times]:
     return [there for there, _ in link], [back for _, back in link]
 
 
-def closed_forms(
-    times: Floats, link: Links, micro_batches: int, schedule: str = "1f1b", forward: Floats | None = None
-) -> Floats:
+def closed_forms(times: Floats, link: Links, micro_batches: int, schedule: str = "1f1b") -> Floats:
     """Lower bounds (s) on pipelines with the same links, used for ranking -> [ways]; inf where a stage does not fit.
 
     Stage i waits for the first micro-batch to pass the stages before it, then does all its work. 1f1b keeps P - i
-    micro-batches in flight at stage i, so each takes at least the round trip to the last stage divided by that. In
-    gpipe all forwards end before the last stage's first backward, and each phase is as long as its slowest stage or
-    transfer.
+    micro-batches in flight at stage i, so each takes at least the round trip to the last stage divided by that.
 
     Args:
         times: [ways, stages] forward and backward of one micro-batch (inf: does not fit).
-        schedule: any other than these two: what holds for all that respect the dependencies.
-        forward: [ways, stages] forward alone; only used for gpipe.
+        schedule: any other than 1f1b: what holds for all that respect the dependencies.
     """
     m, count = micro_batches, times.shape[1]
     with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
@@ -52,10 +45,6 @@ def closed_forms(
             trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
             rounds = (m - 1) // np.arange(count, 0, -1) + 1
             worst = np.maximum(worst, (before + trips * rounds).max(axis=1))
-        elif schedule == "gpipe" and forward is not None:
-            there, back = (max((x[i] for x in link), default=0.0) for i in (0, 1))
-            phases = np.maximum(forward.max(axis=1), there) + np.maximum((times - forward).max(axis=1), back)
-            worst = np.maximum(worst, m * phases)
     return np.asarray(np.where(np.isnan(worst), np.inf, worst))
 
 
@@ -63,15 +52,15 @@ def closed_form(forward: Times, backward: Times, link: Links, micro_batches: int
     """:func:`closed_forms` of one pipeline, whose transfers over a boundary in one direction are one after the other.
     """
     busiest = micro_batches * max(map(max, link), default=0.0)
-    first = np.array([forward])
-    return max(busiest, float(closed_forms(first + [backward], link, micro_batches, schedule, first)[0]))
+    times = np.array([forward]) + [backward]
+    return max(busiest, float(closed_forms(times, link, micro_batches, schedule)[0]))
 
 
 def seconds(forward: Times, backward: Times, link: Links, micro_batches: int, schedule: str = "1f1b") -> float:
     """Exact time (s) from the first start to the last end. Transfers in one direction over a boundary are serialised.
     """
-    if schedule in FAST:
-        return FAST[schedule](forward, backward, link, micro_batches)
+    if schedule == "1f1b":
+        return _one_f_one_b(forward, backward, link, micro_batches)
     there, back = _directions(link)
     costs = Costs(forward, backward, there, link_back=back)
     return simulate(lowered(schedule, len(forward), micro_batches), costs).step_seconds
@@ -138,66 +127,3 @@ def _steady(before: Sequence[float], now: Sequence[float]) -> float | None:
     """Seconds by which all clocks advanced alike; None if they differ."""
     step, near = now[0] - before[0], 1e-13 * now[0]
     return step if all(abs(a - b - step) <= near for a, b in zip(now, before)) else None
-
-
-def _gpipe(
-    forward: Sequence[Any], backward: Sequence[Any], link: Links, m: int, later: Callable[..., Any] = max
-) -> Any:
-    """Of one pipeline, or of many at once: ``forward``, ``backward``: per stage, seconds or [ways] seconds; ``later``:
-    the maximum of two of them."""
-    p = len(forward)
-    arrival: list[Any] = [0.0] * m
-    ends: list[Any] = []
-    for i in range(p):
-        clock = busy = 0.0
-        for j in range(m):
-            clock = later(clock, arrival[j]) + forward[i]
-            if i < p - 1:
-                arrival[j] = busy = later(busy, clock) + link[i][0]
-        ends.append(clock)
-    arrival = [0.0] * m
-    for i in range(p - 1, -1, -1):
-        clock, busy = ends[i], 0.0
-        for j in range(m):
-            clock = later(clock, arrival[j]) + backward[i]
-            if i:
-                arrival[j] = busy = later(busy, clock) + link[i - 1][1]
-        ends[i] = clock
-    return reduce(later, ends)
-
-
-FAST = {"1f1b": _one_f_one_b, "gpipe": _gpipe}
-
-
-def many(forward: Floats, backward: Floats, link: Links, micro_batches: int, schedule: str = "1f1b") -> Floats:
-    """``seconds`` of many pipelines with the same links: ``forward``, ``backward`` [ways, stages] -> [ways]."""
-    f = [np.ascontiguousarray(column) for column in forward.T]
-    b = [np.ascontiguousarray(column) for column in backward.T]
-    if schedule not in FAST_MANY:
-        return np.array(
-            [seconds(*row, link, micro_batches, schedule) for row in zip(forward.tolist(), backward.tolist())]
-        )
-    if len(f) == 1:
-        return np.asarray(micro_batches * (f[0] + b[0]))
-    return np.asarray(FAST_MANY[schedule](f, b, link, micro_batches))
-
-
-def _many_1f1b(forward: list[Floats], backward: list[Floats], link: Links, m: int) -> Floats:
-    p, zero = len(forward), np.zeros(len(forward[0]))
-    free, grad_arrival, act_arrival = [zero] * p, [zero] * (p + 1), [zero] * p
-    for j in range(m + p):
-        for i in range(max(0, p - j), min(p, m + p - j)):
-            start = np.maximum(free[i], grad_arrival[i + 1]) if i < p - 1 else free[i]
-            free[i] = start + backward[i]
-            if i:
-                grad_arrival[i] = np.maximum(grad_arrival[i], free[i]) + link[i - 1][1]
-        if j < m:
-            arrival = zero
-            for i in range(p):
-                free[i] = np.maximum(free[i], arrival) + forward[i]
-                if i < p - 1:
-                    arrival = act_arrival[i] = np.maximum(act_arrival[i], free[i]) + link[i][0]
-    return np.asarray(np.max(free, axis=0))
-
-
-FAST_MANY: dict[str, Callable[..., Any]] = {"1f1b": _many_1f1b, "gpipe": partial(_gpipe, later=np.maximum)}

@@ -117,13 +117,20 @@ class _StageSeconds:
 
 class StageTables:
     """Stage tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
-    ``offload``: chip types whose stages all keep their optimizer in host memory."""
+    ``offload``: chip types whose stages all keep their optimizer in host memory; ``lent``: of several pipelines, others
+    may own all optimizer states of a stage, which then take no memory."""
 
     def __init__(
-        self, costs: CostModel, pool: DevicePool, layers: int, depth: int, offload: frozenset[str] = frozenset()
+        self,
+        costs: CostModel,
+        pool: DevicePool,
+        layers: int,
+        depth: int,
+        offload: frozenset[str] = frozenset(),
+        lent: bool = False,
     ) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
-        self.offload = offload
+        self.offload, self.lent = offload, lent
         self.links = costs.links
         self.communicators = StageCommunicators(costs, pool)
         self._layers = np.arange(layers + 1)
@@ -133,9 +140,16 @@ class StageTables:
         self, pool: DevicePool, costs: CostModel | None = None, offload: frozenset[str] | None = None
     ) -> StageTables:
         """Tables for other chips, other costs or other offloaded chip types."""
-        return StageTables(
-            costs or self.costs, pool, self.layers, self.depth, self.offload if offload is None else offload
-        )
+        away = self.offload if offload is None else offload
+        return StageTables(costs or self.costs, pool, self.layers, self.depth, away, self.lent)
+
+    def lending(self) -> StageTables:
+        """Tables where other pipelines may own all optimizer states of a stage."""
+        return StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, lent=True)
+
+    def owners(self, replicas: float) -> float:
+        """Pipelines by which the optimizer states of a stage are divided."""
+        return MANY_REPLICAS if self.lent and replicas > 1 else replicas
 
     def offloads(self, group: int) -> bool:
         return self.pool.groups[group].chip in self.offload
@@ -191,7 +205,7 @@ class StageTables:
     def _states(self, kind: StageKind) -> Floats:
         """[layers] bytes of weights, gradients, optimizer states and overhead."""
         stages = (self._stage(kind, "none", n) for n in (1, 2))
-        one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, kind.replicas)) for s in stages)
+        one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, self.owners(kind.replicas))) for s in stages)
         return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
     @cached_method

@@ -25,7 +25,7 @@ from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.utils.cached_method import cached_by, cached_method, share_results
 
 DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most micro-batches in flight (and stages); the same above LARGE chips
-LEAST_DEPTH = 16  # for gpipe on few chips or with few layers
+LEAST_DEPTH = 16  # on few chips or with few layers
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,10 @@ class TemplateScorer(PipelineScorer):
     def offloading(self, chips: frozenset[str]) -> TemplateScorer:
         """A scorer over the same chips with the optimizers of these chip types in host memory."""
         return TemplateScorer(self.tables.for_pool(self.pool, offload=chips), self.pool, like=self)
+
+    def lending(self) -> TemplateScorer:
+        """A scorer over the same chips by which other pipelines may own all optimizer states of a stage."""
+        return TemplateScorer(self.tables.lending(), self.pool)
 
     def score(self, template: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
         """The score, or None when the TP groups do not pack into the nodes; ``limit``: for slower steps a lower bound
@@ -202,7 +206,7 @@ class TemplateScorer(PipelineScorer):
     ) -> tuple[float, int]:
         """(seconds of the optimizer's step, bytes of memory beyond the chip's limit, negative where it fits)."""
         choice = self.tables.choice(stage, embed, head)
-        needs = self.costs.memory_bytes(choice, size, alive, replicas)
+        needs = self.costs.memory_bytes(choice, size, alive, self.tables.owners(replicas))
         return self.costs.optimizer_seconds(choice, replicas), needs.total - self.costs.memory_limit(choice.chip)
 
     def _backward_ends(self, template: PlanTemplate, by_part: Sequence[float]) -> dict[StageId, LastBackward]:

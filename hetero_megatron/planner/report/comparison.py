@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.planner.estimate.certificate import LowerBound, assumptions, price_bound
+from hetero_megatron.planner.estimate.certificate import ASSUMPTIONS, LowerBound
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -21,7 +21,7 @@ from hetero_megatron.planner.search.driver import SearchResult, search_types_alo
 from hetero_megatron.planner.search.incumbent import Progress, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.uniform import UniformPlan, top_uniform_plans, uniform_plans
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, describe
-from hetero_megatron.planner.time_budget import TimeBudget, never
+from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
 from hetero_megatron.predictor.report.prediction import Question, format_seconds, question
@@ -60,14 +60,10 @@ class Comparisons:
         baselines: the best uniform plan, and each chip type alone where the search did that anyway.
         every: search each chip type alone, predict all good uniform plans, and look at those that do not fit. Takes
             several times as long as the search.
-        bound: by prices, however long it takes; else by what the speeds of the chips allow, which takes milliseconds,
-            and by prices only where the search enumerated. With context groups and TP groups of unlike chips among the
-            plans there is only the former.
     """
 
     baselines: bool = True
     every: bool = False
-    bound: bool = False
 
 
 BRIEF = Comparisons(baselines=False)
@@ -91,7 +87,6 @@ class Summary:
     skipped: str = ""  # why no chip type is compared alone
     rejected: list[Rejected] = field(default_factory=list)  # uniform plans that would be fast, if they fitted
     losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
-    tighter: bool = False  # whether the bound by prices, which was not computed, may be tighter
     experts: ExpertGain | None = None  # where the plan divides experts
     asked: Question | None = None
     roomier: Roomier | None = None  # where the plan nearly fills a chip
@@ -152,15 +147,8 @@ def compare(
     """
     result, started = summary.result, time.monotonic()
     problem = problem.on(result.best.cluster)
-    # Others are bound by their work alone.
-    plain = not (
-        result.context_tried or result.unlike_groups or result.more_schedules or bool(result.experts)
-    )
-    prices = plain and (what.bound or result.method == "enumeration")
-    summary.tighter = plain and not prices
-    if prices and progress is not None:
-        progress("bound by prices")
-    summary.bound, summary.assumptions = _bound(result, problem, prices, what.bound, budget)
+    work = work_bound(result.scorer, problem.model, problem.global_batch_size)
+    summary.bound, summary.assumptions = LowerBound(work), ASSUMPTIONS
     summary.variants = variants(result, problem)
     chips = [group.chip for group in result.pool.groups]
     summary.roomier = roomier(result, problem, lambda plan: choice_text(plan, chips))
@@ -186,24 +174,6 @@ def summarize(
     budget = budget or TimeBudget(problem.options.time_limit)
     compare(summary, problem, what or Comparisons(), budget)
     return summary
-
-
-def _bound(
-    result: SearchResult, problem: PlanningProblem, prices: bool, wanted: bool, budget: TimeBudget
-) -> tuple[LowerBound, tuple[str, ...]]:
-    """(the certificate, what it assumes). ``prices``: by prices too; ``wanted``: also where the time is up."""
-    scorer, model, batch = result.scorer, problem.model, problem.global_batch_size
-    space = replace(problem.space, offload="always") if result.offload_tried else problem.space
-    enumerated = result.method == "enumeration" and not result.offload_tried
-    found = LowerBound(work_bound(scorer, model, batch), "work")
-    if prices:
-        late = never if wanted else budget.over
-        plain = price_bound(scorer, model, batch, space, result.best.step_seconds, enumerated, late)
-        # What was left out of the enumeration may have made its bound weak; both hold.
-        if 0 < result.lower_bound >= plain.seconds:
-            plain = LowerBound(result.lower_bound, "enumeration")
-        found = max(plain, found, key=lambda bound: bound.seconds)
-    return found, assumptions(found.method, scorer, model, batch, space, enumerated)
 
 
 def best_uniform(result: SearchResult, problem: PlanningProblem, every: bool = True) -> tuple[Baseline, list[Rejected]]:

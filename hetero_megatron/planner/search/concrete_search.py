@@ -1,4 +1,4 @@
-"""Search of plans that templates cannot describe: context groups, divided experts, TP groups of unlike chips.
+"""Search of plans that templates cannot describe: context groups, divided experts.
 
 Structures are tried in the order of a lower bound on their step time. Each becomes a concrete plan, which the step
 simulator times; the search ends where the bound reaches the best plan so far.

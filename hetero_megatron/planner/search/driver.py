@@ -1,11 +1,10 @@
 """The search for the best plan of a model on a mixed cluster (HeteroAuto).
 
 :func:`search` runs proposers of plan templates: uniform plans, dynamic programs (:mod:`pipeline_dp`, or
-:mod:`graph_partition` for many kinds of nodes), local search; then complete enumeration where the space is small
-(:mod:`enumeration`), else the same on each chip type alone; optimizers in host memory if asked for or if nothing fits
-otherwise. The best few by estimate become concrete plans that the step simulator times. Plans with context groups
-(:mod:`context_stages`), divided experts (:mod:`expert_stages`) and TP groups of unlike chips (:mod:`hetero_tp`) are
-compared with those.
+:mod:`graph_partition` for many kinds of nodes), local search, the same on each chip type alone, and more where the
+cluster is small (:mod:`small_clusters`); optimizers in host memory if asked for or if nothing fits otherwise. The best
+few by estimate become concrete plans that the step simulator times. Plans with context groups (:mod:`context_stages`)
+and divided experts (:mod:`expert_stages`) are compared with those.
 """
 
 from __future__ import annotations
@@ -15,30 +14,27 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import supports
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
-from hetero_megatron.planner.search.enumeration import Enumeration
 from hetero_megatron.planner.search.expert_stages import ExpertStages
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS, GraphPartition
-from hetero_megatron.planner.search.hetero_tp import HeteroTP
 from hetero_megatron.planner.search.incumbent import (
     Incumbent,
     Progress,
     Proposer,
     SimulatedPlan,
     simulate_best,
-    simulate_template,
 )
 from hetero_megatron.planner.search.infeasible import no_room, refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.offloaded import Offloaded
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
 from hetero_megatron.planner.search.schedule_search import ScheduleSearch
+from hetero_megatron.planner.search.small_clusters import SmallClusters
 from hetero_megatron.planner.search.uniform import UniformSeeds
-from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
+from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes, without_fp8
@@ -55,11 +51,10 @@ class SearchResult:
     seconds: duration of the search.
     evaluated: number of scored templates; rejected: numbers of rejected ones by reason.
     complete: nothing was cut short by the time limit or Ctrl-C.
-    method: "enumeration", "programs" or "islands".
-    lower_bound: seconds that no plan of the space beats (0: not computed).
+    method: "programs" or "islands".
     context: outcome of trying context groups; context_tried: whether they were tried.
     offload_tried: plans with optimizers in host memory were considered.
-    unlike_groups: the best plan has TP groups of unlike chips; more_schedules: it splits backwards or stages.
+    more_schedules: the best plan splits backwards or stages.
     alone: by chip type, the result of searching its chips alone.
     experts: outcome of trying plans that divide experts; empty for dense models.
     parts: outcome of searching parts of the cluster, for objectives other than speed."""
@@ -73,11 +68,9 @@ class SearchResult:
     rejected: dict[str, int] = field(default_factory=dict)
     complete: bool = True
     method: str = ""
-    lower_bound: float = 0.0
     context: str = ""
     context_tried: bool = False
     offload_tried: bool = False
-    unlike_groups: bool = False
     more_schedules: bool = False
     experts: str = ""
     ranked: tuple[PlanTemplate, ...] = ()
@@ -119,10 +112,6 @@ def _search_all(
     problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None
 ) -> SearchResult:
     result = _search(problem, scorer, budget, progress)
-    if result.method == "enumeration" and result.complete and len({g.chip for g in result.pool.groups}) > 1:
-        with budget.catching():
-            _add_types_alone(result, problem, budget)
-            result.unlike_groups = problem.space.unlike_tp and _improve(result, HeteroTP(), problem, budget, progress)
     with budget.catching():
         result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
     result.complete = result.complete and not budget.cut
@@ -132,8 +121,7 @@ def _search_all(
 def _improve(
     result: SearchResult, proposer: Proposer, problem: PlanningProblem, budget: TimeBudget, progress: Progress | None
 ) -> bool:
-    """Whether a proposer of plans that the bound of the enumeration does not cover found a better one than the
-    result's, which it then is."""
+    """Whether a proposer of plans that no template describes found a better one than the result's, which it then is."""
     if budget.over():
         return False
     incumbent = Incumbent(problem, result.scorer, budget, progress=progress)
@@ -141,7 +129,7 @@ def _improve(
     proposer.propose(problem, incumbent)
     if incumbent.plans[0] is result.best:
         return False
-    result.best, result.others, result.lower_bound = incumbent.plans[0], incumbent.plans[1:], 0.0
+    result.best, result.others = incumbent.plans[0], incumbent.plans[1:]
     return True
 
 
@@ -164,7 +152,6 @@ def _search_in_fp8(
             found = _unquantised(_search_all(plain, unquantised, budget, None).best, problem, scorer)
             if found.step_seconds < result.best.step_seconds:
                 result.best, result.others = found, [result.best, *result.others]
-                result.lower_bound = 0.0
     return result
 
 
@@ -186,22 +173,19 @@ def _search(
     plain: bool = True,
 ) -> SearchResult:
     """``plain``: False when it is known that nothing fits with all optimizers on the chips."""
-    known = tuple(s for s in problem.space.schedules if supports(f"schedule.{s}"))
-    tried = problem.with_space(schedules=known)
-    found = _templates(tried, scorer, budget, progress, plain)
-    found.incumbent.plans[:] = simulate_best(found.incumbent.ranked(), tried, scorer, budget)
+    found = _templates(problem, scorer, budget, progress, plain)
+    found.incumbent.plans[:] = simulate_best(found.incumbent.ranked(), problem, scorer, budget)
     context = ContextStages()
-    context.propose(tried, found.incumbent)
+    context.propose(problem, found.incumbent)
     experts = ExpertStages()
-    experts.propose(tried, found.incumbent)
+    experts.propose(problem, found.incumbent)
     plans, evaluated, margin = found.incumbent.plans, scorer.evaluated, problem.options.costs.margin
     while not plans and found.incumbent.ranked() and margin < MARGIN:
         # States placed exactly take slightly more than the scorer's mean: search again with more memory kept free.
         margin += MARGIN / 2
-        roomy = make_scorer(tried.with_margin(margin))
-        found = _templates(tried, roomy, budget, progress, plain)
-        found.bound = 0.0  # it assumes less memory than plans may use
-        plans, evaluated = simulate_best(found.incumbent.ranked(), tried, scorer, budget), evaluated + roomy.evaluated
+        roomy = make_scorer(problem.with_margin(margin))
+        found = _templates(problem, roomy, budget, progress, plain)
+        plans, evaluated = simulate_best(found.incumbent.ranked(), problem, scorer, budget), evaluated + roomy.evaluated
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
     if not plans and problem.space.offload == "auto" and problem.can_offload:
@@ -209,12 +193,10 @@ def _search(
     if not plans and budget.cut:
         raise UserError("none of the plans found by then fits", field="--time-limit", accepted="a longer one, or none")
     if not plans:
-        raise refuse(tried, scorer)
-    divided = any(stage.experts for pipeline in plans[0].plan.pipelines for stage in pipeline.stages)
+        raise refuse(problem, scorer)
     return SearchResult(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(found.incumbent.rejected), found.complete,
-        # The bound comes from estimates, which may be slightly above simulated seconds; it covers no divided experts.
-        found.method, 0.0 if divided else min(found.bound, plans[0].step_seconds), context.why, context.tried,
+        found.method, context.why, context.tried,
         problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
         by_groups=tuple(row[2] for row in found.incumbent.by_groups.values()),
     )  # fmt: skip
@@ -222,28 +204,21 @@ def _search(
 
 @dataclass
 class _Templates:
-    """Result of the template proposers.
-
-    Attributes:
-        bound: seconds that no plan of the space beats; 0: unknown.
-    """
+    """Result of the template proposers."""
 
     incumbent: Incumbent
     complete: bool
     method: str
-    bound: float
 
 
 def _templates(
     problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None, plain: bool
 ) -> _Templates:
-    incumbent, enumeration = Incumbent(problem, scorer, budget, progress=progress), Enumeration()
-    many = len(scorer.pool.groups) > MOST_GROUPS
-    enumerate_all = problem.options.exhaustive is not False and not many and Enumeration.possible(problem, scorer)
+    incumbent, many = Incumbent(problem, scorer, budget, progress=progress), len(scorer.pool.groups) > MOST_GROUPS
     proposers: list[Proposer] = []
     if plain:
         proposers = [UniformSeeds(), GraphPartition() if many else PipelineDP(), LocalSearch()]
-        proposers += [enumeration] if enumerate_all else [] if many else [EachTypeDP()]
+        proposers += [] if many else [EachTypeDP(), SmallClusters()]
     if problem.space.offload == "always":
         proposers.append(Offloaded())
     complete = True
@@ -251,10 +226,7 @@ def _templates(
         complete = all(proposer.propose(problem, incumbent) for proposer in proposers)
     if budget.interrupted and not incumbent.rows:
         raise KeyboardInterrupt
-    complete = complete and not budget.cut
-    method = "enumeration" if enumerate_all else "islands" if many else "programs"
-    proven = enumerate_all and complete and problem.space.offload != "always"
-    return _Templates(incumbent, complete, method, enumeration.bound if proven else 0.0)
+    return _Templates(incumbent, complete and not budget.cut, "islands" if many else "programs")
 
 
 def search_or_error(problem: PlanningProblem, budget: TimeBudget | None = None) -> SearchResult | UserError:
@@ -291,32 +263,3 @@ def search_types_alone(
             return False
         result.alone[chip] = own
     return True
-
-
-def _add_types_alone(result: SearchResult, problem: PlanningProblem, budget: TimeBudget) -> None:
-    """Also consider the best plan on each chip type alone: the enumeration skips what it estimates to be slower, which
-    the simulator may see differently, and does not try offloading when it is not needed on all chips."""
-    search_types_alone(result, problem, budget)
-    plans = [result.best, *result.others]
-    for chip, own in result.alone.items():
-        if isinstance(own, UserError):
-            continue
-        groups = [g for g, group in enumerate(result.pool.groups) if group.chip == chip]
-        # Plans with context groups have no template; they are tried on all chips anyway. Groups that differ only in
-        # their links to other types are merged when searched alone, so indices may not correspond.
-        alike = [_group_shape(g) for g in own.pool.groups] == [_group_shape(result.pool.groups[g]) for g in groups]
-        if alike and not own.best.text:
-            template = own.best.template.on_groups(groups)
-            result.by_groups = (*result.by_groups, template)
-            plan = simulate_template(template, problem, result.scorer)
-            if plan is not None and not plan.prediction.over and all(plan.plan != x.plan for x in plans):
-                plans.append(plan)
-    plans.sort(key=lambda plan: plan.step_seconds)
-    result.best, result.others = plans[0], plans[1:]
-    result.lower_bound = min(result.lower_bound, plans[0].step_seconds)
-    if any(stage.offload for part in plans[0].template.parts for stage in part.shape.stages):
-        result.lower_bound, result.offload_tried = 0.0, True  # the enumeration's bound does not cover these
-
-
-def _group_shape(group: DeviceGroup) -> tuple[str, int, int]:
-    return group.chip, group.per_node, group.nodes

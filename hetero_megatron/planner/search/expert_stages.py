@@ -234,7 +234,7 @@ class _ExpertSearch(StagedSearch):
             ))
             for stages in structure.ranks
         )  # fmt: skip
-        return Plan(self.costs.seq_length, self.batch, self.space.schedules[0], pipelines)
+        return Plan(self.costs.seq_length, self.batch, "1f1b", pipelines)
 
     def _stage(
         self, ranks: Ranks, tp: int, rows: Sequence[int], experts: Sequence[tuple[int, int]], layers: tuple[int, int],

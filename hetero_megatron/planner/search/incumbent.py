@@ -155,7 +155,7 @@ class SimulatedPlan:
 
     Attributes:
         cluster: the cluster that the plan's ranks refer to; idle: its ranks without work.
-        template: what the plan was made from; empty if ``text`` describes it (context groups, TP over unlike chips).
+        template: what the plan was made from; empty if ``text`` describes it (context groups, divided experts).
         once_seconds: of a step without replicas of experts; None: the plan has none.
     """
 

@@ -30,6 +30,7 @@ Layers = NDArray[np.float32]  # whole numbers, so exact
 # Layers of a stage that does not fit, and of a run of stages that is not allowed (far below any sum of the former).
 INFEASIBLE, FORBIDDEN = -1e5, -1e7
 Bounds = tuple[float, dict[int, float]]  # seconds of pipelines over (the whole budget, by group over that group alone)
+FEW = 6  # chips of a small cluster
 RATIO, GRID = 1.06, 44
 BLOCK = 11  # taus solved at once
 # Allowed numbers of consecutive stages of one group.
@@ -73,17 +74,23 @@ class PipelineFamily:
         return (micro_batches + self.stages - 1) * self.tau
 
 
+def rounded(replicas: int) -> int:
+    """Rounded down to a power of four: fewer tables."""
+    return 4 ** int(math.log(replicas, 4) + 1e-9)
+
+
 class ProgramInputs:
     """What the programs of one search share: chips, stage options and their speeds.
 
     Attributes:
-        counts: usable chips per group.
+        counts: usable chips per group; few: the cluster is so small that nothing is rounded.
         capacities: cache of :meth:`LayersProgram.capacity`: (first grid position, layers [tau, in flight]).
     """
 
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer, counts: tuple[int, ...] | None = None) -> None:
         self.scorer, self.pool, self.model, self.space = scorer, scorer.pool, problem.model, problem.space
         self.batch, self.counts = problem.global_batch_size, counts or scorer.pool.counts
+        self.few = scorer.pool.chips <= FEW
         self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}
 
     @property
@@ -100,7 +107,7 @@ class ProgramInputs:
         """(chips, layers per second and chip) of a group's options, with memory as with the most replicas."""
         found = []
         for o in self.options(group, size):
-            most = 4 ** int(math.log(self.most_pipelines, 4) + 1e-9)
+            most = self.most_pipelines if self.few else rounded(self.most_pipelines)
             kind = StageKind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
             seconds = self.scorer.tables.table(kind, 1).seconds[0]
             per = per_layer(seconds)
@@ -142,8 +149,10 @@ class LayersProgram:
         self.inputs, self.budget, self.size, self.replicas = inputs, budget, size, replicas
         tables = inputs.scorer.tables
         self.depth = min(tables.depth, inputs.model.num_layers + 2, sum(budget))
-        self._replicas = 4 ** int(math.log(replicas, 4) + 1e-9)  # rounded down to a power of four: fewer tables
-        self._most_depth = min(tables.depth, max(1, sum(inputs.counts) // self._replicas))
+        self._replicas = replicas if inputs.few else rounded(replicas)
+        share = 1 if inputs.few else self._replicas  # few chips may be divided unevenly
+        self._most_depth = min(tables.depth, max(1, sum(inputs.counts) // share))
+        self._replicas += tables.lent  # pipelines of other programs may be beside even a single one
         self.options = [[o for o in inputs.options(g, size) if o.chips <= budget[g]] for g in range(len(budget))]
 
     def table(self, option: StageTemplate, embed: bool, head: bool) -> Floats:
@@ -321,11 +330,11 @@ class LayersProgram:
         sync = float(self.added_seconds(np.full(self.depth + 1, tau), mask)[stages])
         return PipelineFamily(mask, budget, self.size, tau, stages, self.replicas, step, sync)
 
-    def families_by_stages(self, most_tau: float) -> Iterator[PipelineFamily]:
-        """Per set of groups and number of stages from 2 on, the family with the least bottleneck, up to ``most_tau``
-        (s)."""
+    def families_by_stages(self, most_tau: float, fewest: int = 2) -> Iterator[PipelineFamily]:
+        """Per set of groups and number of stages from ``fewest`` on, the family with the least bottleneck, up to
+        ``most_tau`` (s)."""
         least = self.least_tau()
-        if not least <= most_tau:
+        if not least <= most_tau or math.isinf(least):
             return
         steps = [step for step in grid(least) if RATIO**step <= most_tau]
         known: set[tuple[int, int]] = set()
@@ -334,7 +343,7 @@ class LayersProgram:
             for mask, layers in self.solve(block)[0].items():
                 enough = layers[1] >= self.inputs.model.num_layers  # [tau, stages]
                 for p in np.flatnonzero(enough.any(axis=0)).tolist():
-                    if p > 1 and (mask, p) not in known:
+                    if p >= fewest and (mask, p) not in known:
                         known.add((mask, p))
                         step = block[int(np.argmax(enough[:, p]))]
                         yield self._family(mask, RATIO**step, p, step)

@@ -1,11 +1,12 @@
 """Local search: small changes to the best templates, kept when the estimated step time falls.
 
-Moves: layers between stages, swapped stages, optimizers to host memory or back, other schedules, inner replicas as
+Moves: layers between stages, swapped stages, optimizers to host memory or back, inner replicas as
 pipelines.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -28,12 +29,19 @@ class LocalSearch:
         return all(self.climb(row, problem.space, incumbent, effort) for row in _starts(incumbent.rows))
 
     @staticmethod
-    def climb(start: Row, space: SearchSpace, incumbent: Incumbent, effort: int) -> bool:
-        """Climb from one template; False where the incumbent said to stop."""
+    def climb(
+        start: Row,
+        space: SearchSpace,
+        incumbent: Incumbent,
+        effort: int,
+        more: Callable[[PlanTemplate], Iterator[PlanTemplate]] | None = None,
+    ) -> bool:
+        """Climb from one template; False where the incumbent said to stop. ``more``: further neighbours."""
         scorer, (best, _, template) = incumbent.scorer, start
 
-        def neighbours(known: PlanTemplate) -> Iterator[PlanTemplate]:
-            fitted = (_fitted(scorer, near, space) for near in _neighbours(known, space))
+        def fitting(known: PlanTemplate) -> Iterator[PlanTemplate]:
+            others = itertools.chain(neighbours(known, space), more(known) if more is not None else ())
+            fitted = (_fitted(scorer, near, space) for near in others)
             return (near for near in fitted if near is not None)
 
         def improves(near: PlanTemplate) -> bool:
@@ -45,7 +53,7 @@ class LocalSearch:
             best = best if score is None else score.step_seconds
             return score is not None
 
-        climb(template, neighbours, improves, effort)
+        climb(template, fitting, improves, effort)
         return not incumbent.should_stop()
 
 
@@ -69,10 +77,7 @@ def _starts(rows: Sequence[Row]) -> list[Row]:
     return list(dict.fromkeys([*rows[:STARTS], *list(found.values())[:STARTS]]))
 
 
-def _neighbours(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
-    for schedule in space.schedules:
-        if schedule != template.schedule:
-            yield replace(template, schedule=schedule)
+def neighbours(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
     for p, part in enumerate(template.parts):
         for shape in shapes_near(part.shape, space):
             yield template.with_part(p, replace(part, shape=shape))
@@ -116,8 +121,6 @@ def _fitted(scorer: TemplateScorer, template: PlanTemplate, space: SearchSpace) 
     parts = []
     for part in template.parts:
         count = part.num_micro_batches
-        if template.schedule == "gpipe" and count > scorer.tables.depth:
-            return None
         shape = best_recompute(scorer.tables, part.shape, template.schedule, count, template.pipelines)
         if shape is None:
             return None

@@ -81,14 +81,13 @@ class MemoryFit:
 
     Args:
         recompute: one level for all stages; None: the fastest of each.
-        shares: whether replicas may own unequal shares of the states.
 
     Attributes:
         computed: number of placements whose states were computed exactly.
     """
 
-    def __init__(self, scorer: TemplateScorer, recompute: str | None = None, shares: bool = True) -> None:
-        self.scorer, self.recompute, self.shares = scorer, recompute, shares
+    def __init__(self, scorer: TemplateScorer, recompute: str | None = None) -> None:
+        self.scorer, self.recompute = scorer, recompute
         self.computed = 0
         self._known: dict[Key, dict[int, MemoryBytes]] = {}
 
@@ -98,27 +97,22 @@ class MemoryFit:
         levels, sure = _OneFit(self, placed).best_case_levels()
         return (None if levels is None else _with_levels(placed.template, levels)), sure
 
-    def fits(self, placed: PlacedTemplate) -> tuple[list[PlanTemplate], PlanTemplate | None]:
-        """(templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each
-        with the fastest recompute; a template that no other way to fit beats, None where all ways were tried or ruled
-        out)."""
+    def fits(self, placed: PlacedTemplate) -> list[PlanTemplate]:
+        """Templates that fit: with equal shares and, where these cost recompute or do not fit, with unequal ones, each
+        with the fastest recompute."""
         template, fit = placed.template, _OneFit(self, placed)
         least, sure = fit.best_case_levels()
         if least is None:
-            return [], None
+            return []
         if sure:
-            return [_with_levels(template, least)], None
+            return [_with_levels(template, least)]
         found, even = [], fit.with_equal_shares()
         if even is not None:
             found.append(_with_levels(template, even))
-        if not self.shares or len(template.parts) == 1 or least == even:
-            return found, None
-        if not fit.division_exists(fit.state_room(None)):
-            return found, None
+        if len(template.parts) == 1 or least == even or not fit.division_exists(fit.state_room(None)):
+            return found
         shared = fit.with_unequal_shares(least)
-        if shared is not None:
-            return [*found, _with_levels(template, shared)], None
-        return found, _with_levels(template, least)
+        return found if shared is None else [*found, _with_levels(template, shared)]
 
     @cached_by(lambda x, ranks: (x.stage.group, x.stage.tp, x.stage.layers, x.embed, x.head, ranks))
     def limits(self, x: _PlacedStage, ranks: int) -> tuple[int, int]:

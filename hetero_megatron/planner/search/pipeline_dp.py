@@ -142,6 +142,8 @@ class Programs:
 
     def _sizes(self, pipelines: int) -> list[int]:
         found = batch_sizes(self.inputs.space, max(1, self.inputs.batch // pipelines), 8)
+        if self.inputs.few:
+            return list(found)
         return [b for b in found if b & (b - 1) == 0] or list(found)
 
     def all(self) -> Iterator[tuple[float, LayersProgram]]:

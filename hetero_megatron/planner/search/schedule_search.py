@@ -1,6 +1,6 @@
 """The best plans under schedules made for their own stages, with one chunk of layers per stage or several.
 
-Templates are searched under 1F1B and GPipe, which have fast times. What is best there, on every set of node groups and
+Templates are searched under 1F1B, which has fast times. What is best there, on every set of node groups and
 of every other structure (replicas, stages, micro-batch size), is estimated under a schedule made for it
 (:mod:`schedule_score`); from the best, hill climbing goes on by such estimates: layers, recompute and order of stages,
 micro-batches. The best of these become concrete plans, schedules are made for them, and the step simulator decides.
@@ -69,8 +69,8 @@ class ScheduleSearch:
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         space = problem.space
-        restricted = space.schedules != SearchSpace.schedules or incumbent.scorer.pool.chips > FEW
-        if space.more_schedules == "never" or (space.more_schedules == "auto" and restricted):
+        many = incumbent.scorer.pool.chips > FEW
+        if space.more_schedules == "never" or (space.more_schedules == "auto" and many):
             return True
         if not supports("schedule.adaptive"):
             return True

@@ -22,23 +22,19 @@ class SearchSpace:
         micro_batch_sizes: sequences per micro-batch.
         recompute: one level for all stages.
         inner_dp: stages may split the rows of a micro-batch over several TP groups.
-        schedules: those tried, in order of preference.
         max_tp: largest TP degree.
         over_nodes: TP groups may span nodes.
         max_pipelines: largest number of pipelines.
         shares: pipelines may own unequal shares of the optimizer states where memory is tight (small clusters only).
         context: auto (for long sequences, or where nothing fits otherwise) | always | never: stages of context groups.
-        more_schedules: auto (up to 64 chips, with the default ``schedules``) | always | never: the best plans are also
-            tried under adaptive schedules.
+        more_schedules: auto (up to 64 chips) | always | never: the best plans are also tried under adaptive schedules.
         schedule_effort: how much longer than by default such schedules are looked for.
         offload: auto (where nothing fits otherwise) | always | never: optimizers in host memory.
-        unlike_tp: TP groups may mix chip types, with shares by speed (small clusters only).
     """
 
     micro_batch_sizes: tuple[int, ...] | None = None
     recompute: str | None = None
     inner_dp: bool = True
-    schedules: tuple[str, ...] = ("1f1b", "gpipe")
     max_tp: int = 16
     over_nodes: bool = True
     max_pipelines: int | None = None
@@ -47,7 +43,6 @@ class SearchSpace:
     offload: str = "auto"
     more_schedules: str = "auto"
     schedule_effort: float = 1.0
-    unlike_tp: bool = False
 
 
 def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, every: bool) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class WarmPlanner:
 
     def __init__(self, problem: PlanningProblem, result: SearchResult | None = None) -> None:
         # Known pipelines have one chip type per stage.
-        self.problem = problem = problem.with_space(unlike_tp=False)
+        self.problem = problem
         self.model, self.cluster, self.batch = problem.model, problem.cluster, problem.global_batch_size
         self.result = result or search(problem)
         self.outlines = self._outlines()

@@ -27,7 +27,7 @@ from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import BRIEF, Comparisons, best_uniform, summarize
+from hetero_megatron.planner.report.comparison import BRIEF, best_uniform, summarize
 from hetero_megatron.planner.report.text import _memory_lines, format_summary, summary_json
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
@@ -46,8 +46,8 @@ from tests.support.programs import ENVIRONMENT
 CHIPS = ["H100-SXM", "A100-80-SXM", "L40S", "MI300X", "A100-40-SXM", "H200-SXM"]
 MODEL = replace(load_model("llama2-7b"), num_layers=4)
 
-FEW = SearchSpace(micro_batch_sizes=(1,), recompute="none", schedules=("1f1b",), inner_dp=False)
-PLAIN = SearchSpace(schedules=("1f1b",), more_schedules="never")
+FEW = SearchSpace(micro_batch_sizes=(1,), recompute="none", more_schedules="never", inner_dp=False)
+PLAIN = SearchSpace(more_schedules="never")
 
 
 def there(*rows: tuple[str, int, int], costs: dict[str, float] | None = None) -> dict[str, Any]:
@@ -147,7 +147,6 @@ def test_a_time_limit_leaves_the_best_plan_so_far(tmp_path: Path) -> None:
     ("rows", "space", "length"),
     [
         ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], SearchSpace(), 1024),  # enumeration, and more schedules
-        ([("A100-80-SXM", 1, 1), ("L40S", 1, 1)], replace(PLAIN, unlike_tp=True), 1024),
         ([("A100-80-SXM", 2, 4), ("L40S", 2, 4)], PLAIN, 1024),  # programs
         ([(chip, 1, 2) for chip in [*CHIPS, "Gaudi2"]], PLAIN, 1024),  # islands
         ([("A100-80-SXM", 2, 1), ("L40S", 2, 1)], replace(PLAIN, context="always"), 4096),
@@ -292,19 +291,6 @@ def test_costs_are_said_whenever_they_are_known_and_what_a_deadline_leaves() -> 
     assert "cost" not in format_summary(summary) and "cost_per_hour" not in summary_json(summary)
 
 
-def test_the_report_says_what_the_bound_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    for rows, said in (
-        ([("L40S", 1, 3)], "equal TP of 1, 2 or 3; micro-batches of 1, 2, 3, 4 or 8"),
-        ([("L40S", 1, 8), ("H100-SXM", 1, 8)], "equal TP of 1, 2, 4 or 8, inner DP up to 8, at most 6 stages"),
-    ):
-        options = SearchOptions(space=SearchSpace(more_schedules="never"))  # the bounds do not cover them
-        problem = PlanningProblem(MODEL, cluster_from_dict(there(*rows)), 1024, 8, options)
-        summary = summarize(search(problem), problem, Comparisons(baselines=False, bound=True))
-        text = " ".join(format_summary(summary).split())
-        assert said in text and "rates as given" in text
-        assert summary_json(summary)["bound"]["assumptions"] == list(summary.assumptions)
-
-
 @pytest.mark.slow
 def test_chips_left_idle_by_a_search_that_was_cut_short_are_not_called_useless() -> None:
     cluster = cluster_from_dict(there(("H100-SXM", 1, 4), ("L40S", 1, 4)))
@@ -352,12 +338,9 @@ def test_why_there_is_no_uniform_plan(memory: str, layers: int, chips: int, prob
     assert problem in found.problem and math.isclose(found.tokens_per_second, 0.0)
 
 
-@pytest.mark.parametrize(("exhaustive", "calls"), [(False, 1), (None, 2)])
-def test_room_for_the_search_is_not_taken_from_plans(
-    exhaustive: bool | None, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nothing that was found fits exactly, the search counts with more margin; limits and bound do not."""
-    module, left = importlib.import_module("hetero_megatron.planner.search.driver"), [calls]
+def test_room_for_the_search_is_not_taken_from_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing that was found fits exactly, the search counts with more margin; limits do not."""
+    module, left = importlib.import_module("hetero_megatron.planner.search.driver"), [1]
     judge = module.simulate_best
 
     def nothing_at_first(*words: Any) -> list[SimulatedPlan]:
@@ -366,17 +349,11 @@ def test_room_for_the_search_is_not_taken_from_plans(
 
     monkeypatch.setattr(module, "simulate_best", nothing_at_first)
     cluster = cluster_from_dict(there(("L40S", 2, 1)))
-    options = SearchOptions(space=replace(FEW, context="never"), exhaustive=exhaustive)
+    options = SearchOptions(space=replace(FEW, context="never"))
     result = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
     assert left[0] < 0 and result.scorer.costs.options == options.costs
     limit = int(cluster.chips["L40S"].memory * (1 - options.costs.margin))
     assert set(result.best.prediction.limits.values()) == {limit}
-    monkeypatch.undo()
-    plain = search(PlanningProblem(MODEL, cluster, 1024, 8, options))
-    asked = Comparisons(baselines=False, bound=True)
-    problem = PlanningProblem(MODEL, cluster, 1024, 8, options)
-    bounds = [summarize(r, problem, asked).bound for r in (result, plain)]
-    assert bounds[0] is not None and bounds[0].seconds <= plain.best.step_seconds and bounds[0].method == "prices"
 
 
 def test_an_export_leaves_out_what_its_format_cannot_say_and_is_refused_after_the_report(
@@ -394,7 +371,7 @@ def test_an_export_leaves_out_what_its_format_cannot_say_and_is_refused_after_th
         file.write_text(yaml.safe_dump(data))
         assert main([*words.split(), "--no-baselines", "--micro-batch-size", "1", "--export", f"{kind}:{target}"]) == 0
         assert "best plan:" in capsys.readouterr().out and target.read_text()
-        for asked in ("--more-schedules always", "--offload always", "--context always", "--unlike-tp"):
+        for asked in ("--more-schedules always", "--offload always", "--context always"):
             assert main([*words.split(), "--export", f"{kind}:{target}", *asked.split()]) == 2
             assert asked.split()[0] in (told := capsys.readouterr().err) and "(--export)" in told
     target.unlink()

@@ -122,7 +122,7 @@ def test_the_planner_replicates_a_hot_expert_and_says_what_that_gains() -> None:
         "links": {"inter_node": {"bandwidth": "50 GB/s", "latency": "1 us"}},
     })  # fmt: skip
     space = SearchSpace(
-        max_pipelines=1, max_tp=1, recompute="none", schedules=("1f1b",), more_schedules="never", offload="never"
+        max_pipelines=1, max_tp=1, recompute="none", more_schedules="never", offload="never"
     )
     asked = PlanningProblem(
         spec, cluster, LENGTH, 16, SearchOptions(dtype="fp32", space=space, costs=CostOptions(routing=routing))

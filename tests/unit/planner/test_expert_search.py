@@ -100,7 +100,7 @@ FP32 = SearchOptions(dtype="fp32")
 # One micro-batch of all sequences: pipelines of single chips would need as many replicas of all experts.
 ONE_PIPELINE = replace(
     FP32, space=SearchSpace(
-        max_pipelines=1, max_tp=1, recompute="none", schedules=("1f1b",), more_schedules="never", offload="never"
+        max_pipelines=1, max_tp=1, recompute="none", more_schedules="never", offload="never"
     ),
 )  # fmt: skip
 

@@ -202,7 +202,7 @@ def problem(cluster: Cluster, fp8: Fp8 | None, batch: int = 8, space: SearchSpac
 
 @pytest.mark.parametrize("fp8", [BLOCKWISE, TENSORWISE], ids=str)
 def test_a_plan_that_may_use_fp8_is_never_slower_and_says_who_does(fp8: Fp8) -> None:
-    space = replace(SPACE, recompute="none", schedules=("1f1b",))
+    space = replace(SPACE, recompute="none")
     for fast, slow, batch in ((1, 1, 8), (2, 0, 16), (0, 1, 4)):
         cluster = mixed(fast, slow)
         plain, found = (search(problem(cluster, each, batch, space)).best for each in (None, fp8))
@@ -221,7 +221,7 @@ def test_a_plan_that_may_use_fp8_is_never_slower_and_says_who_does(fp8: Fp8) -> 
 
 def test_estimates_of_templates_and_predictions_of_their_plans_take_the_same_seconds() -> None:
     """Of four layers, among the best are pipelines that differ in nothing but their micro-batches."""
-    asked = problem(mixed(), BLOCKWISE, space=replace(SPACE, recompute="none", schedules=("1f1b",)))
+    asked = problem(mixed(), BLOCKWISE, space=replace(SPACE, recompute="none"))
     asked = replace(asked, model=replace(MODEL, num_layers=4))
     scorer = make_scorer(asked)
     for template in search(asked, scorer=scorer).ranked[:6]:

@@ -12,15 +12,14 @@ import yaml
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml, plan_from_dict, validate
-from hetero_megatron.planner.estimate.certificate import price_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary
 from hetero_megatron.planner.search.driver import SearchResult, search
-from hetero_megatron.planner.search.enumeration import Enumeration
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
+from hetero_megatron.planner.search.small_clusters import SmallClusters
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
@@ -75,7 +74,6 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
     assert score is not None
     best = Exhaustive(case, scorer, score.step_seconds, offload=True).run()
     assert score.step_seconds <= 1.01 * best
-    assert price_bound(scorer, case.model, case.batch, SearchSpace(offload="always"), best).seconds <= best * (1 + 1e-9)
 
 
 def test_by_default_only_where_nothing_fits_without() -> None:
@@ -141,11 +139,11 @@ def test_what_cannot_be_offloaded_is_refused(options: SearchOptions, message: st
 
 
 def test_where_nothing_fits_the_search_on_the_chips_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: list[Enumeration | PipelineDP] = []
-    for kind in (Enumeration, PipelineDP):
+    plain: list[SmallClusters | PipelineDP] = []
+    for kind in (SmallClusters, PipelineDP):
 
         def propose(
-            self: Enumeration | PipelineDP,
+            self: SmallClusters | PipelineDP,
             problem: PlanningProblem,
             incumbent: Incumbent,
             kept: Callable[..., bool] = kind.propose,
