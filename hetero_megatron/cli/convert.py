@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
+from hetero_megatron.cli.output import print_json
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import model_folder
 from hetero_megatron.spec.foreign_checkpoints import is_megatron, refuse_foreign
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     for notice in (*done["notices"], *told):
         print(notice_line(notice), file=sys.stderr)
     if "--json" in options:
-        print(json.dumps(done))
+        print_json(done)
     else:
         print(f"{done['direction']}: {done['model']}, {done['dtype']}, {plural(done['bytes'], 'byte')} in {target}")
     return 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from hetero_megatron.cli.arguments import ArgumentParser
-from hetero_megatron.cli.output import write_text
+from hetero_megatron.cli.output import print_json, write_text
 from hetero_megatron.errors import printable
 from hetero_megatron.monitoring.run_page import read_run, run_page, summary
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     if out is not None:
         write_text(out, "--out", run_page(run))
     if args.json:
-        print(json.dumps(summary(run)))
+        print_json(summary(run))
     else:
         print(f"wrote {printable(str(out))}")
     return 0
