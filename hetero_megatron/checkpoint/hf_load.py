@@ -29,7 +29,7 @@ _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)"
 _QUANTISED = re.compile(
     r".*[._](qweight|qzeros|g_idx|scales|absmax|quant_map|SCB|weight_packed|weight_scale|weight_scale_inv|blocks)"
 )
-_NARROW = ("F4", "F6", "F8", "I8", "I32", "U8")  # begin the names of their dtypes
+_NARROW = ("F4", "F6", "F8", "I8", "I32", "U8", "float8", "int8", "int32", "uint8")  # begin their dtypes' names
 _SHOWN = 12  # problems of one directory in its refusal
 _COMPARED = 1 << 20  # elements at a time
 

@@ -16,6 +16,7 @@ from hetero_megatron.spec import model_folder
 from hetero_megatron.spec.foreign_checkpoints import is_megatron, refuse_foreign
 from hetero_megatron.spec.mistaken import refuse_mistaken
 from hetero_megatron.training.exit import import_torch
+from hetero_megatron.utils.outputs import try_export
 from hetero_megatron.utils.text import dtype_name, notice_line, plural
 
 USAGE = """\
@@ -48,10 +49,7 @@ def main(argv: Sequence[str]) -> int:
     (source, target), options = _parse(argv)
     source = model_directory(source, "SOURCE")
     kind = _kind(source)
-    if Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir())):
-        raise UserError(
-            "exists and is not an empty directory", field="TARGET", value=target, accepted="a new directory"
-        )
+    try_export(target, "TARGET")
     step, model = options.get("--ckpt-step"), options.get("--model")
     if step is not None and (kind == HF or not (step.isascii() and step.isdigit()) or len(step) > 18):
         accepted = "a step, for a SOURCE of checkpoints"

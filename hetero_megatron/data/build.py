@@ -18,7 +18,7 @@ from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Dataset, Stream
-from hetero_megatron.data.splits import SplitPaths, find_split, split_dataset
+from hetero_megatron.data.splits import SplitPaths, check_stream, find_split, split_dataset
 from hetero_megatron.data.streaming import WINDOW, StreamingDataset
 from hetero_megatron.data.tokenize import tokenize
 from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
@@ -248,15 +248,7 @@ class _SplitBuilder:
         return cache_folder(self.config.data_cache_path) if self.config.data_cache_path else None
 
     def _stream(self, split: SplitPaths) -> Dataset:
-        paths = split.paths
-        if len(paths) > 1 or split.weights:
-            raise UserError(
-                "cannot stream a blend", field="--dataloader-type", value="streaming", accepted="one path, or single"
-            )
-        if paths[0] != "stdlib" and is_indexed(paths[0]):
-            raise UserError(
-                ".bin/.idx is mapped, not streamed", field="--dataloader-type", value="streaming", accepted="single"
-            )
-        corpus = self._corpus(paths[0], split.flag)
+        check_stream(split, sft=False)
+        corpus = self._corpus(split.paths[0], split.flag)
         corpus.check_ends()
         return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit, max(WINDOW, self.keep))
