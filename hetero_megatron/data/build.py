@@ -13,7 +13,7 @@ from hetero_megatron.data.chat.build import ChatData
 from hetero_megatron.data.chat.packed import PackedConversations
 from hetero_megatron.data.config import SPLITS, DataConfig
 from hetero_megatron.data.corpus import Corpus, find_corpus, indexed_prefix, is_indexed
-from hetero_megatron.data.fingerprint import corpus_fingerprint, data_fingerprint
+from hetero_megatron.data.fingerprint import corpus_fingerprint, data_fingerprint, stream_fingerprint
 from hetero_megatron.data.indexed import TokenStore, open_indexed
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
@@ -61,6 +61,11 @@ class Datasets:
         """Of training and validation data, see :func:`corpus_fingerprint`; for ranks to compare."""
         key = self.tokenizer.fingerprint
         return {"train": corpus_fingerprint(self.train, key), "valid": corpus_fingerprint(self.valid, key)}
+
+    def read_here(self) -> Mapping[str, str]:
+        """Of streams that this rank reads, see :func:`stream_fingerprint`; for the nodes to compare."""
+        named = {"train": self.train, "valid": self.valid, "test": self.test}
+        return {name: stream_fingerprint(dataset) for name, dataset in named.items()}
 
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
         """State to save besides the number of samples (JSON); empty unless streaming."""
