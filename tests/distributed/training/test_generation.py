@@ -182,7 +182,7 @@ def answers(
     if text is not None:
         (tmp_path / "plan.yaml").write_text(text)
         words += ["--plan", str(tmp_path / "plan.yaml")]
-    found = json.loads(generate(words, ranks)[0])  # nothing else is on standard output
+    found = json.loads(generate(words, ranks)[0].splitlines()[-1])
     return [answer["tokens"] for answer in found["answers"]]
 
 
