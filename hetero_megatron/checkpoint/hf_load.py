@@ -24,6 +24,11 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPE_OF = {label: dtype for dtype, (label, _) in DTYPES.items()}
 # Buffers that old exports contain and that hold no weights.
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+# Of weights in fewer bits: their tensors beside, or instead of, the weight (GPTQ, AWQ, bitsandbytes, fp8, MXFP4).
+_QUANTISED = re.compile(
+    r".*[._](qweight|qzeros|g_idx|scales|absmax|quant_map|SCB|weight_packed|weight_scale|weight_scale_inv|blocks)"
+)
+_NARROW = ("F4", "F6", "F8", "I8", "I32", "U8", "float8", "int8", "int32", "uint8")  # begin their dtypes' names
 _SHOWN = 12  # problems of one directory in its refusal
 _COMPARED = 1 << 20  # elements at a time
 
@@ -108,6 +113,10 @@ class HFWeights:
             found = [*_first(problems, kept), *_first(beyond, _SHOWN - min(kept, len(problems)))]
             read = f" (names are read {self._renamed.changed})" if self._renamed.changed else ""
             fit = f"does not fit the model {self.spec.name}{read}: {'; '.join(found)}"
+            narrow = (self._label(n).startswith(_NARROW) for n in used & self._shapes.keys())
+            if any(map(_QUANTISED.fullmatch, spare)) or any(narrow):
+                fit += "; the weights are quantised, and nothing is trained in such a format"
+                raise self._files.refuse(fit, self.directory, "the model's directory from before the quantisation")
             raise self._files.refuse(fit, self.directory)
 
     def _why_missing(self, name: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser, count
-from hetero_megatron.cli.output import check_writable
+from hetero_megatron.cli.output import check_writable, print_json
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.cluster.rates_section import format_rates, merge_rates, read_rates, write_rates
@@ -121,7 +120,10 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("nothing to measure", field="--model", accepted="a model, --from-runs FILE or --merge FILE")
     refuse_twice(cluster, rates.get("chips", {}))
     write_rates(file, rates, out)
-    print(json.dumps(rates) if options.json else f"rates written to {out}", flush=True)
+    if options.json:
+        print_json(rates)
+    else:
+        print(f"rates written to {out}", flush=True)
     return 0
 
 

@@ -7,7 +7,6 @@ overrides of NeMo (``model.num_layers=24``) become the flags that they stand for
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from hetero_megatron.cli.configure import configure_arguments
 from hetero_megatron.cli.flags.flag import NOTICE
 from hetero_megatron.cli.flags.parse import Arguments, index, parse_all
 from hetero_megatron.cli.foreign_launch import Launch, launches_of
+from hetero_megatron.cli.output import print_json
 from hetero_megatron.cli.shell_script import shown, unresolved
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.utils.files import read_text
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
                         "or FlagScale's YAML with model: and system:")  # fmt: skip
     verdicts = [judge(launch, options.ranks) for launch in found]
     if options.json:
-        print(json.dumps({"script": options.script, "launches": [{**asdict(v), "ok": v.ok} for v in verdicts]}))
+        print_json({"script": options.script, "launches": [{**asdict(v), "ok": v.ok} for v in verdicts]})
     else:
         for verdict in verdicts:
             print(printable(format_verdict(verdict, options.script)))

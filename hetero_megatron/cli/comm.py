@@ -8,12 +8,12 @@ srun hetero-megatron comm check --cluster cluster.yaml --plan plan.yaml --model 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.arguments import ArgumentParser, count, seconds
+from hetero_megatron.cli.output import print_json
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
@@ -174,7 +174,7 @@ def _print(
 ) -> None:
     if options.json:
         found = {"faults": [asdict(f) for f in faults], "speeds": [asdict(s) for s in speeds], "ok": not faults}
-        print(json.dumps(found))
+        print_json(found)
         return
     print(comm.islands)
     for s in speeds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -11,11 +10,13 @@ from typing import Any
 
 from hetero_megatron.cli.arguments import refuse_empty
 from hetero_megatron.cli.hub import model_directory
+from hetero_megatron.cli.output import print_json
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import model_folder
 from hetero_megatron.spec.foreign_checkpoints import is_megatron, refuse_foreign
 from hetero_megatron.spec.mistaken import refuse_mistaken
 from hetero_megatron.training.exit import import_torch
+from hetero_megatron.utils.outputs import try_export
 from hetero_megatron.utils.text import dtype_name, notice_line, plural
 
 USAGE = """\
@@ -48,10 +49,7 @@ def main(argv: Sequence[str]) -> int:
     (source, target), options = _parse(argv)
     source = model_directory(source, "SOURCE")
     kind = _kind(source)
-    if Path(target).exists() and (not Path(target).is_dir() or any(Path(target).iterdir())):
-        raise UserError(
-            "exists and is not an empty directory", field="TARGET", value=target, accepted="a new directory"
-        )
+    try_export(target, "TARGET")
     step, model = options.get("--ckpt-step"), options.get("--model")
     if step is not None and (kind == HF or not (step.isascii() and step.isdigit()) or len(step) > 18):
         accepted = "a step, for a SOURCE of checkpoints"
@@ -81,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     for notice in (*done["notices"], *told):
         print(notice_line(notice), file=sys.stderr)
     if "--json" in options:
-        print(json.dumps(done))
+        print_json(done)
     else:
         print(f"{done['direction']}: {done['model']}, {done['dtype']}, {plural(done['bytes'], 'byte')} in {target}")
     return 0

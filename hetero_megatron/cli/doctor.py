@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from hetero_megatron.cli.arguments import ArgumentParser
+from hetero_megatron.cli.output import print_json
 from hetero_megatron.cluster.catalogue import CHIPS, markdown
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.utils.text import plural, word
@@ -163,12 +163,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(list(argv))
     if options.chips:
         known = {name: asdict(chip) for name, chip in CHIPS.items()}
-        print(json.dumps(known) if options.json else markdown())
+        print_json(known) if options.json else print(markdown())
         return 0
     findings = examine()
     broken = [f for f in findings if f.status == BROKEN]
     if options.json:
-        print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in findings]}))
+        print_json({"ok": not broken, "findings": [asdict(f) for f in findings]})
         return 1 if broken else 0
     for finding in findings:
         mend = f"  -> {finding.remedy}" if finding.remedy else ""

@@ -96,9 +96,11 @@ def check_data(data: DataConfig | None, evaluation: EvaluationConfig, trains: bo
 
 
 def _check_split(data: DataConfig, which: int) -> None:
-    from hetero_megatron.data.splits import find_split
+    from hetero_megatron.data.splits import check_stream, find_split
 
     split = find_split(data, which)
+    if split is not None and data.reads_stream:
+        check_stream(split, data.sft)
     for path in split.paths if split is not None else ():
         assert split is not None
         count = _count(data, split, path)
@@ -107,19 +109,23 @@ def _check_split(data: DataConfig, which: int) -> None:
 
 
 def _count(data: DataConfig, split: SplitPaths, path: str) -> int | None:
-    """Documents of a path; None: enough for the split, or too many to be counted here, or a stream."""
+    """Documents of a path; None: enough for the split, or too many to be counted here, or not known of a stream, of
+    which the first is read."""
     from hetero_megatron.data.chat.records import HUB, find_records
     from hetero_megatron.data.corpus import find_corpus, indexed_prefix, is_indexed
     from hetero_megatron.data.sources import stdlib
 
     share = split.shares[split.which]
     enough = min(MOST_READ, math.ceil(2 / share)) if share else MOST_READ
-    if path.startswith(HUB) or data.reads_stream:
+    if data.sft and path.startswith(HUB):
+        require_package("datasets", "datasets", split.flag, path, "pip install 'hetero-megatron[data]'")
         return None
     if path != stdlib.NAME and is_indexed(path):
         return None if data.sft else open_indexed(indexed_prefix(path), split.flag).num_documents
+    if data.reads_stream:
+        enough = 1
     if data.sft:
         read = sum(1 for _ in islice(find_records(path, split.flag).read(), enough))
     else:
         read = sum(1 for _ in islice(find_corpus(path, data.json_keys, split.flag).documents(), enough))
-    return read if read < enough else None
+    return read if read < enough and not data.reads_stream else None

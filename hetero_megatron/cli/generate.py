@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import ArgumentParser, Number, count
+from hetero_megatron.cli.output import print_json
 from hetero_megatron.cli.rank_errors import end_rank
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError, without_controls
@@ -277,7 +277,7 @@ def _print(
         each = [
             {"prompt_tokens": len(p), "tokens": a, "text": t} for p, a, t in zip(prompts, answers, texts, strict=True)
         ]
-        print(json.dumps({"answers": each, "new_tokens": count, "seconds": round(seconds, 4)}), flush=True)
+        print_json({"answers": each, "new_tokens": count, "seconds": round(seconds, 4)})
         return
     shown = args.prompt + ([""] * (len(prompts) - len(args.prompt)))
     for prompt, ids, text in zip(shown, prompts, texts, strict=True):

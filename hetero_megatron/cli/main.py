@@ -14,6 +14,7 @@ from importlib import import_module
 from hetero_megatron.cli.arguments import version_line
 from hetero_megatron.cli.commands import COMMANDS, GROUPS
 from hetero_megatron.cli.log import say_error
+from hetero_megatron.cli.output import json_alone
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import INTERRUPTED, at_once, outlive_terminal
 from hetero_megatron.utils.out_of_memory import out_of_memory
@@ -29,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version_line())
         return 0
     try:
-        command = load_command(words[0])
-        return _help(command, words) if words[1:] in (["-h"], ["--help"]) else command(words[1:])
+        with json_alone(words[0], words[1:]):
+            command = load_command(words[0])
+            return _help(command, words) if words[1:] in (["-h"], ["--help"]) else command(words[1:])
     except UserError as error:
         say_error(str(error))
         return 2

@@ -38,7 +38,7 @@ _OTHERWISE = (
     "rope_scaling_factor", "add_bias_linear", "bias_gelu_fusion", "window_size", "vocab_size", "tokenizer_type",
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "rope_type", "add_position_embedding", "moe_router_load_balancing_type", *_HEADS, *_DROPS,
+    "rope_type", "add_position_embedding", "encoder_num_layers", "moe_router_load_balancing_type", *_HEADS, *_DROPS,
 )  # fmt: skip
 _OTHER_SWITCHES = (
     "use_rotary_position_embeddings", "group_query_attention", "use_rope_scaling", "add_bias_linear",
@@ -48,10 +48,10 @@ _NONE, _OFF, _ZERO = (None,), (None, False), (None, 0, 0.0)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0), "softmax_type": (None, "vanilla"), "window_attn_skip_freq": _NONE,
     "no_rope_freq": (None, 0), "experimental_attention_variant": _NONE, "heterogeneous_layers_config_path": _NONE,
-    "heterogeneous_layers_config_encoded_json": (None, ""), "spec": _NONE, "hybrid_layer_pattern": _NONE,
+    "heterogeneous_layers_config_encoded_json": (None, ""), "spec": (None, ["local"]), "hybrid_layer_pattern": _NONE,
     "hybrid_override_pattern": _NONE, "hybrid_attention_ratio": _ZERO, "hybrid_mlp_ratio": _ZERO,
     "glu_linear_offset": _ZERO, "activation_func_clamp_value": _NONE, "moe_latent_size": _NONE,
-    "moe_apply_probs_on_input": _OFF, "encoder_num_layers": _NONE, "decoder_num_layers": _NONE,
+    "moe_apply_probs_on_input": _OFF, "decoder_num_layers": _NONE,
     "vocab_extra_ids": (None, 0), "mrope_section": _NONE, "retro_add_retriever": _OFF, "onnx_safe": _OFF,
     "use_mup": _OFF, "vision_pretraining": _OFF, "moe_router_force_load_balancing": _OFF,
     "moe_router_force_biased": _NONE, "moe_mlp_glu_interleave_size": _NONE,
@@ -63,7 +63,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "scale_depth": _NONE, "dim_model_base": _NONE, "add_rmsnorm_offset": _OFF, "query_pre_attn_scalar": _NONE,
     "attn_logit_softcapping": _NONE, "final_logit_softcapping": _NONE, "post_norm": _OFF,
     "output_multiplier_scale": _NONE, "partial_rotary_factor": (None, 1.0), "add_lmhead_bias": _OFF,
-    "first_k_dense_replace": _NONE,
+    "first_k_dense_replace": (None, 0),
     "square_alibi_mask": _OFF, "fill_neg_inf": _OFF, "rope_theta": _NONE, "use_glm_rope": _OFF,
 }  # fmt: skip
 _HARMLESS = {
@@ -91,11 +91,13 @@ _HARMLESS = {
         " start_weight_decay end_weight_decay ckpt_convert_format ckpt_convert_save non_persistent_save_interval"
         " accumulate_allreduce_grads_in_fp32 use_cpu_initialization async_tensor_model_parallel_allreduce"
         " start_iteration consumed_valid_tokens encoder_tensor_model_parallel_size"
+        " apply_rope_fusion delay_grad_reduce scatter_gather_tensors_in_pipeline"
         " encoder_pipeline_model_parallel_size train_data_exact_num_epochs micro_batch_size global_batch_size"
     ),
 }
 _FAMILIES_OFF = re.compile(
-    r"(dsa|linear|mamba|retro|bert|biencoder|ict|dino|swin|vision|inference|logits_(save|load)|mtp|yarn|mup)_.*"
+    r"(dsa|linear|mamba|retro|retriever|bert|biencoder|ict|dino|swin|vision|inference|mtp|yarn|mup"
+    r"|logits_(save|load))_.*"
 )
 
 
@@ -154,6 +156,11 @@ def check_stored(stored: Mapping[str, Any], where: str) -> tuple[str, ...]:
     for key in (*SWITCHES, *SWITCHES_OF_EXPERTS, *_OTHER_SWITCHES):
         if not is_one_of(stored.get(key), (None, True, False)):
             raise UserError("is no switch", field=key, value=stored[key], where=where, accepted="true, false")
+    if stored.get("encoder_num_layers") not in (None, stored.get("num_layers")):  # a run copies one into the other
+        raise UserError(
+            KEYS.problem, field="encoder_num_layers", value=stored["encoder_num_layers"], where=where,
+            accepted=f"null, or num_layers ({stored.get('num_layers')})",
+        )  # fmt: skip
     turned = stored.get("position_embedding_type") == "rope" or stored.get("use_rotary_position_embeddings") is True
     if stored.get("add_position_embedding") is False and not turned and "position_embedding_type" in stored:
         raise UserError(

@@ -1,13 +1,95 @@
-"""Files that commands write: checked before long work, with one-line error messages."""
+"""What commands write: files, checked before long work, and one JSON object alone on standard output."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from hetero_megatron.training.exit import LastingStream
 from hetero_megatron.utils.outputs import try_file, unwritable, write_text
 
-__all__ = ["check_writable", "unwritable", "write_text"]
+__all__ = ["check_writable", "json_alone", "print_json", "unwritable", "write_text"]
+_STARTERS = ("launch", "run", "testbed")  # what they start may print an answer of its own
 
 
 def check_writable(name: str | None, flag: str) -> None:
     """UserError if ``name`` cannot be written. Called before long work; an existing file is not changed."""
     if name:
         try_file(name, flag)
+
+
+class _AnswerStream:
+    """In the place of standard output: what anybody prints goes to standard error, but for the answer."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+    def answer(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def print_json(value: Any) -> None:
+    """The one object that a command with ``--json`` prints."""
+    text = json.dumps(value) + "\n"
+    if isinstance(sys.stdout, _AnswerStream):
+        sys.stdout.answer(text)
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextmanager
+def json_alone(command: str, words: Sequence[str]) -> Iterator[None]:
+    """While a command runs that was asked for JSON, standard output is for ``print_json`` only: libraries print there
+    while they are imported and used, and so do compilers that they start."""
+    own = list(words[: words.index("--")] if "--" in words else words)
+    if "--json" not in own or command in _STARTERS or not {"-h", "--help"}.isdisjoint(own):
+        yield
+        return
+    before, handle = sys.stdout, _separate_handle()
+    stream = before if handle is None else os.fdopen(handle, "w", encoding=before.encoding, errors=before.errors)
+    sys.stdout = _AnswerStream(LastingStream(stream))  # type: ignore[arg-type, assignment]
+    loggers = _handlers_of(before)
+    try:
+        for handler in loggers:
+            handler.setStream(sys.stderr)
+        yield
+    finally:
+        sys.stdout = before
+        for handler in loggers:
+            handler.setStream(before)
+        if handle is not None:
+            os.dup2(handle, 1)
+            with suppress(OSError):  # nobody reads it any more, and some of it was not written
+                stream.close()
+
+
+def _handlers_of(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
+    """What logs to this stream by libraries that are there already, as in a notebook."""
+    named = logging.root.manager.loggerDict.values()
+    known = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
+    handlers = (handler for logger in known for handler in logger.handlers)
+    return [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is stream]
+
+
+def _separate_handle() -> int | None:
+    """Another handle of the process's standard output, whose own number now leads to standard error; None where
+    ``sys.stdout`` is something else."""
+    try:
+        if sys.stdout.fileno() != 1:
+            return None
+        sys.stdout.flush()
+        handle = os.dup(1)
+        os.dup2(2, 1)
+        return handle
+    except (OSError, ValueError):  # closed, or kept in memory (io.UnsupportedOperation)
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, 
 from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
-from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import with_more, without
@@ -99,7 +98,10 @@ def main(argv: Sequence[str]) -> int:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
         print(f"error: interrupted in the report{where}", file=sys.stderr)
         return INTERRUPTED
-    print(json.dumps(summary_json(summary)) if args.json else format_comparisons(summary), flush=True)
+    if args.json:
+        print_json(summary_json(summary))
+    else:
+        print(format_comparisons(summary), flush=True)
     if args.export:  # last: what the format cannot say is refused, and the plan and its report are there
         kind, _, name = args.export.partition(":")
         write_text(name, "--export", export(kind, best.plan, best.cluster))

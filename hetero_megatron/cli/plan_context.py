@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser, count, stretched
 from hetero_megatron.cli.companion import Companion
-from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
@@ -62,7 +61,7 @@ def run_context_only(args: argparse.Namespace) -> int:
         write_text(args.out, "--out", dump_yaml(plan))
     companion.finish(None, quiet=args.json)
     if args.json:
-        print(json.dumps(report(problem, choice, plan, notices)))
+        print_json(report(problem, choice, plan, notices))
     else:
         print(_text(problem, choice, plan, notices))
     return 0

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cli.arguments import Number, refuse_empty, seconds
-from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.utils.text import plural
@@ -80,7 +80,7 @@ def _list(args: argparse.Namespace) -> int:
         {"operator": k.op, "provider": k.provider, "kind": k.kind, "version": k.version} for k in found.registry
     ]
     if args.json:
-        print(json.dumps({"platforms": platforms, "plugins": plugins, "kernels": kernels}))
+        print_json({"platforms": platforms, "plugins": plugins, "kernels": kernels})
         return 0
     print(f"{'platform':<12}{'vendor':<16}{'device':<8}{'backend':<9}{'here':<14}tested by this project")
     for row in platforms:
@@ -148,7 +148,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.profile:
         write_text(args.profile, "--profile", json.dumps(report.profile, indent=1))
     if table is None:
-        print(json.dumps({**asdict(report), "ok": report.ok}))
+        print_json({**asdict(report), "ok": report.ok})
     else:
         table.finish(report)
         if args.profile:
@@ -161,7 +161,7 @@ def _compare(args: argparse.Namespace) -> int:
     from hetero_megatron.training.alignment.dump import compare_dumps
 
     result = compare_dumps(args.one, args.other, args.tolerance)
-    print(json.dumps(result.to_dict()) if args.json else result.text())
+    print_json(result.to_dict()) if args.json else print(result.text())
     return 0 if result.ok else 1
 
 
@@ -169,5 +169,5 @@ def _drift(args: argparse.Namespace) -> int:
     from hetero_megatron.training.alignment.drift import loss_drift
 
     result = loss_drift(args.one, args.other, args.threshold)
-    print(json.dumps(asdict(result) | {"ok": result.ok}) if args.json else result.text())
+    print_json(asdict(result) | {"ok": result.ok}) if args.json else print(result.text())
     return 0 if result.ok else 1

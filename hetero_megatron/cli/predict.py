@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count, stretched
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
-from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import load_plan
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     if args.trace:
         write_text(args.trace, "--trace", json.dumps(perfetto_trace(found)))
     if args.json:
-        print(json.dumps({"asked": asked.as_json(), **as_json(found)}))
+        print_json({"asked": asked.as_json(), **as_json(found)})
     else:
         print(format_question(asked), "", format_prediction(found), sep="\n")
         if plan.islands:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser, Number, count
-from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Schedule, generate, lower, schedule_names, simulate
 from hetero_megatron.schedule.adaptive import search_adaptive
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         write_text(args.out, "--out", svg(pictures))
     if args.json:
-        print(json.dumps(_summary(pictures, stored)))
+        print_json(_summary(pictures, stored))
         return 0
     print(table(pictures))
     if stored is not None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
+from hetero_megatron.cli.output import json_alone
 from hetero_megatron.environment.launcher import is_first
 from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
 
@@ -52,11 +53,17 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
         outlive_terminal()
         with at_once(is_first()):
             here = import_module("hetero_megatron.cli.here")
-            main = import_module(f"hetero_megatron.cli.{command}").main
-        code = here.main(command, words) if here.asks_for_ranks(words) else main(words)
+        code = here.main(command, words) if here.asks_for_ranks(words) else _as_rank(command, words)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more
             stream.flush()
     # Not sys.exit: gloo's threads may still be dropping tensors, and one that asks for the interpreter's lock while it
     # shuts down aborts the process ("terminate called without an active exception").
     os._exit(code)
+
+
+def _as_rank(command: str, words: Sequence[str]) -> int:
+    with json_alone(command, words):
+        with at_once(is_first()):
+            main = import_module(f"hetero_megatron.cli.{command}").main
+        return int(main(words))

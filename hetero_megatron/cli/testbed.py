@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from hetero_megatron.cli.arguments import read_number
+from hetero_megatron.cli.output import print_json
 from hetero_megatron.cluster import load_cluster, quantity
 from hetero_megatron.errors import UserError
 from hetero_megatron.testbed import faults, machine, process, state
@@ -128,7 +128,7 @@ def _status(words: list[str]) -> int:
     live = {entry["id"] for entry in found if entry["alive"]}
     stray = sorted(pid for pid, where in process.marked().items() if Path(where).name not in live)
     if as_json:
-        print(json.dumps({"testbeds": found, "processes_of_dead_testbeds": stray}))
+        print_json({"testbeds": found, "processes_of_dead_testbeds": stray})
         return 0
     for entry in found:
         if not entry["alive"]:
@@ -154,7 +154,7 @@ def _clean(words: list[str]) -> int:
     as_json = _json_only(words)
     removed = state.clean_dead()
     if as_json:
-        print(json.dumps({"removed": removed}))
+        print_json({"removed": removed})
         return 0
     for entry in removed:
         processes = plural(len(entry["processes"]), "process", "processes")

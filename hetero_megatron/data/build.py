@@ -119,6 +119,13 @@ class Datasets:
         key = self.tokenizer.fingerprint
         return {"train": corpus_fingerprint(self.train, key), "valid": corpus_fingerprint(self.valid, key)}
 
+    def read_here(self) -> Mapping[str, str]:
+        """Of streams that this rank reads, see :func:`stream_fingerprint`; for the nodes to compare."""
+        from hetero_megatron.data.stream_fingerprint import stream_fingerprint
+
+        named = {"train": self.train, "valid": self.valid, "test": self.test}
+        return {name: stream_fingerprint(dataset) for name, dataset in named.items()}
+
     def state_dict(self, consumed_train_samples: int) -> dict[str, Any]:
         """State to save besides the number of samples (JSON); empty unless streaming."""
         state: dict[str, Any] = {}
@@ -322,18 +329,10 @@ class _SplitBuilder:
         return cache_folder(self.config.data_cache_path) if self.config.data_cache_path else None
 
     def _stream(self, split: SplitPaths) -> Dataset:
-        from hetero_megatron.data.corpus import is_indexed
+        from hetero_megatron.data.splits import check_stream
         from hetero_megatron.data.streaming import WINDOW, StreamingDataset
 
-        paths = split.paths
-        if len(paths) > 1 or split.weights:
-            raise UserError(
-                "cannot stream a blend", field="--dataloader-type", value="streaming", accepted="one path, or single"
-            )
-        if paths[0] != "stdlib" and is_indexed(paths[0]):
-            raise UserError(
-                ".bin/.idx is mapped, not streamed", field="--dataloader-type", value="streaming", accepted="single"
-            )
-        corpus = self._corpus(paths[0], split.flag)
+        check_stream(split, sft=False)
+        corpus = self._corpus(split.paths[0], split.flag)
         corpus.check_ends()
         return StreamingDataset(corpus, self.tokenizer, self.seq_length, self.limit, max(WINDOW, self.keep))

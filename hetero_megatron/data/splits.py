@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.config import DEFAULT_SPLIT, SPLITS, DataConfig, parse_blend, parse_split, split_documents
+from hetero_megatron.data.corpus import is_indexed
 from hetero_megatron.data.sample import Dataset
 from hetero_megatron.errors import UserError
 
@@ -101,3 +102,21 @@ def find_split(config: DataConfig, which: int) -> SplitPaths | None:
         )  # fmt: skip
     paths, weights = parse_blend(words, flag)
     return SplitPaths(name, flag, paths, weights, shares, which, config.split)
+
+
+def check_stream(split: SplitPaths, sft: bool) -> None:
+    """UserError for paths that cannot be read as they come: text from one, conversations from any by weights."""
+    indexed = [path for path in split.paths if path != "stdlib" and is_indexed(path)]
+    if not sft and (len(split.paths) > 1 or split.weights):
+        raise UserError(
+            "cannot stream a blend", field="--dataloader-type", value="streaming", accepted="one path, or single"
+        )
+    if not sft and indexed:
+        raise UserError(
+            ".bin/.idx is mapped, not streamed", field="--dataloader-type", value="streaming", accepted="single"
+        )
+    if sft and len(split.paths) > 1 and split.weights is None:
+        raise UserError(
+            "streams have no known sizes to be mixed by", field=split.flag, value=" ".join(split.paths),
+            accepted="WEIGHT PATH WEIGHT PATH ...",
+        )  # fmt: skip

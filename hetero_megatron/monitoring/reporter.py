@@ -248,8 +248,13 @@ class Reporter:
         stats = self._experts.stats(moe.top_k)
         layers = {str(layer): list(counts) for layer, counts in stats.layers.items()}
         self.event("experts", f"{plural(stats.tokens, 'token')} routed", step=step, tokens=stats.tokens, layers=layers)
-        if path is not None:
+        if path is None:
+            return
+        try:
             write_routing_stats(path, stats, self.config.spec)
+        except UserError as error:  # what the run trained is worth more
+            tell(f"{error}: the counts are in events.jsonl of --save, if there is one")
+        else:
             print(f"routing of {plural(stats.tokens, 'token')} written to {path}", flush=True)
 
     def _worst_clock(self) -> Kept | None:

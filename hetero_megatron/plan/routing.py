@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from hetero_megatron.plan.made_for import model_hash
 from hetero_megatron.spec import ModelSpec, Share
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.utils.files import read_json_object
+from hetero_megatron.utils.outputs import write_text
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
@@ -52,13 +52,7 @@ def write_routing_stats(path: str, stats: RoutingStats, spec: ModelSpec) -> None
     """Replace the file as a whole; UserError if it cannot be written."""
     layers = {str(layer): list(counts) for layer, counts in sorted(stats.layers.items())}
     known = {"version": VERSION, "model_hash": model_hash(spec.base), "tokens": stats.tokens, "layers": layers}
-    part = f"{path}.part"
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(json.dumps(known) + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", field=FLAG, value=path) from error
+    write_text(path, FLAG, json.dumps(known) + "\n")
 
 
 def read_routing_stats(path: str, spec: ModelSpec) -> RoutingStats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,16 +71,17 @@ class NodeData:
         reader = readers[world.index]
         made: list[Datasets] = []
 
-        def read() -> str:
-            """The path of this rank's socket; empty: it does not read, or for nobody else."""
+        def read() -> tuple[str, dict[str, str]]:
+            """(the path of this rank's socket; empty: it does not read, or for nobody else, what it reads)."""
             if comm.rank != reader:
-                return ""
+                return "", {}
             made.append(build())
+            marks = dict(made[0].read_here()) if len(set(readers)) > 1 else {}
             sets = enumerate((made[0].train, made[0].valid, made[0].test))
             if (clients := readers.count(reader) - 1) == 0:
-                return ""
+                return "", marks
             self._server = SampleServer({i: dataset for i, dataset in sets if dataset is not None}, clients)
-            return self._server.path
+            return self._server.path, marks
 
         def connect() -> None:
             if comm.rank != reader:
@@ -89,7 +90,9 @@ class NodeData:
                 client = SampleClient(path, comm.timeout.total_seconds(), lost)
                 made.append(build(served=partial(ServedDataset, client)))
 
-        paths: Sequence[str] = together(world, read, str)
+        told: Sequence[tuple[str, dict[str, str]]] = together(world, read, tuple[str, dict[str, str]])
+        paths = [path for path, _ in told]
+        _check_alike({rank: marks for rank, (_, marks) in zip(world.ranks, told, strict=True) if marks})
         together(world, connect)
         if self._server is not None:
             self._server.start()
@@ -130,6 +133,18 @@ def host_key(node: str | None) -> HostKey:
         boot = ""
     folder = os.stat(socket_folder())
     return node or socket.gethostname(), boot, folder.st_dev, folder.st_ino
+
+
+def _check_alike(marks: Mapping[int, Mapping[str, str]]) -> None:
+    """UserError, on all ranks, unless all readers (by rank) read the same streams."""
+    for rank, mine in marks.items():
+        first, known = next(iter(marks.items()))
+        for name, mark in mine.items():
+            if mark != known[name]:
+                raise UserError(
+                    f"rank {rank} reads {mark}, rank {first} reads {known[name]}", field=f"data ({name})",
+                    accepted="the same files, byte for byte, and tokenizer on every node that reads them",
+                )  # fmt: skip
 
 
 def _line(readers: Sequence[int]) -> str:

@@ -7,7 +7,9 @@ interval for each rank's offset, whose middle is used and whose half is the erro
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +21,12 @@ import torch
 
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
+from hetero_megatron.monitoring.log_sinks import tell
 from hetero_megatron.pipeline.executor import TimedAction
 from hetero_megatron.platform import Platform
 from hetero_megatron.training.config import ProfileSteps, RunConfig
 from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.utils.outputs import write_text
 
 FOLDER, TRACE = "profile", "trace.json"
 ROUNDS = 16  # of clock readings, before and after
@@ -128,21 +132,37 @@ class Profiler:
         mine = (torch.cat(self._clocks).tolist(), self._rows)
         every = self.group.gather_objects(mine, tuple[list[list[float]], list[ROW]])
         self._rows = []
+        apart = self._write(every)
+        if apart is None or self.group.ranks[0] != self.rank:
+            return ""
+        return f"profile: {self.folder / TRACE}; clocks of ranks agree within {apart:.0f} us{self._overhead()}"
+
+    def _write(self, every: Sequence[tuple[list[list[float]], list[ROW]]]) -> float | None:
+        """This rank's files; by how many us the clocks of ranks may differ. None, and a notice, where they cannot be
+        written: the training is worth more."""
+        known = offsets([torch.tensor(rows, dtype=torch.float64) for rows, _ in every])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._torch is not None:
-                self._torch.export_chrome_trace(str(self.folder / f"torch-rank-{self.rank}.json"))
-            if self.group.ranks[0] != self.rank:
-                return ""
-            known = offsets([torch.tensor(rows, dtype=torch.float64) for rows, _ in every])
-            rows = {rank: found for rank, (_, found) in zip(self.group.ranks, every, strict=True)}
-            clocks = dict(zip(self.group.ranks, known, strict=True))
-            (self.folder / TRACE).write_text(json.dumps(trace(rows, clocks)), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{FOLDER} cannot be written: {error.strerror}", field="--save",
-                            value=str(self.folder.parent)) from None  # fmt: skip
-        apart = 1e6 * max(offset.error for offset in known)
-        return f"profile: {self.folder / TRACE}; clocks of ranks agree within {apart:.0f} us{self._overhead()}"
+                self._write_torch(self.folder / f"torch-rank-{self.rank}.json")
+            if self.group.ranks[0] == self.rank:
+                rows = {rank: found for rank, (_, found) in zip(self.group.ranks, every, strict=True)}
+                clocks = dict(zip(self.group.ranks, known, strict=True))
+                write_text(self.folder / TRACE, "--profile", json.dumps(trace(rows, clocks)))
+        except (OSError, RuntimeError, UserError) as error:  # RuntimeError: of torch's profiler
+            reason = error.problem if isinstance(error, UserError) else f"{getattr(error, 'strerror', None) or error}"
+            tell(f"{self.folder} on rank {self.rank}: {reason}: a profile is missing in it, and training goes on")
+            return None
+        return 1e6 * max(offset.error for offset in known)
+
+    def _write_torch(self, path: Path) -> None:
+        """In a folder aside first: torch does not say that a disk is full. OSError: it is."""
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".torch-") as aside:
+            written = Path(aside) / path.name
+            self._torch.export_chrome_trace(str(written))
+            if not _is_whole(written):
+                raise OSError(errno.ENOSPC, "is not written to its end (a full disk?)")
+            written.replace(path)
 
     def _overhead(self) -> str:
         """What profiled steps took beyond the others, of which the first two count for neither."""
@@ -152,6 +172,15 @@ class Profiler:
             return ""
         plain = others[len(others) // 2]
         return f"; profiled steps took {mine[len(mine) // 2] / plain - 1:+.1%} of the others' time"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of JSON is there and goes on to its last bracket."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return file.read().rstrip()[-1:] == b"}"
 
 
 def trace(rows: dict[int, list[ROW]], clocks: dict[int, ClockOffset]) -> dict[str, Any]:

@@ -51,7 +51,9 @@ def _change(rng: random.Random, made: dict[str, torch.Tensor]) -> None:
     elif change == 2:
         made[name] = made[name].reshape(-1)[: rng.choice((0, 1, 5))].clone()
     elif change == 3:
-        made[name] = torch.full_like(made[name], rng.choice((float("nan"), float("inf"), 0.0, 1e38)))
+        value = rng.choice((float("nan"), float("inf"), 0.0, 1e38))
+        wide = torch.full(made[name].shape, value, dtype=torch.float64)
+        made[name] = wide.to(made[name].dtype)  # whatever another damage made of it, also where that has no such value
     elif change == 4:
         made[
             rng.choice((*(t for t in mutate.TEXTS if t.isprintable()), "model.layers.99.mlp.up_proj.weight", "extra"))

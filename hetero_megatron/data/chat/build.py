@@ -21,7 +21,7 @@ from hetero_megatron.data.chat.stream import WINDOW, StreamedConversations
 from hetero_megatron.data.config import DataConfig
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.sample import Dataset, Sample
-from hetero_megatron.data.splits import SplitPaths, find_split, split_dataset
+from hetero_megatron.data.splits import SplitPaths, check_stream, find_split, split_dataset
 from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_text
@@ -101,11 +101,7 @@ class ChatData:
 
     def _streams(self, split: SplitPaths) -> Dataset:
         paths, weights, flag = split.paths, split.weights, split.flag
-        if len(paths) > 1 and weights is None:
-            raise UserError(
-                "streams have no known sizes to be mixed by", field=flag, value=" ".join(paths),
-                accepted="WEIGHT PATH WEIGHT PATH ...",
-            )  # fmt: skip
+        check_stream(split, sft=True)
         made = [
             StreamedConversations(
                 self._records(path, flag, streaming=True), self.encoder, self.seq_length, self.seed + (i << 32),

@@ -52,7 +52,7 @@ class StreamedConversations:
         window: int = WINDOW, log: Log | None = None,
     ) -> None:  # fmt: skip
         self.records, self.seq_length, self.overlong = records, seq_length, overlong
-        self._encoder, self._seed, self._pad, self._packing = encoder, seed, pad, packing
+        self.encoder, self._seed, self._pad, self._packing = encoder, seed, pad, packing
         self._block, self._limit, self._window, self._lock = block, limit, window, threading.Lock()
         self._log: Log | None = log
         self._recent: dict[int, Sample] = {}
@@ -101,7 +101,7 @@ class StreamedConversations:
 
     def _read(self, place: _Place) -> Iterator[tuple[Encoded, str]]:
         log, self._log = self._log, None  # of the first time that the data are read
-        return encoded_records(self.records, self._encoder, self._limit, place.records, log)
+        return encoded_records(self.records, self.encoder, self._limit, place.records, log)
 
     def _read_block(self) -> None:
         """The samples of the next block; at the end of the data the next epoch begins."""

@@ -45,6 +45,7 @@ def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
 
 
 def convert(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> Any:
+    capsys.readouterr()  # what libraries printed while the test made the model
     assert main(["convert", *map(str, words)]) == code
     out, err = capsys.readouterr()
     return json.loads(out) if "--json" in words and not code else out + err

@@ -139,3 +139,23 @@ def test_data_that_the_reader_refuses_ends_all_ranks_with_its_message(tmp_path: 
             rank.kill()
     assert [rank.returncode for rank in ranks] == [2, 2], said
     assert "data_valid.jsonl" in said[0] and "Traceback" not in "".join(said), said
+
+
+@pytest.mark.parametrize("kind", [text, conversations])
+def test_nodes_that_read_unlike_streams_do_not_train_together(kind: Callable[[Path], str], tmp_path: Path) -> None:
+    """Of the same size, and unlike in their middle only."""
+    words = kind(tmp_path)
+    (tmp_path / "plan.yaml").write_text(TWO_STAGES)
+    plain = (tmp_path / "data_train.jsonl").read_bytes()
+    half = plain.index(b"fox", len(plain) // 2)
+    (tmp_path / "other.jsonl").write_bytes(plain[:half] + b"cat" + plain[half + 3 :])
+    flags = f"{words} --plan {tmp_path}/plan.yaml --dataloader-type streaming --train-iters 2 --lr 1e-3"
+    own = {rank: ["--train-data-path", f"{tmp_path}/{name}.jsonl"] for rank, name in enumerate(("data_train", "other"))}
+    ranks = start_ranks(2, flags.split(), own, nodes="ab")
+    try:
+        said = [rank.communicate(240)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert "data (train): rank 1 reads " in said[0] and "Traceback" not in "".join(said), said

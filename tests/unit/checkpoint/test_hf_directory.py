@@ -448,7 +448,20 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(
 ) -> None:
     directory, weights = llama
     put(directory, form, weights | {NORM: weights[NORM].to(dtype)})
-    assert f"{NORM} has dtype" in refusal(directory)
+    said = refusal(directory)
+    assert f"{NORM} has dtype" in said and ("are quantised" in said) == (dtype.itemsize == 1 and dtype != torch.bool)
+
+
+@pytest.mark.parametrize("beside", ["qweight qzeros scales", "weight weight.absmax", "weight weight_scale_inv"])
+def test_quantised_weights_are_called_so(beside: str, llama: tuple[Path, Tensors]) -> None:
+    """Of GPTQ, bitsandbytes and in fp8, where no quantization_config says it."""
+    directory, weights = llama
+    layer = "model.layers.0.self_attn.q_proj"
+    others = {n: t for n, t in weights.items() if n != f"{layer}.weight"}
+    packed = {f"{layer}.{name}": torch.zeros(3, 3, dtype=torch.int32) for name in beside.split()}
+    put(directory, SINGLE, others | packed)
+    (directory / "quantize_config.json").write_text('{"bits": 4}')
+    assert "the weights are quantised" in refusal(directory)
 
 
 # What can be done with files that are not read

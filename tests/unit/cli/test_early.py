@@ -106,6 +106,36 @@ def test_splits_without_documents(tmp_path: Path) -> None:
                                            + " --eval-interval 1 --eval-iters 1")  # fmt: skip
 
 
+def test_streams_and_packages_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, table = tmp_path / "few.jsonl", tmp_path / "rows.parquet"
+    file.write_text('{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    table.write_bytes(b"PAR1")
+    indexed = [tmp_path / "pair.bin", tmp_path / "pair.idx"]
+    for path in indexed:
+        path.touch()
+    stream = BASE.replace("--mock-data", "--dataloader-type streaming --split 1")
+    for words, flag, problem in (
+        (f"--data-path {file} {file}", "--dataloader-type", "cannot stream a blend"),
+        (f"--data-path 1 {file}", "--dataloader-type", "cannot stream a blend"),
+        (f"--data-path {tmp_path}/pair", "--dataloader-type", ".bin/.idx is mapped, not streamed"),
+        (f"--data-path {tmp_path}/none.jsonl", "--data-path", "no such file or folder"),
+        (f"--sft --data-path {file} {file}", "--data-path", "streams have no known sizes to be mixed by"),
+        (f"--data-path {file} --eval-interval 1 --eval-iters 1", "--split", "a stream cannot be split: its length is "
+         "not known"),
+    ):  # fmt: skip
+        found = refusals(f"{stream} {words}")
+        assert found.get(flag) == [problem], (words, found)
+    assert refusals(f"{stream} --data-path {file}") == {}
+    for module, path, words in (
+        ("pyarrow", table, ""), ("pyarrow", table, "--dataloader-type streaming"), ("datasets", "hub:a/b", "--sft"),
+        ("datasets", "hub:a/b", "--sft --dataloader-type streaming"),
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+        found = refusals(f"{BASE.replace('--mock-data', f'--data-path {path}')} --split 1 {words} --bogus 1")
+        (said,) = found["--data-path"]
+        assert module in said and "--bogus" in found
+
+
 def test_places(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     (tmp_path / "full").mkdir()

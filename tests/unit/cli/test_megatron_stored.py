@@ -36,6 +36,38 @@ def test_what_a_namespace_has_anyway_is_not_said() -> None:
     assert not notices and found.norm_eps == 1e-5 and found.num_kv_heads == 2
 
 
+# What is not named as a flag is: names and defaults of core 0.7's parser, and what its run sets of itself.
+OF_ITSELF: dict[str, Any] = {
+    "encoder_num_layers": 2, "decoder_num_layers": None, "encoder_seq_length": 32, "decoder_seq_length": None,
+    "overlap_p2p_comm": False, "apply_rope_fusion": True, "bias_swiglu_fusion": True, "bias_dropout_fusion": True,
+    "clone_scatter_output_in_embedding": True, "tp_comm_overlap_ag": True, "tp_comm_bulk_wgrad": True,
+    "tp_comm_split_rs": True, "check_for_nan_in_loss_and_grad": True, "log_learning_rate_to_tensorboard": True,
+    "log_loss_scale_to_tensorboard": True, "mmap_bin_files": True, "create_attention_mask_in_dataloader": True,
+    "data_sharding": True, "manual_gc_eval": True, "delay_grad_reduce": True, "retro_verify_neighbor_count": True,
+    "scatter_gather_tensors_in_pipeline": True, "perform_initialization": True, "fp8": None, "fp8_wgrad": True,
+    "bias_gelu_fusion": False, "num_classes": 1000, "img_h": 224, "dino_freeze_last_layer": 1, "yaml_cfg": None,
+    "retro_attention_gate": 1, "enable_one_logger": False, "one_logger_project": "e2e-tracking", "hysteresis": 2,
+    "vocab_extra_ids": 0, "classes_fraction": 1.0, "use_tp_pp_dp_mapping": False, "moe_extended_tp": False,
+    "vision_backbone_type": "vit", "swin_backbone_type": "tiny", "mask_type": "random", "iter_per_epoch": 1250,
+    "titles_data_path": None, "query_in_block_prob": 0.1, "indexer_batch_size": 128, "embedding_path": None,
+    "start_weight_decay": 0.01, "end_weight_decay": 0.01, "straggler_ctrlr_port": 65535, "rotary_interleaved": False,
+    "inference_batch_times_seqlen_threshold": 512, "max_tokens_to_oom": 12000, "output_bert_embeddings": False,
+    "bert_embedder_type": "megatron", "lazy_mpu_init": None, "standalone_embedding_stage": False, "spec": None,
+    "moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False, "num_experts": None,
+    "transformer_pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+    "rotary_seq_len_interpolation_factor": None, "variable_seq_lengths": False, "attention_softmax_in_fp32": False,
+    "sample_rate": 1.0, "mask_prob": 0.15, "short_seq_prob": 0.1, "retriever_seq_length": 256, "test_mode": False,
+    "adlr_autoresume": False, "adlr_autoresume_interval": 1000, "local_rank": 0, "use_one_sent_docs": False,
+}  # fmt: skip
+
+
+def test_what_a_run_stores_of_itself_is_not_said() -> None:
+    """Of core 0.7, and of the same with its own layers, and of forks whose default is another."""
+    for more in ({}, {"spec": ["local"]}, {"first_k_dense_replace": 0}, {"encoder_num_layers": None}):
+        found, notices = spec(**(OF_ITSELF | more))
+        assert not notices and found == spec()[0]
+
+
 def test_every_flag_of_megatrons_is_known() -> None:
     names = [line[2:].replace("-", "_") for line in (FIXTURES / "megatron_flags.txt").read_text().split()]
     assert not [name for name in names if name.startswith("__") or name not in KEYS.known]
@@ -61,7 +93,7 @@ REFUSED_VALUES: dict[str, Any] = {
     "experimental_attention_variant": "gated_delta_net", "heterogeneous_layers_config_path": "x.json",
     "heterogeneous_layers_config_encoded_json": "{}", "hybrid_layer_pattern": "M*", "hybrid_override_pattern": "M*",
     "hybrid_attention_ratio": 0.5, "hybrid_mlp_ratio": 0.5, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7,
-    "moe_latent_size": 8, "moe_apply_probs_on_input": True, "encoder_num_layers": 2, "decoder_num_layers": 2,
+    "moe_latent_size": 8, "moe_apply_probs_on_input": True, "decoder_num_layers": 2,
     "vocab_extra_ids": 100, "mrope_section": [1, 2, 3], "retro_add_retriever": True, "onnx_safe": True, "use_mup": True,
     "vision_pretraining": True, "moe_router_force_load_balancing": True, "moe_router_force_biased": 1.0,
     "moe_mlp_glu_interleave_size": 32, "moe_shared_expert_glu_interleave_size": 32, "embed_layernorm": True,
@@ -81,6 +113,8 @@ def test_arguments_of_other_models_are_refused_by_name() -> None:
         with pytest.raises(UserError, match=key) as raised:
             spec(**{key: value})
         assert raised.value.field == key
+    with pytest.raises(UserError, match=r"encoder_num_layers = 3.*num_layers \(2\)"):
+        spec(encoder_num_layers=3)
     more = {"apply_layernorm_1p": True, "rotary_interleaved": True, "rotary_percent": 0.5, "qk_l2_norm": True,
             "rotary_seq_len_interpolation_factor": 2, "position_embedding_type": "yarn"}  # fmt: skip
     for key, value in more.items():

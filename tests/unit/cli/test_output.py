@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
+import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hetero_megatron.cli import main as cli
 from hetero_megatron.cli.main import main
 from hetero_megatron.cli.output import check_writable, write_text
+from hetero_megatron.cli.start import NOBODY_READS
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 
@@ -104,3 +110,62 @@ def test_the_cluster_that_is_read_stays(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words, "--out", str(out)]) == 0 and companion(out).exists()
     assert main([*words, "--out", str(out), "--add", "1xfast"]) == 2
     assert "is the file of --cluster" in capsys.readouterr().err
+
+
+NOISE = "[WARNING] accelerator set to CPU"
+NOISY = f"""
+import json, os, subprocess, sys
+from hetero_megatron.cli import main
+quiet = main.load_command
+def load_command(name):
+    print({NOISE!r})
+    subprocess.run(["echo", {NOISE!r}])
+    os.write(1, b{NOISE!r})
+    return quiet(name)
+main.load_command = load_command
+code = main.main(sys.argv[1:])
+print("after")
+sys.exit(code)
+"""
+
+
+def test_nothing_is_printed_beside_json(tmp_path: Path) -> None:
+    """By libraries, by programs that they start, or around Python's stream; also where the reader ends early."""
+    words = ["schedule", "--stages", "2", "--micro-batches", "2", "--json"]
+    done = subprocess.run([sys.executable, "-c", NOISY, *words], capture_output=True, text=True)
+    answer, after = done.stdout.splitlines()
+    assert done.returncode == 0 and json.loads(answer) and after == "after", done
+    assert done.stderr.count(NOISE) == 3, done
+    line = 'exec "$@" | true; exit ${PIPESTATUS[0]}'
+    words = ["bash", "-c", line, "-", sys.executable, "-m", "hetero_megatron", "doctor", "--chips", "--json"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode in (0, NOBODY_READS) and not ended.stderr, ended  # read or not: nothing of it is said
+
+
+def test_every_command_prints_json_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is printed while a command is imported."""
+    quiet = cli.load_command
+
+    logger = logging.getLogger("of a library that is there already")
+    logger.addHandler(handler := logging.StreamHandler(sys.stdout))
+
+    def load_command(name: str) -> object:
+        print(NOISE)
+        logger.warning("said in a log")
+        return quiet(name)
+
+    monkeypatch.setattr(cli, "load_command", load_command)
+    context = [*PLAN, "--context-only"]
+    for words in (PLAN, context, ["doctor", "--chips"], ["plugins", "list"], ["check", "examples/demo.sh"]):
+        assert main([*words, "--json"]) in (0, 1, 2)
+        out, err = capsys.readouterr()
+        assert NOISE in err and "said in a log" in err and handler.stream is sys.stdout
+        assert json.loads(out) if out else "error: " in err, (words, out, err)
+    # A program that a command starts may have an answer of its own, on the same standard output.
+    for starter in (["launch", "--", "generate", "--json"], ["testbed", "run", "--", "generate", "--json"]):
+        assert main(starter) == 2
+        assert NOISE in capsys.readouterr().out
+    for path in Path(cli.__file__).parent.rglob("*.py"):
+        assert "print(json.dumps" not in path.read_text(), f"{path}: print_json says it"

@@ -69,3 +69,32 @@ def test_of_a_long_corpus_places_all_over_it_are_read() -> None:
     moved = offsets.copy()
     moved[1:-1] += 1
     assert of(tokens, moved) != of(tokens)
+
+
+def test_streams_of_other_bytes_are_other_streams(tmp_path: Path) -> None:
+    """Files: any of them, near their beginning, in their middle or of another size; conversations and blends."""
+    folder = chat_tokenizer(tmp_path / "t", TEMPLATES["chatml"])
+    chats = {"sft": True, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    records = [{"text": f"doc {i:04}", "messages": turns(f"ask {i:04}", "answer")} for i in range(2000)]
+
+    def streams(name: str, more: dict[str, Any], *paths: Path) -> dict[str, str]:
+        words = tuple(word for path in paths for word in (("1", str(path)) if len(paths) > 1 else (str(path),)))
+        config = DataConfig(train_data_path=words, dataloader_type="streaming", **more)
+        return dict(build_datasets(config, 32, 1, (4, 0, 0), log=lambda _: None).read_here())
+
+    def files(name: str, at: int | None = None) -> list[Path]:
+        changed = [*records]
+        if at is not None:
+            changed[at] = {**changed[at], "messages": turns("ask ZZZZ", "answer"), "text": "doc ZZZZ"}
+        half = len(changed) // 2
+        (tmp_path / name).mkdir()
+        return [write(tmp_path / name / f"{i}.jsonl", part) for i, part in enumerate((changed[:half], changed[half:]))]
+
+    one, two = files("one"), files("two")
+    for more, paths in ({}, slice(1)), (chats, slice(1)), (chats, slice(2)):
+        found = streams("one", more, *one[paths])
+        assert found == streams("two", more, *two[paths]) and found["train"] and not found["valid"]
+        for i, at in enumerate((3, 500, 999, 1500)[: 3 if paths.stop == 1 else 4]):
+            other = files(f"{i} {paths.stop} {len(more)}", at)
+            assert streams("other", more, *other[paths]) != found, at
+    assert streams("one", {"tokenizer_type": "NullTokenizer", "vocab_size": 10}, one[0]) != streams("one", {}, one[0])
