@@ -21,6 +21,7 @@ from hetero_megatron.plan.canonical import (
 )
 from hetero_megatron.plan.pipeline_schedule import stored_schedule
 from hetero_megatron.plan.schema import shifted
+from hetero_megatron.plan.weights import spelled_weights
 from hetero_megatron.utils.text import rank_ranges
 
 
@@ -110,6 +111,8 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
         entry["chip"] = stage.chip
     if stage.optimizer != Optimizer():
         entry["optimizer"] = {k: v for k, v in asdict(stage.optimizer).items() if v != getattr(Optimizer(), k)}
+    if stage.weights is not None:
+        entry["weights"] = spelled_weights(stage.weights)
     if stage.kernels:
         entry["kernels"] = dict(stage.kernels)
     if stage.dtype is not None:

@@ -157,9 +157,10 @@ def watched_run(
         ([ranks, 3] as in ``StepGuard.rows``, where the first value that is not finite arose, or "").
     """
     found: list[NonFinite] = []
-    for name, param in runtime.sync.params.items():
-        if not torch.isfinite(param.detach()).all():
-            found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
+    with runtime.whole_weights():
+        for name, param in runtime.sync.params.items():
+            if not torch.isfinite(param.detach()).all():
+                found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
         result, grads = runtime.forward_backward(fetch, first, size, scale, step)
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):

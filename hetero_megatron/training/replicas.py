@@ -66,7 +66,10 @@ class ReplicaCheck:
 
     def _params(self) -> Mapping[str, torch.Tensor]:
         boxes = self.runtime.boxes
-        params = {**dict(self.runtime.model.named_parameters()), **self.runtime.sync.params}
+        sync = self.runtime.sync
+        params = {**dict(self.runtime.model.named_parameters()), **sync.params}
+        for name in (name for exchange in sync.divided.values() for name in exchange.bucket.names):
+            del params[name]  # nobody has a copy: it is gathered from one owner whenever it is used
         return {n: p for n, p in params.items() if n in boxes and tuple(p.shape) == tuple(boxes[n].shape)}
 
     def _hash(self, name: str, box: Box) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import Dropout
 from hetero_megatron.spec.balance import UNBALANCED, Balancing
@@ -43,3 +44,20 @@ class RuntimeOptions:
 
 
 PLAIN = RuntimeOptions()
+
+
+def require_plain(options: RuntimeOptions, field: str) -> None:
+    """Refuse what the weights of a stage cannot be divided beside.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    beside = (
+        (options.compile_backend is not None, "compiled layers", "--compile"),
+        (options.graphs_after is not None, "layers as device graphs", "--cuda-graph-impl"),
+        (options.fp8 is not None, "products in fp8", "--fp8-format"),
+    )
+    for used, what, flag in beside:
+        if used:
+            accepted = f"a plan without it, or no {flag}"
+            raise UserError(f"weights cannot be divided beside {what}", field=field, value=flag, accepted=accepted)
