@@ -39,6 +39,7 @@ class GatheredPart:
 
     Attributes:
         buckets: their indices, in backward order.
+        memory: of all its weights.
         masters: by bucket, values of the rows that this rank owns; until there are some, the weights stay whole.
     """
 
@@ -49,8 +50,8 @@ class GatheredPart:
         self._exchanges, self._resized = exchanges, resized
         self.buckets = [exchange.bucket.index for exchange in exchanges]
         self._flat = flatten_parameters(params, [exchange.bucket for exchange in exchanges], together=True)
-        self._memory = self._flat[self.buckets[0]].memory
-        self._bytes = self._memory.untyped_storage().nbytes()
+        self.memory = self._flat[self.buckets[0]].memory
+        self._bytes = self.memory.untyped_storage().nbytes()
         # Not the parameters: what is gathered would be a change of what autograd has kept.
         self._views = {name: view for flat in self._flat.values() for name, view in flat.views.items()}
         self.masters: Mapping[int, Sequence[torch.Tensor]] = {}
@@ -63,8 +64,8 @@ class GatheredPart:
             self._whole = False
 
     def _resize(self, size: int) -> None:
-        self._memory.untyped_storage().resize_(size)
-        self._resized(self._memory)
+        self.memory.untyped_storage().resize_(size)
+        self._resized(self.memory)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -112,7 +113,7 @@ class DividedWeights:
 
     Attributes:
         parts: of the weights, by step.
-        resized: called with the memory of weights whose size has changed.
+        reshard: weights are given up between forward and backward.
     """
 
     def __init__(
@@ -120,9 +121,9 @@ class DividedWeights:
         gradients: WeightGradients,
     ) -> None:  # fmt: skip
         assert stage.weights is not None
-        self._gather, self._reshard = stage.weights.gather, stage.weights.reshard_after_forward
+        self._gather, self.reshard = stage.weights.gather, stage.weights.reshard_after_forward
         self._gradients, self._sums = gradients, sync.divided_sums
-        self.resized: Callable[[torch.Tensor], None] = lambda memory: None
+        self._resized: Callable[[torch.Tensor], None] = lambda memory: None
         routes: dict[tuple[object, ...], HopRoutes] = {}
         buckets: dict[Step, list[Bucket]] = {}
         for exchange in sync.divided.values():
@@ -130,7 +131,7 @@ class DividedWeights:
             buckets.setdefault(exchange.bucket.segment, []).append(exchange.bucket)
         self.parts: dict[Step, GatheredPart] = {
             step: GatheredPart(
-                [BucketExchange(b, comm, boxes, routes) for b in some], sync.params, lambda x: self.resized(x)
+                [BucketExchange(b, comm, boxes, routes) for b in some], sync.params, lambda x: self._resized(x)
             ) for step, some in buckets.items()
         }  # fmt: skip
         self._chunks = [self._steps(stage, number, tied) for number in range(len(stage.chunks))]
@@ -152,6 +153,12 @@ class DividedWeights:
         for part in self.parts.values():
             part.masters = {bucket: masters[bucket] for bucket in part.buckets}
             part.release()
+
+    def observe(self, resized: Callable[[torch.Tensor], None]) -> None:
+        """Have ``resized`` called with the memory of each part, and again whenever it is given back or there again."""
+        self._resized = resized
+        for part in self.parts.values():
+            resized(part.memory)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -181,7 +188,7 @@ class DividedWeights:
         steps = self._chunks[self._chunk_of[step]]
         order = list(steps)
         self._turn_to(steps[step], steps.get(order[order.index(step) + 1]) if step != order[-1] else None)
-        if step != "embed" and torch.is_grad_enabled() and not self._reshard:
+        if step != "embed" and torch.is_grad_enabled() and not self.reshard:
             self._use(steps[step])  # until its backward
 
     def end_forward(self, chunk: int) -> None:
@@ -211,7 +218,7 @@ class DividedWeights:
             self._sums.reduce(self._pending.pop(0).buckets)
         if self._gather == "micro-batch":
             self._end(self._used(chunk, backward=True))
-        if not self._reshard:
+        if not self.reshard:
             for step, used in self._chunks[chunk].items():
                 self._end(used if step != "embed" else ())
 

@@ -35,7 +35,6 @@ class ShardedOptimizer:
         self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = ()
     ) -> None:
         self.sync, self.offload, self._apart = sync, offload, frozenset(apart)
-        self._divided = {name for e in sync.divided.values() for name in e.bucket.names}  # gathered when they are used
         self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
         groups = self._groups()
         self.inner = build(groups) if groups else None
@@ -48,7 +47,7 @@ class ShardedOptimizer:
                 if piece.name in self._apart:
                     continue
                 decay = len(piece.box.lo) > 1 and not piece.name.endswith("bias")
-                copied = piece.name not in self._divided and self._copied(self._view(piece))
+                copied = piece.name not in self.sync.divided_names and self._copied(self._view(piece))
                 group = groups.setdefault((not decay, copied), {"params": [], "decay": decay})
                 group["params"].append(master)
                 if copied:
@@ -67,7 +66,7 @@ class ShardedOptimizer:
         view = self._view(piece)
         if self.offload:
             return view.to("cpu", torch.float32, copy=True).contiguous()
-        if in_place(view) and piece.name not in self._divided:
+        if in_place(view) and piece.name not in self.sync.divided_names:
             return view
         return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
 

@@ -41,7 +41,9 @@ class Reducer(Protocol):
 
 class Weights(Protocol):
     """Who gathers weights that the ranks of a stage divide: told what each chunk begins and ends, and what of this a
-    rank does not compute."""
+    rank does not compute. ``reshard``: they are given up between forward and backward."""
+
+    reshard: bool
 
     def begin_step(self) -> None: ...
     def end_step(self) -> None: ...

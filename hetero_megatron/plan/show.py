@@ -82,6 +82,8 @@ def _box(
     lines += [_content(stage), degrees(stage), f"recompute {stage.recompute}"]
     if any(s.dtype is not None for p in plan.pipelines for s in p.stages):
         lines.append(f"products in {stage.dtype}" if stage.dtype else "")
+    if any(s.weights is not None for p in plan.pipelines for s in p.stages):
+        lines.append(_weights(stage))
     if any(len(set(u.tp_split)) > 1 for p in plan.pipelines for s in p.stages for u in s.units):
         lines += _cuts(stage, spec)
     return [_short(line, INNER) for line in lines]
@@ -128,6 +130,14 @@ def degrees(stage: Stage) -> str:
         members = [sum(u.group == g for u in units) for g in dict.fromkeys(u.group for u in units)]
         parts.append("context " + "+".join(map(str, members)))
     return "  ".join(parts)
+
+
+def _weights(stage: Stage) -> str:
+    """``weights 3:1 by layer``, of a stage that divides them."""
+    if stage.weights is None:
+        return ""
+    shares = "equally" if len(set(stage.weights.shard)) == 1 else ":".join(map(str, stage.weights.shard))
+    return f"weights {shares} by {stage.weights.gather}"
 
 
 def _cuts(stage: Stage, spec: ModelSpec) -> list[str]:

@@ -43,7 +43,7 @@ class GradientSync:
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order; by_bucket: by the bucket's index.
-        divided: those among them of weights that the stage divides; divided_sums: of their gradients.
+        divided: those among them of weights that the stage divides, divided_names; divided_sums: of their gradients.
         reduces, all_gathers: what this rank does in every step, in order.
         flat: the parameters of every dense bucket, by its index.
         sums: this rank's partial gradients of the step.
@@ -69,10 +69,10 @@ class GradientSync:
         self.sums = GradientSums(params, [e.bucket for e in self.exchanges])
         self._reduction: StepReduction | None = None
         self._aside = SideStream(comm.accelerator)
+        self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
         self.divided_sums = DividedSums(self.divided, self.sums)
         self._chunks = [
-            [name for name in names if self.sums.bucket_of[name] not in self.divided]
-            for names in chunks or (params.keys(),)
+            [name for name in names if name not in self.divided_names] for names in chunks or (params.keys(),)
         ]
         self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
         self._captured: list[str] | None = None  # whose gradients a graph that is being captured computes
@@ -139,7 +139,7 @@ class GradientSync:
             self._captured.append(name)
             return
         self.sums.filled.add(name)
-        if self._reduction is not None and self.sums.bucket_of[name] not in self.divided:
+        if self._reduction is not None and name not in self.divided_names:
             self._reduction.has_come(name)
 
     @contextmanager

@@ -23,6 +23,7 @@ from hetero_megatron.plan.memory.activations import (
     working_bytes,
 )
 from hetero_megatron.plan.memory.context_groups import context_activations
+from hetero_megatron.plan.memory.divided import divided_bytes
 from hetero_megatron.plan.memory.states import (
     ITEM_BYTES,
     MemoryBytes,
@@ -61,7 +62,9 @@ def estimate_memory(
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
     known: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
-    for bucket in buckets if buckets is not None else make_buckets(plan, spec):
+    buckets = buckets if buckets is not None else make_buckets(plan, spec)
+    divided, kept = divided_bytes(plan, spec.tied, buckets, item), np.zeros(len(index), np.int64)
+    for bucket in buckets:
         key = bucket.layout_key
         if key not in known:
             whole, mine = bucket.counts()
@@ -69,6 +72,9 @@ def estimate_memory(
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
         at, (whole, mine, moving) = places[bucket.ranks], known[key]
+        if bucket.weights is not None:
+            kept[at] += mine
+            continue
         held[at] += whole
         owned[at] += mine
         last = np.concatenate([recent[:, 1:, at], moving[:, None]], axis=1)
@@ -76,12 +82,16 @@ def estimate_memory(
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
         buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
-    for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
+    columns = (column.tolist() for column in (held, owned, kept, buffers))
+    for rank, has, owns, keeps, most in zip(plan.ranks, *columns, strict=True):
         more, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
+        whole, moved = divided.get(rank, (0, 0))
+        weights, gradients = weights + whole, gradients + moved + keeps * max(item, 4)
+        optimizer += keeps * max(item, 4) * (moments + 1)  # masters are copies in any dtype
         host = 0
         if rank in plan.offloading:
-            optimizer, host = 0, host_bytes(owns, moments)
+            optimizer, host = 0, host_bytes(owns + keeps, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most, **states)
     return out

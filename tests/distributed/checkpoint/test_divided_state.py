@@ -12,12 +12,19 @@ from tests.distributed.checkpoint.test_resume import metrics, run
 from tests.distributed.training.test_end_to_end import PACKING
 from tests.support.programs import SINGLE
 
-HEAD = "version: 1\nseq_length: 48\nglobal_batch_size: 6\npipelines:\n  - micro_batch_size: 3\n    num_micro_batches: 2\n"
-BY_LAYER = HEAD + """    stages:
+HEAD = """
+version: 1
+seq_length: 48
+global_batch_size: 6
+pipelines:
+  - micro_batch_size: 3
+    num_micro_batches: 2
+    stages:"""
+BY_LAYER = HEAD + """
       - {ranks: [0, 1], layers: [0, 4], dp_split: [2, 1], weights: {shard: [1, 3]}, recompute: {first: 2}}
       - {ranks: [2, 3], layers: [4, 6], tp: 2}
 """
-BY_MICRO_BATCH = HEAD + """    stages:
+BY_MICRO_BATCH = HEAD + """
       - {ranks: [0, 1, 2], layers: [0, 6], weights: {shard: [2, 0, 1], gather: micro-batch}}
 """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero_megatron.cli.configure import configure
 from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, sync_actions
 from hetero_megatron.plan.canonical import Weights
@@ -19,6 +21,7 @@ from tests.support.small_plans import pipe, plan, stage
 
 SPEC = load_model("tiny")
 ENDS = [0, SPEC.num_layers]
+PIPELINED = ["--pipeline-model-parallel-size", "2"]
 
 
 def _plan(*stages: dict[str, Any], spec: Any = SPEC) -> Plan:
@@ -84,3 +87,40 @@ def test_owners_keep_what_their_shares_say(shard: list[int]) -> None:
         assert abs(got - share / sum(shard)) < 1e-3
     # They travel inside forward and backward: the step's end has nothing of them, and that is a valid step.
     assert sync_actions(buckets, 0) == ((), ()) and CompiledPlan(made, spec).schedules()
+
+
+def test_megatron_flags_become_divided_plans(tmp_path: Path) -> None:
+    """The replicas of one pipeline; with nobody to divide with, the plain plan. Beside a plan they are refused."""
+    base = ["--model", "tiny", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "16"]
+    base += ["--dry-run", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    strategy = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy"]
+    for words, gather, reshard in (
+        (["--use-torch-fsdp2"], "layer", True),
+        (["--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"], "layer", False),
+        ([*strategy, "optim_grads_params"], "layer", True),
+        ([*strategy, "optim_grads", "--fsdp-double-buffer"], "step", False),
+        ([*strategy, "optim"], None, None), ([*strategy, "no_shard"], None, None), (strategy[:1], None, None),
+        (["--data-parallel-sharding-strategy", "optim_grads_params"], None, None),
+    ):  # fmt: skip
+        for degrees, tp, pp in ([], 1, 1), (["--tensor-model-parallel-size", "2"], 2, 1), (PIPELINED, 1, 2):
+            made = configure([*base, *words, *degrees], {"WORLD_SIZE": "4"}).plan
+            replicas = 4 // tp // pp
+            expected = None if gather is None else Weights((1,) * (tp * replicas), gather, bool(reshard))
+            assert {stage.weights for stage in made.stages} == {expected}, words
+            assert len(made.pipelines) == (replicas if gather is None else 1) and made.global_batch_size == 16
+            assert all(stage.dp_split == (2,) * (1 if gather is None else replicas) for stage in made.stages)
+        alone = configure([*base, *words], {"WORLD_SIZE": "1"}).plan
+        assert alone == configure(base, {"WORLD_SIZE": "1"}).plan
+    (tmp_path / "plan.yaml").write_text(dump_yaml(_one({})))
+    file = ["--plan", str(tmp_path / "plan.yaml"), "--model", "tiny", "--dry-run", "--mock-data"]
+    outer, dtype = "--outer-dp-sharding-strategy", "--megatron-fsdp-grad-comm-dtype"
+    for words, flag, said in (
+        ([*file, "--use-torch-fsdp2"], "--use-torch-fsdp2", "the plan file says this already"),
+        ([*base, "--use-torch-fsdp2", "--use-megatron-fsdp"], "--use-torch-fsdp2", "one of the two"),
+        ([*base, "--torch-fsdp2-no-reshard-after-forward"], "--torch-fsdp2-no-reshard-after-forward", "without"),
+        ([*base, "--use-torch-fsdp2", outer, "optim"], outer, "no_shard"),
+        ([*base, *strategy, "optim", dtype, "bf16"], dtype, "fp32"),
+        ([*base, *strategy, "all"], "--data-parallel-sharding-strategy", "optim_grads_params"),
+    ):  # fmt: skip
+        with refused(flag, said):
+            configure(words, {"WORLD_SIZE": "2"})

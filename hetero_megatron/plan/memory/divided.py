@@ -1,0 +1,75 @@
+"""Bytes of weights that a stage divides, and of their gradients: what of them is there at once, by formula."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, sharding_stages
+from hetero_megatron.plan.canonical import Plan, Stage
+from hetero_megatron.plan.memory.states import buffer_bytes
+from hetero_megatron.plan.pipeline_schedule import splits_backward
+
+Step = int | str
+
+
+def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) -> dict[int, tuple[int, int]]:
+    """By rank, bytes of (weights that are whole at once, gradients that have not reached their owners and what travels)
+    of stages that divide their weights.
+
+    Weights are exact, but where forward keeps them for backward: then it is all of them. Gradients are those of one
+    layer, and of the buckets before it that are under way; with a split backward they are all there from B_INPUT to W.
+
+    Args:
+        tied: the head's matrix is the embedding's.
+        item: bytes of a weight.
+    """
+    stages, wide = sharding_stages(plan), max(item, 4)
+    held: dict[int, dict[Step, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for bucket in (b for b in buckets if b.weights is not None):
+        assert bucket.segment is not None
+        whole, owned = bucket.counts()
+        moving = buffer_bytes(whole, owned, whole.sum() / owned.sum(), item, bucket.dense)[0]
+        for rank, has, travels in zip(bucket.ranks, whole.tolist(), moving.tolist(), strict=True):
+            held[rank][bucket.segment].append((has, int(travels)))
+    split = splits_backward(plan)
+    return {
+        rank: (item * _gathered(stages[rank], tied, parts), _gradients(parts, wide, split))
+        for rank, parts in held.items()
+    }
+
+
+def _gathered(stage: Stage, tied: bool, parts: dict[Step, list[tuple[int, int]]]) -> int:
+    """Elements that are whole at once."""
+    assert stage.weights is not None
+    sizes = {step: sum(has for has, _ in rows) for step, rows in parts.items()}
+    if not stage.weights.reshard_after_forward:
+        return sum(sizes.values())
+    most, last = 0, len(stage.chunks) - 1
+    for number, (a, b) in enumerate(stage.chunks):
+        steps: list[set[Step]] = [{layer} for layer in range(a, b)]
+        steps = [{"embed"}, *steps] if stage.embed and number == 0 else steps
+        if stage.head and number == last:
+            steps.append({"head", "embed"} if tied else {"head"})
+        together: Iterable[set[Step]]
+        if stage.weights.gather == "micro-batch":
+            together = [set().union(*steps)]
+        else:
+            together = [*steps, *(x | y for x, y in pairwise(steps))]
+        most = max([most, *(sum(sizes.get(step, 0) for step in used) for used in together)])
+    return most
+
+
+def _gradients(parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool) -> int:
+    """Bytes of gradients on a rank, its parts in the order of backward."""
+    rows = list(parts.values())
+    travels = max((sum(x for _, x in row[-IN_FLIGHT:]) for row in rows), default=0)
+    if split:
+        return wide * sum(has for row in rows for has, _ in row) + travels
+    before: Sequence[tuple[int, int]] = ()
+    most = 0
+    for row in rows:
+        most = max(most, sum(has for has, _ in (*before, *row)))
+        before = (*before, *row)[-IN_FLIGHT:]
+    return wide * most + travels
