@@ -19,7 +19,8 @@ def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) 
     of stages that divide their weights.
 
     Weights are exact, but where forward keeps them for backward: then it is all of them. Gradients are those of one
-    layer, and of the buckets before it that are under way; with a split backward they are all there from B_INPUT to W.
+    layer, and of the buckets before it that are under way; with a split backward they are all there from B_INPUT to W,
+    while the last ones of the W before may be under way.
 
     Args:
         tied: the head's matrix is the embedding's.
@@ -64,11 +65,14 @@ def _gathered(stage: Stage, tied: bool, parts: dict[Step, list[tuple[int, int]]]
 def _gradients(parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool) -> int:
     """Bytes of gradients on a rank, its parts in the order of backward."""
     rows = list(parts.values())
-    travels = max((sum(x for _, x in row[-IN_FLIGHT:]) for row in rows), default=0)
-    if split:
-        return wide * sum(has for row in rows for has, _ in row) + travels
-    before: Sequence[tuple[int, int]] = ()
+    every = [pair for row in rows for pair in row]
+    under_way = [every[i : i + IN_FLIGHT] for i in range(len(every))]
+    travels = max((sum(x for _, x in some) for some in under_way), default=0)
     most = 0
+    if split:
+        last = max((sum(has for has, _ in some) for some in under_way), default=0)
+        return wide * (sum(has for has, _ in every) + last) + travels
+    before: Sequence[tuple[int, int]] = ()
     for row in rows:
         most = max(most, sum(has for has, _ in (*before, *row)))
         before = (*before, *row)[-IN_FLIGHT:]

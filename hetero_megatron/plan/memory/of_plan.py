@@ -86,8 +86,8 @@ def estimate_memory(
     for rank, has, owns, keeps, most in zip(plan.ranks, *columns, strict=True):
         more, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
-        whole, moved = divided.get(rank, (0, 0))
-        weights, gradients = weights + whole, gradients + moved + keeps * max(item, 4)
+        gathered, moved = divided.get(rank, (0, 0))
+        weights, gradients = weights + gathered, gradients + moved + keeps * max(item, 4)
         optimizer += keeps * max(item, 4) * (moments + 1)  # masters are copies in any dtype
         host = 0
         if rank in plan.offloading:
