@@ -12,8 +12,10 @@ from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, sync_actions
 from hetero_megatron.plan.canonical import Weights
 from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import from_hf_config
 from hetero_megatron.spec.presets import load_model
+from hetero_megatron.training.runtime_options import RuntimeOptions, require_plain
 from hetero_megatron.utils.yaml_document import parse_document
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.refusals import refused
@@ -124,3 +126,15 @@ def test_megatron_flags_become_divided_plans(tmp_path: Path) -> None:
     ):  # fmt: skip
         with refused(flag, said):
             configure(words, {"WORLD_SIZE": "2"})
+
+
+def test_what_a_run_cannot_divide_beside() -> None:
+    for options, device, said in (
+        (RuntimeOptions(), "cuda", "CPU only"),
+        (RuntimeOptions(compile_backend="inductor"), "cpu", "--compile"),
+        (RuntimeOptions(graphs_after=3), "cpu", "graphs"),
+        (RuntimeOptions(fp8=Fp8("e4m3", "tensorwise")), "cpu", "fp8"),
+    ):  # fmt: skip
+        with refused("stage.weights", said):
+            require_plain(options, device, "stage.weights")
+    require_plain(RuntimeOptions(), "cpu", "stage.weights")
