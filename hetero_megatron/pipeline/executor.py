@@ -39,7 +39,7 @@ class Reducer(Protocol):
     def complete(self, action: Action) -> None: ...
 
 
-class Weights(Protocol):
+class WeightGatherer(Protocol):
     """Who gathers weights that the ranks of a stage divide: told what each chunk begins and ends, and what of this a
     rank does not compute. ``reshard``: they are given up between forward and backward."""
 
@@ -167,7 +167,7 @@ class PipelineExecutor:
         self, comm: Comm, chunks: Sequence[StageChunk], dtype: torch.dtype, place: str, gradients: WeightGradients
     ) -> None:
         self.comm, self.chunks, self.dtype, self.place, self.gradients = comm, chunks, dtype, place, gradients
-        self.weights: Weights | None = None
+        self.weights: WeightGatherer | None = None
 
     def run(self, work: StageWork, reducer: Reducer | None = None) -> StepResult:
         """Do all actions. ``reducer`` does the REDUCEs, which may start during the last backwards; without one they are

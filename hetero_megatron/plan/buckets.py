@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
-from hetero_megatron.plan.canonical import Plan, Stage, Weights
+from hetero_megatron.plan.canonical import Plan, Stage, WeightSharding
 from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.plan.experts import Islands, has_experts, rank_shares, sequence_group, split_by_island
 from hetero_megatron.plan.token_hops import WORTH_A_HOP, routing_groups
@@ -67,7 +67,7 @@ class Bucket:
     holders: Mapping[str, Layout]
     owners: Mapping[str, Layout]
     hops: tuple[Hop, ...]
-    weights: Weights | None = None
+    weights: WeightSharding | None = None
     segment: int | str | None = None
 
     @cached_property

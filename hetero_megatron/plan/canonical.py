@@ -86,7 +86,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightSharding:
     """How the ranks of a stage that hold the same weights keep them between uses: each its own rows.
 
     Args:
@@ -158,7 +158,7 @@ class Stage:
     kv: KeyValues | None = None
     experts: tuple[ExpertGroup, ...] = ()
     dtype: str | None = None
-    weights: Weights | None = None
+    weights: WeightSharding | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.plan.canonical import GATHERS, Plan, Stage, Weights
+from hetero_megatron.plan.canonical import GATHERS, Plan, Stage, WeightSharding
 from hetero_megatron.plan.fields import reduced
 from hetero_megatron.plan.source import Source
 from hetero_megatron.utils.text import plural
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KEYS = ("shard", "gather", "reshard_after_forward")
 
 
-def read_weights(entry: Entry, ranks: int) -> Weights:
+def read_weights(entry: Entry, ranks: int) -> WeightSharding:
     """The key ``weights`` of a stage with so many ranks; shares without a common divisor, so that equal ones are
     spelled alike."""
     keys = entry.mapping(KEYS)
@@ -34,10 +34,10 @@ def read_weights(entry: Entry, ranks: int) -> Weights:
         keys["reshard_after_forward"].fail(
             "weights that are gathered once a step stay whole until its end", accepted="false, or gather: layer"
         )
-    return Weights(reduced(shard), gather, reshard)
+    return WeightSharding(reduced(shard), gather, reshard)
 
 
-def spelled_weights(weights: Weights) -> dict[str, Any]:
+def spelled_weights(weights: WeightSharding) -> dict[str, Any]:
     """As a plan file has it."""
     entry: dict[str, Any] = {"shard": list(weights.shard), "gather": weights.gather}
     if weights.gather != "step" and not weights.reshard_after_forward:
@@ -61,6 +61,7 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
     without = (
         (spec.moe is not None, "a mixture of experts", "experts"),
         (spec.lora is not None, "adapters beside frozen weights", "--lora-rank"),
+        (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),
     )
     for there, what, value in without:

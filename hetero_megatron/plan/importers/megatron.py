@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage, Unit, Weights
+from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage, Unit, WeightSharding
 from hetero_megatron.plan.experts import has_experts, without_plain_experts
 from hetero_megatron.plan.fields import first_layers
 from hetero_megatron.plan.flag_source import Blame, FlagSource, flag_error
@@ -110,12 +110,12 @@ def _blame(flags: MegatronParallel, key: str, stage: int) -> Blame | None:
     return Blame(names[key], getattr(flags, names[key])) if key in names else None
 
 
-def _weights(flags: MegatronParallel, units: Sequence[Unit]) -> Weights | None:
+def _weights(flags: MegatronParallel, units: Sequence[Unit]) -> WeightSharding | None:
     """Equal shares of weights, where the replicas of a stage divide them and there are several."""
     if flags.gather_weights is None or len(units) == 1:
         return None
     reshard = not flags.torch_fsdp2_no_reshard_after_forward and flags.gather_weights != "step"
-    return Weights((1,) * sum(unit.tp for unit in units), flags.gather_weights, reshard)
+    return WeightSharding((1,) * sum(unit.tp for unit in units), flags.gather_weights, reshard)
 
 
 def _refuse_unsupported(flags: MegatronParallel) -> None:

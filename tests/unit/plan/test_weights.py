@@ -10,7 +10,7 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict
 from hetero_megatron.plan.buckets import make_buckets, sync_actions
-from hetero_megatron.plan.canonical import Weights
+from hetero_megatron.plan.canonical import WeightSharding
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import from_hf_config
@@ -36,12 +36,12 @@ def _one(weights: Any, ranks: int = 2, /, **more: Any) -> Plan:
 
 def test_spellings() -> None:
     for spelled, expected in (
-        ({}, Weights((1, 1))),
-        ({"shard": [2, 2]}, Weights((1, 1))),
-        ({"shard": [6, 0], "gather": "micro-batch"}, Weights((1, 0), "micro-batch")),
-        ({"gather": "step"}, Weights((1, 1), "step", False)),
-        ({"gather": "step", "reshard_after_forward": False}, Weights((1, 1), "step", False)),
-        ({"shard": [3, 1], "reshard_after_forward": False}, Weights((3, 1), "layer", False)),
+        ({}, WeightSharding((1, 1))),
+        ({"shard": [2, 2]}, WeightSharding((1, 1))),
+        ({"shard": [6, 0], "gather": "micro-batch"}, WeightSharding((1, 0), "micro-batch")),
+        ({"gather": "step"}, WeightSharding((1, 1), "step", False)),
+        ({"gather": "step", "reshard_after_forward": False}, WeightSharding((1, 1), "step", False)),
+        ({"shard": [3, 1], "reshard_after_forward": False}, WeightSharding((3, 1), "layer", False)),
     ):
         made = _one(spelled)
         assert made.stages[0].weights == expected
@@ -63,6 +63,7 @@ def test_refusals() -> None:
         ({}, 2, {"tp": 2}, "weights", ("nobody else", "dp_split")),
         ({"shard": [1, 0, 3, 0]}, 4, {"tp": 2}, "weights.shard", ("TP rank 1",)),
         ({"shard": [1, 0, 3]}, 3, {"ranks": [[0, 1], [2]]}, "weights.shard", ("unlike TP",)),
+        ({}, 2, {"optimizer": {"offload": True}}, "weights", ("host memory",)),
         ({}, 2, {"dtype": "fp8"}, "weights", ("fp8",)),
     ):  # fmt: skip
         with refused(f"{first}.{field}", *words):
@@ -107,7 +108,7 @@ def test_megatron_flags_become_divided_plans(tmp_path: Path) -> None:
         for degrees, tp, pp in ([], 1, 1), (["--tensor-model-parallel-size", "2"], 2, 1), (PIPELINED, 1, 2):
             made = configure([*base, *words, *degrees], {"WORLD_SIZE": "4"}).plan
             replicas = 4 // tp // pp
-            expected = None if gather is None else Weights((1,) * (tp * replicas), gather, bool(reshard))
+            expected = None if gather is None else WeightSharding((1,) * (tp * replicas), gather, bool(reshard))
             assert {stage.weights for stage in made.stages} == {expected}, words
             assert len(made.pipelines) == (replicas if gather is None else 1) and made.global_batch_size == 16
             assert all(stage.dp_split == (2,) * (1 if gather is None else replicas) for stage in made.stages)
