@@ -1,10 +1,13 @@
 """Two symmetric data-parallel ranks against torch DDP + fused AdamW + clipping: time and peak memory per step.
 
-    python benchmarks/bench_ddp.py [--rounds 2] [--steps 5] [--case llama-10M] [--keep-freed-memory]
+    python benchmarks/bench_ddp.py [--rounds 2] [--steps 5] [--case llama-10M] [--keep-freed-memory] [--fully-sharded]
 
 Two baselines: our own model under DDP (only the parallel part differs) and transformers' Llama under DDP.
 Goal: time ratio (DDP / ours) >= 1. DDP runs with gradient_as_bucket_view, which spares it a copy of the gradients. With
 --keep-freed-memory its processes have glibc keep what is freed, too, as ours do by themselves.
+
+With --fully-sharded both divide their weights, gathered layer by layer: ours, and our own model under ``fully_shard``
+(FSDP2, a layer per unit).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from benchmarks.bench_one_rank import CASES, config
 from benchmarks.common import alternate, import_lazily_loaded, machine, median, peak_rss, rank_env, ranks, timed
 
 SIDES = ("transformers", "ddp", "ours")  # "ddp" is our GPTStage under DDP
+SHARDED_SIDES = ("fsdp", "divided")  # the same under fully_shard, and ours with ``weights``
 
 
 def report(step: Callable[[], object], steps: int, before: int) -> None:
@@ -41,9 +45,10 @@ def report(step: Callable[[], object], steps: int, before: int) -> None:
     dist.destroy_process_group()
 
 
-def run_ddp(case: str, steps: int, transformers: bool, keep: bool = False) -> None:
+def run_ddp(case: str, steps: int, side: str, keep: bool = False) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -66,6 +71,7 @@ def run_ddp(case: str, steps: int, transformers: bool, keep: bool = False) -> No
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     import_lazily_loaded()
     before = peak_rss()
+    transformers = side == "transformers"
     if transformers:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
     else:
@@ -76,7 +82,12 @@ def run_ddp(case: str, steps: int, transformers: bool, keep: bool = False) -> No
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(initial_values(held[name], tensor_box(held[name], share), spec, 0))
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if side == "fsdp":
+        for layer in model.layers():
+            fully_shard(layer)
+        parallel = fully_shard(model)
+    else:
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = Batch(inputs, labels, torch.arange(s).expand(b, s))
 
@@ -94,7 +105,7 @@ def run_ddp(case: str, steps: int, transformers: bool, keep: bool = False) -> No
     report(step, steps, before)
 
 
-def run_ours(case: str, steps: int) -> None:
+def run_ours(case: str, steps: int, divided: bool = False) -> None:
     import torch
 
     from hetero_megatron.comm import start_comm
@@ -114,6 +125,9 @@ def run_ours(case: str, steps: int) -> None:
         {"micro_batch_size": b, "num_micro_batches": 1, "stages": [{"ranks": [r], "layers": [0, spec.num_layers]}]}
         for r in (0, 1)
     ]
+    if divided:
+        one = {"ranks": [0, 1], "layers": [0, spec.num_layers], "weights": {"gather": "layer"}}
+        pipelines = [{"micro_batch_size": 2 * b, "num_micro_batches": 1, "stages": [one]}]
     plan = plan_from_dict({"seq_length": s, "global_batch_size": 2 * b, "pipelines": pipelines}, spec)
     torch.manual_seed(int(os.environ["RANK"]))
     tokens = torch.randint(0, spec.vocab_size, (b, s + 1))
@@ -137,34 +151,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--side", choices=(*SIDES, *SHARDED_SIDES))
     parser.add_argument("--case", choices=list(CASES))
     parser.add_argument("--keep-freed-memory", action="store_true", help="also for DDP")
+    parser.add_argument("--fully-sharded", action="store_true", help="against FSDP2 instead of DDP")
     args = parser.parse_args()
-    if args.side == "ours":
-        run_ours(args.case, args.steps)
+    if args.side in ("ours", "divided"):
+        run_ours(args.case, args.steps, args.side == "divided")
         return
     if args.side:
-        run_ddp(args.case, args.steps, args.side == "transformers", args.keep_freed_memory)
+        run_ddp(args.case, args.steps, args.side, args.keep_freed_memory)
         return
+    names = SHARDED_SIDES if args.fully_sharded else SIDES
+    labels = {"ddp": "our model, DDP", "transformers": "transformers, DDP", "fsdp": "our model, FSDP2"}
+    ours = names[-1]
     print(
         f"{machine()}; 2 ranks over gloo, 1 thread each, fp32, AdamW fused, clip 1.0, "
         f"{args.rounds} rounds of {args.steps} steps"
     )
     print(
-        f"{'case':<12}{'baseline':<22}{'DDP ms':>9}{'ours ms':>9}{'time ratio':>12}"
-        f"{'DDP MiB':>9}{'ours MiB':>10}{'mem ratio':>11}"
+        f"{'case':<12}{'baseline':<22}{'torch ms':>9}{'ours ms':>9}{'time ratio':>12}"
+        f"{'torch MiB':>10}{'ours MiB':>10}{'mem ratio':>11}"
     )
     for case in [args.case] if args.case else CASES:
         more = ["--steps", str(args.steps), *(["--keep-freed-memory"] if args.keep_freed_memory else [])]
-        sides = {s: ranks(2, __file__, "--side", s, "--case", case, *more) for s in SIDES}
+        sides = {s: ranks(2, __file__, "--side", s, "--case", case, *more) for s in names}
         results = alternate(sides, args.rounds, rank_env())
-        time = {s: median([x for r in results[s] for x in r["seconds"]]) * 1e3 for s in SIDES}
-        size = {s: median([r["bytes"] for r in results[s]]) / 2**20 for s in SIDES}
-        for side, label in (("ddp", "our model, DDP"), ("transformers", "transformers, DDP")):
+        time = {s: median([x for r in results[s] for x in r["seconds"]]) * 1e3 for s in names}
+        size = {s: median([r["bytes"] for r in results[s]]) / 2**20 for s in names}
+        for side, label in ((side, label) for side, label in labels.items() if side in names):
             print(
-                f"{case:<12}{label:<22}{time[side]:>9.1f}{time['ours']:>9.1f}{time[side] / time['ours']:>12.3f}"
-                f"{size[side]:>9.0f}{size['ours']:>10.0f}{size['ours'] / size[side]:>11.3f}", flush=True
+                f"{case:<12}{label:<22}{time[side]:>9.1f}{time[ours]:>9.1f}{time[side] / time[ours]:>12.3f}"
+                f"{size[side]:>10.0f}{size[ours]:>10.0f}{size[ours] / size[side]:>11.3f}", flush=True
             )  # fmt: skip
 
 

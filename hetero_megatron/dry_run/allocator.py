@@ -44,14 +44,22 @@ class MemoryTracker(TorchDispatchMode):
 
     def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
-        self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size))
+        self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size)), size
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """The memory of a tensor was given back, or is there again."""
+        storage = tensor.untyped_storage()
+        size, (_, known) = storage.nbytes(), self._known[storage._cdata]
+        self.live += size - known
+        self.peak = max(self.peak, self.live)
+        self._remember(storage, size)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are in the host's memory: they do not count, nor does what was the peak with them."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata in self._known:
-                self.live -= storage.nbytes()
+                self.live -= self._known[storage._cdata][1]
                 self._remember(storage, 0)
         self.peak = self.live
 

@@ -16,6 +16,7 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.expert_layers import expect_routing
 from hetero_megatron.dry_run.repeat import RepeatingExecutor
+from hetero_megatron.parallel.divided_weights import DividedWeights
 from hetero_megatron.parallel.optimizer import Optimizer, check_offload, in_place
 from hetero_megatron.plan import locate
 from hetero_megatron.platform.platform import DTYPES
@@ -32,7 +33,8 @@ class DryRun:
     """What rank ``rank`` does in one step.
 
     Attributes:
-        parameters, optimizer: bytes of local weights, and of owned masters (where they are copies) and moments.
+        parameters, optimizer: bytes of local weights (of divided ones, those that are whole at once), and of owned
+            masters (where they are copies) and moments.
         offload: the optimizer's are in the host's memory, and not part of ``peak``.
         peak: most bytes of live tensors at once, the optimizer's state included from the beginning of the step on.
         sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
@@ -68,11 +70,13 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         offload = runtime.optimizer.offload
         if offload:
             memory.forget(master for masters in runtime.optimizer.masters for master in masters)
+        gathered = _observed(runtime.divided, memory)
         memory.peak = memory.live  # initial values are made, and brought into 8 bits, in the host's memory
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
         memory.host = False
-        parameters = _bytes([*runtime.model.parameters(), *runtime.scales.values()])
+        whole = [p for n, p in runtime.model.named_parameters() if n not in runtime.sync.divided_names]
+        parameters = _bytes([*whole, *runtime.scales.values()])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.
@@ -90,7 +94,22 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         runtime.optimizer.step(grads, 1.0)
         sent["weights"] = _since(before, comm.sent_bytes)
         optimizer = _optimizer_bytes(runtime)
-    return DryRun(rank, parameters, optimizer, offload, memory.peak, sent, time.perf_counter() - start)
+    return DryRun(rank, parameters + max(gathered), optimizer, offload, memory.peak, sent, time.perf_counter() - start)
+
+
+def _observed(divided: DividedWeights | None, memory: MemoryTracker) -> list[int]:
+    """Bytes of divided weights that are whole, to be extended whenever that changes."""
+    found = [0]
+    if divided is not None:
+        sizes: dict[int, int] = {}
+
+        def resized(part: torch.Tensor) -> None:
+            memory.resized(part)
+            sizes[id(part)] = part.untyped_storage().nbytes()
+            found.append(sum(sizes.values()))
+
+        divided.observe(resized)
+    return found
 
 
 def _make_moments(optimizer: Optimizer | None, config: OptimizerConfig) -> None:
@@ -125,8 +144,11 @@ def _optimizer_bytes(runtime: Runtime) -> int:
         for e, m in zip(runtime.sync.exchanges, runtime.optimizer.masters, strict=True)
         for pair in zip(e.pieces, m)
     )
-    copied = runtime.optimizer.offload
-    return moments + _bytes(m for piece, m in pairs if copied or not in_place(params[piece.name][piece.slices]))
+    copied, divided = runtime.optimizer.offload, runtime.sync.divided_names
+    return moments + _bytes(
+        m for piece, m in pairs
+        if copied or piece.name in divided or not in_place(params[piece.name][piece.slices])
+    )  # fmt: skip
 
 
 def _since(before: Mapping[int, int], after: Mapping[int, int]) -> dict[int, int]:

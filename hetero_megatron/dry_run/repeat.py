@@ -46,7 +46,7 @@ class RepeatingExecutor(PipelineExecutor):
 
     def __init__(self, like: PipelineExecutor, memory: MemoryTracker) -> None:
         super().__init__(like.comm, like.chunks, like.dtype, like.place, like.gradients)
-        self.memory = memory
+        self.memory, self.weights = memory, like.weights
         self._real: set[int] = set()  # micro-batches that are run
         self._traced: set[Action] = set()  # those actions of them that stand for others
         self._traces: dict[tuple[str, int], Trace] = {}  # by kind and chunk
@@ -58,9 +58,14 @@ class RepeatingExecutor(PipelineExecutor):
             if action.kind in COMPUTE:
                 order.setdefault((action.kind, action.chunk), []).append(action)
         self._real = {a.micro_batch for row in order.values() for a in row}
-        if len(self._real) > 1 and len(set(work.sizes)) == 1 and all(batch is not None for batch in work.batches):
-            self._real = {a.micro_batch for row in order.values() for a in row[:2]}
-            self._traced = {row[1] for row in order.values()}
+        alike = len(set(work.sizes)) == 1 and all(batch is not None for batch in work.batches)
+        if self.weights is not None:  # what one micro-batch gathers, or puts off, another one may find there
+            alike = alike and self.weights.reshard and not any(kind == "W" for kind, _ in order)
+        if len(self._real) > 1 and alike:
+            # Of divided weights the second backward still makes sums at the owners.
+            some = 2 if self.weights is None else 3
+            self._real = {a.micro_batch for row in order.values() for a in row[:some]}
+            self._traced = {row[some - 1] for row in order.values() if len(row) >= some}
         return super().run(work, reducer)
 
     def _some(self, action: Action, work: StageWork, live: Live, result: StepResult) -> None:

@@ -122,8 +122,8 @@ class ShardedOptimizer:
     """An optimizer over the owned pieces of the parameters.
 
     A piece's master weights are the parameter's own memory where that is contiguous and full precision, else a
-    copy (fp32 for 16-bit parameters). Biases and one-dimensional tensors (weights of norms) are not decayed, as
-    in Megatron.
+    copy (fp32 for 16-bit parameters), as it always is of weights that the stage divides. Biases and one-dimensional
+    tensors (weights of norms) are not decayed, as in Megatron.
 
     Args:
         sync: whose exchanges define the pieces.
@@ -148,7 +148,7 @@ class ShardedOptimizer:
                 if piece.name in self._apart:
                     continue
                 decay = len(piece.box.lo) > 1 and not piece.name.endswith("bias")
-                copied = self._copied(self._view(piece))
+                copied = piece.name not in self.sync.divided_names and self._copied(self._view(piece))
                 group = groups.setdefault((not decay, copied), {"params": [], "decay": decay})
                 group["params"].append(master)
                 if copied:
@@ -167,7 +167,9 @@ class ShardedOptimizer:
         view = self._view(piece)
         if self.offload:
             return view.to("cpu", torch.float32, copy=True).contiguous()
-        return view if in_place(view) else view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
+        if in_place(view) and piece.name not in self.sync.divided_names:
+            return view
+        return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
 
     def owned(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """(logical name, box, master values) of everything this rank owns."""
@@ -208,7 +210,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def all_gather(self, copied: bool = False) -> None:
-        """Make every holder's parameters equal to the owners' masters; ``copied``: the update wrote what it can."""
+        """Make every holder's parameters equal to the owners' masters, but for divided weights, which are gathered when
+        they are used; ``copied``: the update wrote what it can."""
         params = {name: p.detach() for name, p in self.sync.params.items()}
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
         under_way: deque[Action] = deque()

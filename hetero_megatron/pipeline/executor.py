@@ -39,6 +39,23 @@ class Reducer(Protocol):
     def complete(self, action: Action) -> None: ...
 
 
+class WeightGatherer(Protocol):
+    """Who gathers weights that the ranks of a stage divide: told what each chunk begins and ends, and what of this a
+    rank does not compute. ``reshard``: they are given up between forward and backward."""
+
+    reshard: bool
+
+    def begin_step(self) -> None: ...
+    def end_step(self) -> None: ...
+    def begin_forward(self, chunk: int) -> None: ...
+    def end_forward(self, chunk: int) -> None: ...
+    def begin_backward(self, chunk: int) -> None: ...
+    def end_backward(self, chunk: int) -> None: ...
+    def end_products(self, chunk: int) -> None: ...
+    def pass_forward(self, chunk: int) -> None: ...
+    def pass_backward(self, chunk: int) -> None: ...
+
+
 @dataclass(frozen=True)
 class StageChunk:
     """What a micro-batch passes at once on this rank.
@@ -141,12 +158,16 @@ class PipelineExecutor:
         chunks: of the stage, in the order of the layers.
         gradients: where products of weight gradients wait between B_INPUT and W.
         place: text for diagnosis, e.g. ``pipeline 0 stage 1``.
+
+    Attributes:
+        weights: of a stage that divides them; None: they are always there.
     """
 
     def __init__(
         self, comm: Comm, chunks: Sequence[StageChunk], dtype: torch.dtype, place: str, gradients: WeightGradients
     ) -> None:
         self.comm, self.chunks, self.dtype, self.place, self.gradients = comm, chunks, dtype, place, gradients
+        self.weights: WeightGatherer | None = None
 
     def run(self, work: StageWork, reducer: Reducer | None = None) -> StepResult:
         """Do all actions. ``reducer`` does the REDUCEs, which may start during the last backwards; without one they are
@@ -162,6 +183,8 @@ class PipelineExecutor:
         clock.restart()
         started = clock.moment()
         clock.settle()
+        if self.weights is not None:
+            self.weights.begin_step()
         for i, action in enumerate(work.actions):
             if action.kind == "REDUCE" and reducer is None:
                 continue
@@ -186,6 +209,8 @@ class PipelineExecutor:
             clock.settle()
             result.ran.append((action, begin, clock.moment()))
             taken += receiving
+        if self.weights is not None:
+            self.weights.end_step()
         self.comm.activity = f"{self.place}, waiting for its last sends"
         for handles in [*live.old_sends, *live.sends.values()]:
             _wait(handles)
@@ -270,14 +295,20 @@ class PipelineExecutor:
 
     def _forward(self, action: Action, work: StageWork, live: Live, result: StepResult) -> None:
         key, chunk = _key(action), self.chunks[action.chunk]
-        batch = work.batches[action.micro_batch]
+        batch, weights = work.batches[action.micro_batch], self.weights
         if batch is None:
+            if weights is not None:
+                weights.pass_forward(action.chunk)
             return
         x = self.input(key, batch, live)
         with self.comm.clock.work():
+            if weights is not None:
+                weights.begin_forward(action.chunk)
             out = chunk.model(x, batch)
             if chunk.loss is not None:
                 out = chunk.loss(out, batch, work.seed)
+            if weights is not None:
+                weights.end_forward(action.chunk)
         if chunk.loss is not None:
             result.losses.append(out.detach())
             result.tokens += batch.num_loss_tokens()
@@ -288,8 +319,10 @@ class PipelineExecutor:
         live.outputs[key] = out
 
     def _backward(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
-        key, chunk = _key(action), self.chunks[action.chunk]
+        key, chunk, weights = _key(action), self.chunks[action.chunk], self.weights
         if work.batches[action.micro_batch] is None:
+            if weights is not None:
+                weights.pass_backward(action.chunk)
             return
         out = live.outputs.pop(key)
         if chunk.loss is not None:
@@ -299,7 +332,11 @@ class PipelineExecutor:
         if not out.requires_grad:  # nothing of what came before is trained
             return
         with self.comm.clock.work():
+            if weights is not None:
+                weights.begin_backward(action.chunk)
             torch.autograd.backward(out, grad)
+            if weights is not None:
+                weights.end_backward(action.chunk)
 
     def output_gradient(self, key: Key, live: Live) -> torch.Tensor:
         """Of what a chunk put out: received, or made by the chunk after it on this stage."""
@@ -318,6 +355,8 @@ class PipelineExecutor:
     def _weights(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         with self.comm.clock.work():
             self.gradients.flush(live.products.pop(_key(action)))
+            if self.weights is not None:
+                self.weights.end_products(action.chunk)
 
     def _send_output(self, action: Action, work: StageWork, live: Live, _: StepResult) -> None:
         key, boundary = _key(action), self.chunks[action.chunk].after

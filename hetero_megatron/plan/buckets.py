@@ -5,6 +5,9 @@ holders' gradients, counts the element in the norm, updates it and sends it back
 backward order with the same group of holders; one ragged all-to-all per bucket and direction moves everything. Where
 holders lie in several islands with slow links between, and several of one island hold the same elements, there are two:
 the island sums up first, so that each element crosses once per island.
+
+Weights that a stage divides (``weights`` in a plan) lie with their owners between uses: their buckets, which end with
+their layer, are gathered and their gradients summed up inside forward and backward, not at the end of the step.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
-from hetero_megatron.plan.canonical import Plan
+from hetero_megatron.plan.canonical import Plan, Stage, WeightSharding
 from hetero_megatron.plan.context_plan import context_groups
 from hetero_megatron.plan.experts import (
     WORTH_A_HOP,
@@ -62,7 +66,8 @@ class Hop:
 @dataclass(frozen=True)
 class Bucket:
     """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending; ``hops``: one from the
-    holders to the owners, or two by way of a representative in each island."""
+    holders to the owners, or two by way of a representative in each island. ``weights``: how its holders, all of one
+    stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole."""
 
     index: int
     ranks: tuple[int, ...]
@@ -70,6 +75,8 @@ class Bucket:
     holders: Mapping[str, Layout]
     owners: Mapping[str, Layout]
     hops: tuple[Hop, ...]
+    weights: WeightSharding | None = None
+    segment: int | str | None = None
 
     @cached_property
     def dense(self) -> bool:
@@ -143,6 +150,22 @@ def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict
     return found
 
 
+def sharding_stages(plan: Plan) -> dict[int, Stage]:
+    """By rank, its stage, of stages that divide their weights."""
+    return {rank: stage for stage in plan.stages if stage.weights is not None for rank in stage.ranks}
+
+
+def owner_weights(plan: Plan) -> dict[int, float]:
+    """By rank, how much it owns relative to other holders of the same tensors."""
+    weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
+    for stage in plan.stages:
+        if stage.weights is not None:
+            mean = sum(stage.weights.shard) / len(stage.ranks)
+            for rank, share in zip(stage.ranks, stage.weights.shard, strict=True):
+                weights[rank] *= share / mean
+    return weights
+
+
 def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
     """Segments (head, last layer, …, first layer, embedding), and trained tensors in them, in the order in which their
     gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Joint ones, whose
@@ -165,11 +188,14 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:  # fmt: skip
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known."""
     holders = tensor_holders(plan, spec) if holders is None else holders
-    weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
-    runs: list[tuple[tuple[tuple[int, ...], bool], list[str], int]] = []
+    weights, sharding = owner_weights(plan), sharding_stages(plan)
+    runs: list[tuple[tuple[tuple[int, ...], bool, int | str | None], list[str], int]] = []
     for segment in backward_order(logical_tensors(spec)):
-        for name, wide in ((t.name, t.wide) for t in segment):
-            kind = (holders[name].ranks, wide)
+        for name, wide, layer in ((t.name, t.wide, t.layer) for t in segment):
+            ranks = holders[name].ranks
+            stage = sharding.get(ranks[0])
+            divided_here = stage is not None and len(ranks) > 1 and set(ranks) <= set(stage.ranks)
+            kind = (ranks, wide, layer if divided_here else None)
             size = int(holders[name].counts().max()) * itemsize
             if runs and runs[-1][0] == kind and runs[-1][2] + size <= bucket_bytes:
                 runs[-1][1].append(name)
@@ -179,14 +205,16 @@ def make_buckets(
     owners: dict[tuple[object, ...], list[Layout]] = {}
     divided: dict[tuple[object, ...], dict[str, Layout]] = {}
     buckets = []
-    for i, ((ranks, _), names, _) in enumerate(runs):
+    for i, ((ranks, _, segment_of), names, _) in enumerate(runs):
         held = {name: holders[name] for name in names}
         # Buckets of equal layouts are owned alike.
         key = (tuple(map(id, held.values())), _order(names))
         if key not in owners:
             owners[key] = list(_owners(held, weights, WHOLE_BYTES // itemsize, key[1], divided).values())
         owned = dict(zip(names, owners[key], strict=True))
-        buckets.append(Bucket(i, ranks, tuple(names), held, owned, (Hop((ranks,), held, owned),)))
+        kept = sharding[ranks[0]].weights if segment_of is not None else None
+        hops = (Hop((ranks,), held, owned),)
+        buckets.append(Bucket(i, ranks, tuple(names), held, owned, hops, kept, segment_of))
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
 
 
@@ -195,6 +223,9 @@ def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -
     known: dict[tuple[object, ...], list[Layout] | None] = {}
     found = []
     for bucket in buckets:
+        if bucket.weights is not None:  # one hop while it computes
+            found.append(bucket)
+            continue
         near, key = split_by_island(islands, bucket.ranks), (bucket.layout_key, _order(bucket.names))
         if key not in known:
             between = island_layouts(bucket.holders, bucket.owners, near, WHOLE_BYTES // itemsize)
@@ -257,8 +288,9 @@ def bucket_crossing(bucket: Bucket, islands: Sequence[tuple[int, ...]]) -> tuple
 
 def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
     """(REDUCE, ALL_GATHER) of one rank in the order in which it starts them: by bucket, and within one hop after hop;
-    the parameters come back the other way round. All ranks keep to this one order, so none waits in a circle."""
-    mine = [b for b in buckets if rank in b.hops[0]]
+    the parameters come back the other way round. All ranks keep to this one order, so none waits in a circle. Buckets
+    of divided weights travel inside forward and backward."""
+    mine = [b for b in buckets if rank in b.hops[0] and b.weights is None]
     reduces = tuple(action for b in mine for action in bucket_actions(b, gather=False))
     all_gathers = tuple(action for b in mine for action in bucket_actions(b, gather=True))
     return reduces, all_gathers
@@ -291,3 +323,20 @@ def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
     units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
     units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
     return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}
+
+
+def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
+    """Of a bucket that several ranks hold, on one of them or on several in arrays: (while it is under way, while what
+    came is added up).
+
+    Gradients of a dense bucket leave from where they are kept, and their sums lie there: only what comes needs memory,
+    and of more than two ranks it comes in one piece with the own part. Else they are packed, and sums are new.
+
+    Args:
+        held, owned: elements; copies: ranks that hold the same ones.
+    """
+    wide, taken = max(item, 4), owned * (copies - 1)
+    if dense:
+        come = wide * (taken + (owned if copies > 2 else 0))
+        return come, come
+    return wide * (held - owned + taken), wide * (taken + owned)

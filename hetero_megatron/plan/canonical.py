@@ -20,6 +20,7 @@ Interval = tuple[int, int]
 
 VERSION = 1
 STAGE_DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
+GATHERS = ("layer", "micro-batch", "step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "adaptive")
 
 
@@ -77,12 +78,27 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Where a stage keeps its optimizer: ``offload`` to host memory; ``shard_weights`` between steps; ``share``: how
-    much of the optimizer state each of its ranks owns, relative to other holders of the same tensors."""
+    """Where a stage keeps its optimizer: ``offload`` to host memory; ``share``: how much of the optimizer state each of
+    its ranks owns, relative to other holders of the same tensors."""
 
     offload: bool = False
-    shard_weights: bool = False
     share: int = 1
+
+
+@dataclass(frozen=True)
+class WeightSharding:
+    """How the ranks of a stage that hold the same weights keep them between uses: each its own rows.
+
+    Args:
+        shard: what each rank of the stage keeps of weights, gradients and optimizer, relative to the others.
+        gather: for how long weights are whole: ``step`` from the first forward to the last backward, ``micro-batch``
+            in a forward or backward of a chunk, ``layer`` in that of one layer.
+        reshard_after_forward: they are given up between a micro-batch's forward and its backward, too.
+    """
+
+    shard: tuple[int, ...]
+    gather: str = "layer"
+    reshard_after_forward: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,7 @@ class Stage:
         chip: name of the chip that its ranks must be, checked at start; None: any.
         kernels: (operator, provider) pairs, sorted.
         dtype: what its linear modules compute in: ``fp8``, or that of the weights; None: as the run says.
+        weights: how they are divided over ranks that hold the same; None: each has all that it computes with.
         experts: groups that divide the experts and tile the stage's ranks; empty: every unit is a group, whose ranks
             share the columns of every expert as they do those of a dense MLP.
     """
@@ -141,6 +158,7 @@ class Stage:
     kv: KeyValues | None = None
     experts: tuple[ExpertGroup, ...] = ()
     dtype: str | None = None
+    weights: WeightSharding | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -293,7 +311,8 @@ class Plan:
 def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
     found = {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}
     for stage in found["stages"]:
-        for key in ("experts", "dtype"):
+        for key in ("experts", "dtype", "weights"):
             if not stage[key]:
                 del stage[key]
+        stage["optimizer"]["shard_weights"] = False  # a key of every fingerprint, by which checkpoints know their plan
     return found

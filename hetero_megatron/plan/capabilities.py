@@ -35,7 +35,7 @@ TABLE: dict[str, Capability] = {
     "recompute.full": Capability(True, "full recompute"),
     "recompute.first": Capability(True, "recompute of the first layers"),
     "optimizer.offload": Capability(True, "offload of the optimizer to host memory"),
-    "optimizer.shard_weights": Capability(False, "sharding of weights between steps", "shard_weights: false"),
+    "weights": Capability(True, "weights divided over inner replicas, gathered when they are used"),
     "kernels": Capability(True, "a kernel plan per stage"),
     "islands": Capability(True, "gradients summed, and routed tokens spread, inside islands of ranks"),
     "allow_bridge": Capability(True, "tensor-parallel and context groups that no communication library joins"),
@@ -84,9 +84,10 @@ def _stage_features(stage: Stage) -> Iterator[tuple[str, str, object]]:
     if len({unit.tp for unit in stage.units}) > 1:
         yield "ranks.unequal", "ranks", stage.ranks
     yield f"recompute.{stage.recompute.kind}", "recompute", str(stage.recompute)
-    for key in ("offload", "shard_weights"):
-        if getattr(stage.optimizer, key):
-            yield f"optimizer.{key}", f"optimizer.{key}", True
+    if stage.optimizer.offload:
+        yield "optimizer.offload", "optimizer.offload", True
+    if stage.weights is not None:
+        yield "weights", "weights.shard", list(stage.weights.shard)
     if stage.dtype == "fp8":
         yield "dtype.fp8", "dtype", stage.dtype
     if stage.experts:

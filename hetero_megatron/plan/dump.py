@@ -23,6 +23,7 @@ from hetero_megatron.plan.canonical import (
 )
 from hetero_megatron.plan.program import stored_schedule
 from hetero_megatron.plan.schema import shifted
+from hetero_megatron.plan.weights import spelled_weights
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.utils.text import plural, rank_ranges
 
@@ -113,6 +114,8 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
         entry["chip"] = stage.chip
     if stage.optimizer != Optimizer():
         entry["optimizer"] = {k: v for k, v in asdict(stage.optimizer).items() if v != getattr(Optimizer(), k)}
+    if stage.weights is not None:
+        entry["weights"] = spelled_weights(stage.weights)
     if stage.kernels:
         entry["kernels"] = dict(stage.kernels)
     if stage.dtype is not None:
@@ -259,6 +262,8 @@ def _box(
     lines += [_content(stage), degrees(stage), f"recompute {stage.recompute}"]
     if any(s.dtype is not None for p in plan.pipelines for s in p.stages):
         lines.append(f"products in {stage.dtype}" if stage.dtype else "")
+    if any(s.weights is not None for p in plan.pipelines for s in p.stages):
+        lines.append(_weights(stage))
     if any(len(set(u.tp_split)) > 1 for p in plan.pipelines for s in p.stages for u in s.units):
         lines += _cuts(stage, spec)
     return [_short(line, INNER) for line in lines]
@@ -305,6 +310,14 @@ def degrees(stage: Stage) -> str:
         members = [sum(u.group == g for u in units) for g in dict.fromkeys(u.group for u in units)]
         parts.append("context " + "+".join(map(str, members)))
     return "  ".join(parts)
+
+
+def _weights(stage: Stage) -> str:
+    """``weights 3:1 by layer``, of a stage that divides them."""
+    if stage.weights is None:
+        return ""
+    shares = "equally" if len(set(stage.weights.shard)) == 1 else ":".join(map(str, stage.weights.shard))
+    return f"weights {shares} by {stage.weights.gather}"
 
 
 def _cuts(stage: Stage, spec: ModelSpec) -> list[str]:

@@ -148,7 +148,8 @@ SyncActions = tuple[tuple[Action, ...], tuple[Action, ...]]  # REDUCEs, ALL_GATH
 class Collectives:
     """Which groups of ranks meet in an action: ``collectives(rank, action)``, in the order in which they first meet.
 
-    F and B: the rank's TP group, then the groups of its context and of its experts. REDUCE and ALL_GATHER: the holders
+    F and B: the rank's TP group, then the groups of its context and of its experts, and of the weights that its stage
+    divides (so does W, whose gradients are summed up). REDUCE and ALL_GATHER: the holders
     of the bucket, or those in the rank's island. UPDATE: all ranks, for loss and norm. Groups of one rank exchange
     nothing and are left out.
     """
@@ -163,11 +164,17 @@ class Collectives:
             groups += routing_groups(spec, stage, plan.islands)
             for rank in stage.ranks:
                 self._layers[rank] = tuple(dict.fromkeys(g for g in groups if rank in g and len(g) > 1))
+        self._divided: dict[int, tuple[tuple[int, ...], ...]] = defaultdict(tuple)
+        for group in dict.fromkeys(b.ranks for b in buckets if b.weights is not None and len(b.ranks) > 1):
+            for rank in group:
+                self._divided[rank] += (group,)
 
     def __call__(self, rank: int, action: Action) -> tuple[tuple[int, ...], ...]:
         kind, index, hop = action
         if kind in ("F", "B", "B_INPUT"):
-            return self._layers[rank]
+            return self._layers[rank] + self._divided.get(rank, ())
+        if kind == "W":
+            return self._divided.get(rank, ())
         if kind in ("REDUCE", "ALL_GATHER"):
             group = self._buckets[index].hops[hop].group(rank)
             return (group,) if len(group) > 1 else ()

@@ -52,6 +52,7 @@ from hetero_megatron.plan.made_for import read_made_for
 from hetero_megatron.plan.program import read_stored_schedule
 from hetero_megatron.plan.shares import context_units
 from hetero_megatron.plan.validate import validate
+from hetero_megatron.plan.weights import read_weights
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry, from_data, read_document
 
@@ -66,7 +67,7 @@ PLAN_KEYS = (
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "in_flight", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
-    "recompute", "optimizer", "kernels", "chip", "kv", "order", "experts", "dtype",
+    "recompute", "optimizer", "kernels", "chip", "kv", "order", "experts", "dtype", "weights",
 )  # fmt: skip
 
 
@@ -237,6 +238,7 @@ def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bo
         kv=_key_values(keys["kv"]) if "kv" in keys else None,
         experts=read_experts(keys["experts"]) if "experts" in keys else (),
         dtype=keys["dtype"].choice(STAGE_DTYPES) if "dtype" in keys else None,
+        weights=read_weights(keys["weights"], sum(unit.tp for unit in units)) if "weights" in keys else None,
     )
 
 
@@ -330,6 +332,8 @@ def _optimizer(entry: Entry | None) -> Optimizer:
     if entry is None:
         return Optimizer()
     keys = entry.mapping(("offload", "shard_weights", "share"))
+    if "shard_weights" in keys and keys.pop("shard_weights").flag():
+        entry.fail("weights are divided by a key of their own", accepted="weights: {gather: step}, or layer")
     share = keys.pop("share").integer() if "share" in keys else 1
     return Optimizer(**{key: value.flag() for key, value in keys.items()}, share=share)
 

@@ -14,6 +14,7 @@ from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
 from hetero_megatron.plan.capabilities import TABLE, used_features
 from hetero_megatron.plan.fields import Source
+from hetero_megatron.plan.weights import weights_can_be_sharded
 from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.utils.text import plural
 
@@ -66,6 +67,8 @@ def validate(
     sequence_fits_the_model(plan, spec, source)
     weights_can_be_split(plan, spec, source)
     experts_are_held(plan, spec, source)
+    for path, _, stage in stages(plan):
+        weights_can_be_sharded(plan, stage, path, spec, source)
     features_are_supported(plan, source)
     if cluster is not None:
         ranks_fit_the_cluster(plan, cluster, source)

@@ -160,9 +160,10 @@ def watched_run(
         ([ranks, 3] as in ``StepGuard.rows``, where the first value that is not finite arose, or "").
     """
     found: list[NonFinite] = []
-    for name, param in runtime.sync.params.items():
-        if not torch.isfinite(param.detach()).all():
-            found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
+    with runtime.whole_weights():
+        for name, param in runtime.sync.params.items():
+            if not torch.isfinite(param.detach()).all():
+                found.append(NonFinite(0, 0.0, f"{_WEIGHT} {name}"))
     with _watch(runtime, found):
         result, grads = runtime.forward_backward(fetch, first, size, scale, step)
     for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
@@ -269,7 +270,10 @@ class ReplicaCheck:
 
     def _params(self) -> Mapping[str, torch.Tensor]:
         boxes = self.runtime.boxes
-        params = {**dict(self.runtime.model.named_parameters()), **self.runtime.sync.params}
+        sync = self.runtime.sync
+        params = {**dict(self.runtime.model.named_parameters()), **sync.params}
+        for name in sync.divided_names:
+            del params[name]  # nobody has a copy: it is gathered from one owner whenever it is used
         return {n: p for n, p in params.items() if n in boxes and tuple(p.shape) == tuple(boxes[n].shape)}
 
     def _hash(self, name: str, box: Box) -> str:

@@ -19,6 +19,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.dropout import Draws
+from hetero_megatron.parallel.divided_weights import DividedWeights, apply_divided_weights
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
@@ -29,7 +30,7 @@ from hetero_megatron.plan.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
-from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions
+from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, require_plain
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
@@ -81,6 +82,7 @@ class Runtime:
         world, tp_group: ranks of the plan; those of the unit.
         model, boxes, scales, row_norms: see :class:`StageModel`.
         balance: of a mixture of experts, else None.
+        divided: weights, where the ranks of the stage divide them.
         graphs: device graphs of the layers, where they are asked for.
         eager_steps: that are still to come before layers run as graphs.
         unwatched: context in which nothing is recorded of what the model does.
@@ -131,6 +133,7 @@ class Runtime:
         by_load = [t.name for t in logical_tensors(spec) if t.by_load]
         offload = self.stage.optimizer.offload
         self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load) if optimizer is not None else None
+        self.divided = self._divided_weights()
         self.before_update: Callable[[], None] = lambda: None
         self.unwatched: Callable[[], AbstractContextManager[object]] = nullcontext
         self._warm: dict[bool, frozenset[tuple[int, int]]] = {}
@@ -153,6 +156,24 @@ class Runtime:
         if head is not None and self.model.lm_head.matrix.requires_grad:
             sync.fuse_head_wgrad(self.model.lm_head.matrix, gradients, again=self.spec.tied and self.stage.embed)
         return sync
+
+    def _divided_weights(self) -> DividedWeights | None:
+        """Of a stage that divides its weights; they are given up here, but where nothing is trained."""
+        if self.stage.weights is None:
+            return None
+        require_plain(self.options, self.comm.device.type, f"{self.here.path}.weights")
+        gradients = self.kernels.weight_gradients
+        divided = DividedWeights(self.stage, self.spec.tied, self.sync, self.comm, self.boxes, gradients)
+        apply_divided_weights(self.model, divided)
+        self.executor.weights = divided
+        if self.optimizer is not None:
+            masters = zip(self.sync.exchanges, self.optimizer.masters, strict=True)
+            divided.attach({exchange.bucket.index: own for exchange, own in masters})
+        return divided
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model's parameters can be read; called on all ranks."""
+        return self.divided.whole() if self.divided is not None else nullcontext()
 
     def apart(self) -> dict[str, str]:
         """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""

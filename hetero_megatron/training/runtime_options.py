@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.plan.fp8 import Fp8
 from hetero_megatron.spec import Dropout
 from hetero_megatron.spec.dropout import NO_DROPOUT
@@ -43,3 +44,24 @@ class RuntimeOptions:
 
 
 PLAIN = RuntimeOptions()
+
+
+def require_plain(options: RuntimeOptions, device: str, field: str) -> None:
+    """Refuse what the weights of a stage, on a kind of device, cannot be divided beside. Memory that comes and goes
+    while a device's streams are behind the host is proven on no device.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    if device != "cpu":
+        accepted = "no weights key for stages on it"
+        raise UserError("weights are divided on the CPU only", field=field, value=device, accepted=accepted)
+    beside = (
+        (options.compile_backend is not None, "compiled layers", "--compile"),
+        (options.graphs_after is not None, "layers as device graphs", "--cuda-graph-impl"),
+        (options.fp8 is not None, "products in fp8", "--fp8-format"),
+    )
+    for used, what, flag in beside:
+        if used:
+            accepted = f"a plan without it, or no {flag}"
+            raise UserError(f"weights cannot be divided beside {what}", field=field, value=flag, accepted=accepted)

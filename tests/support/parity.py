@@ -28,7 +28,7 @@ from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
-from tests.support.random_plans import random_features, random_model, random_plan
+from tests.support.random_plans import MIXTURES, divide_weights, random_features, random_model, random_plan
 from tests.support.vendors import load_as_asked, with_attention
 
 EOD = 0
@@ -63,7 +63,7 @@ class Case:
         return f"{kind}, {self.dropout}, model={self.model}, plan={self.plan}{experts}"
 
 
-def random_case(seed: int, dtype: str = "fp64") -> Case:
+def random_case(seed: int, dtype: str = "fp64", most_pipelines: int = 3) -> Case:
     rng, rates = random.Random(seed), random.Random(f"dropout {seed}")
     model = random_model(rng)
     if dtype != "bf16" and model["model_type"] != "gpt2":
@@ -72,7 +72,9 @@ def random_case(seed: int, dtype: str = "fp64") -> Case:
     ranks = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8, 8])
     layers = model.get("num_hidden_layers") or model["n_layer"]
     heads = model.get("num_attention_heads") or model["n_head"]
-    plan = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=ranks)
+    plan = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=ranks, most_pipelines=most_pipelines)
+    if model["model_type"] not in MIXTURES:
+        divide_weights(random.Random(f"weights {seed}"), plan, heads)
     return Case(
         seed, ranks, model, plan, dtype,
         optimizer=rng.choice(["adamw", "adamw", "sgd"]),
@@ -224,7 +226,10 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         runtime.train_step(data.fetch, i * batch, batch, case.lr, case.weight_decay, case.clip_grad, step=i + 1)
         for i in range(STEPS)
     ]
-    weights = [(n, runtime.boxes[n], p.detach().cpu().double().numpy().copy()) for n, p in runtime.sync.params.items()]
+    with runtime.whole_weights():
+        weights = [
+            (n, runtime.boxes[n], p.detach().clone().cpu().double().numpy()) for n, p in runtime.sync.params.items()
+        ]
     return {
         "losses": [s.loss for s in stats],
         "norms": [s.grad_norm for s in stats],

@@ -106,15 +106,38 @@ def random_pipeline(
     return {"micro_batch_size": mbs, "num_micro_batches": rng.randint(1, 4 if chunks == 1 else 7), "stages": out}
 
 
-def random_plan(rng: random.Random, num_layers: int, heads: int, seq_length: int, ranks: int) -> dict[str, Any]:
-    """A plan over exactly ``ranks`` ranks with 1 to 3 pipelines; ranks in random order over the pipelines' stages."""
+def random_weights(rng: random.Random, ranks: int, tp: int) -> dict[str, Any]:
+    """The key ``weights`` of a stage; ``tp``: of all its units, 0 where they have unlike ones."""
+    shard = [rng.choice([0, 1, 1, 2, 5]) for _ in range(ranks)]
+    kept = tp and all(sum(shard[t::tp]) for t in range(tp))
+    gather = rng.choice(["layer", "layer", "micro-batch", "step"])
+    found: dict[str, Any] = {"shard": shard if kept else [max(s, 1) for s in shard], "gather": gather}
+    return found if gather == "step" else found | {"reshard_after_forward": rng.random() < 0.7}
+
+
+def divide_weights(rng: random.Random, plan: dict[str, Any], heads: int) -> None:
+    """Have most stages that can divide their weights do so."""
+    canonical, _ = expand(from_data(plan), heads)
+    if len(canonical.pipelines) > 1:
+        return
+    for spelled, stage in zip(plan["pipelines"][0]["stages"], canonical.stages, strict=True):
+        splits = {unit.tp_split for unit in stage.units}
+        if len(stage.units) > 1 and rng.random() < 0.7:
+            tp = stage.units[0].tp if len(splits) == 1 else 0
+            spelled["weights"] = random_weights(rng, len(stage.ranks), tp)
+
+
+def random_plan(
+    rng: random.Random, num_layers: int, heads: int, seq_length: int, ranks: int, most_pipelines: int = 3
+) -> dict[str, Any]:
+    """A plan over exactly ``ranks`` ranks with one pipeline or some; ranks in random order over their stages."""
     pipelines = []
     # Many adaptive ones of little pipelines turn out to be 1F1B, or interleaved 1F1B.
     schedule = rng.choice(["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble", *["adaptive"] * 4])
     order = list(range(ranks))
     rng.shuffle(order)
     start = 0
-    for size in composition(rng, ranks, rng.randint(1, min(3, ranks)), least=1):
+    for size in composition(rng, ranks, rng.randint(1, min(most_pipelines, ranks)), least=1):
         many, some = rng.choice([1, 2, 2, 3]), rng.choice([1, 1, 2, 3])
         chunks = {"interleaved": many, "zero-bubble": some, "adaptive": some}.get(schedule, 1)
         pipelines.append(random_pipeline(rng, order[start : start + size], num_layers, heads, seq_length, chunks))

@@ -17,6 +17,7 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import read_document
 
+_FSDP = ("use_torch_fsdp2", "torch_fsdp2_no_reshard_after_forward", "use_megatron_fsdp")
 _UNIFORM = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
     "hierarchical_context_parallel_sizes", "expert_model_parallel_size", "expert_tensor_parallel_size",
@@ -24,7 +25,7 @@ _UNIFORM = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
-    "use_tp_pp_dp_mapping", "schedule",
+    "use_tp_pp_dp_mapping", "schedule", *_FSDP,
 )  # fmt: skip
 _LISTS = (
     "recompute_granularity_per_stage_micro_batch", "recompute_method_per_stage_micro_batch",
@@ -39,7 +40,7 @@ _WITH_MESHES = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
-    "hierarchical_context_parallel_sizes",
+    "hierarchical_context_parallel_sizes", *_FSDP,
 )  # fmt: skip
 
 MAX_RANKS = 1 << 16
@@ -83,6 +84,7 @@ def build_plan(
                 seq_length=args["seq_length"],
                 micro_batch_size=args["micro_batch_size"],
                 global_batch_size=args["global_batch_size"],
+                data_parallel_sharding_strategy=args["data_parallel_sharding_strategy"],
                 **chosen,
             ),
             spec,

@@ -26,14 +26,14 @@ class FlatTensors:
 
 @torch.no_grad()
 def flatten_parameters(
-    params: Mapping[str, torch.nn.Parameter], buckets: Sequence[Bucket]
+    params: Mapping[str, torch.nn.Parameter], buckets: Sequence[Bucket], together: bool = False
 ) -> dict[int, FlatTensors]:
     """Move each bucket's parameters to one piece of memory: one for several buckets where a product's weights are in
-    both, so that they stay together. Returns them by the bucket's index."""
+    both, so that they stay together, or for all of them (``together``). Returns them by the bucket's index."""
     runs: list[list[Bucket]] = []
     for bucket in buckets:
         border = [params[runs[-1][-1].names[-1]], params[bucket.names[0]]] if runs else []
-        if border and joint_rows(border) is not None:
+        if border and (together or joint_rows(border) is not None):
             runs[-1].append(bucket)
         else:
             runs.append([bucket])
@@ -100,6 +100,13 @@ class GradientSums:
         for name in self._buckets[bucket].names:
             self.sum(name)
         return self.allocated[bucket]
+
+    def taken(self, bucket: int) -> FlatTensors:
+        """The same, as the caller's own: what is added from now on begins another sum."""
+        found = self.whole(bucket)
+        del self.allocated[bucket]
+        self.filled.difference_update(self._buckets[bucket].names)
+        return found
 
     def give_up(self, bucket: int) -> None:
         """The bucket was sent and summed up elsewhere."""

@@ -13,6 +13,7 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
 from hetero_megatron.ops.gemm import WeightGradients, WeightKernel, joint_rows
+from hetero_megatron.parallel.grad_sync.divided_sums import DividedSums
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums, flatten_parameters
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes
@@ -43,6 +44,7 @@ class GradientSync:
 
     Attributes:
         exchanges: of the buckets that this rank is in, in their order; by_bucket: by the bucket's index.
+        divided: those among them of weights that the stage divides, divided_names; divided_sums: of their gradients.
         reduces, all_gathers: what this rank does in every step, in order.
         flat: the parameters of every dense bucket, by its index.
         sums: this rank's partial gradients of the step.
@@ -60,12 +62,19 @@ class GradientSync:
         routes: dict[tuple[object, ...], HopRoutes] = {}
         self.exchanges = [BucketExchange(b, comm, boxes, routes) for b in buckets if comm.rank in b.ranks]
         self.by_bucket = {e.bucket.index: e for e in self.exchanges}
+        self.divided = {index: e for index, e in self.by_bucket.items() if e.bucket.weights is not None}
         self.reduces, self.all_gathers = sync_actions(buckets, comm.rank)
-        self.flat = flatten_parameters(params, [e.bucket for e in self.exchanges if e.bucket.dense])
+        self.flat = flatten_parameters(params, [
+            e.bucket for e in self.exchanges if e.bucket.dense and e.bucket.weights is None
+        ])  # fmt: skip
         self.sums = GradientSums(params, [e.bucket for e in self.exchanges])
         self._reduction: StepReduction | None = None
         self._aside = SideStream(comm.accelerator)
-        self._chunks = chunks or (params.keys(),)
+        self.divided_names = {name for e in self.divided.values() for name in e.bucket.names}
+        self.divided_sums = DividedSums(self.divided, self.sums)
+        self._chunks = [
+            [name for name in names if name not in self.divided_names] for names in chunks or (params.keys(),)
+        ]
         self._ahead: set[str] = set()  # whose gradients have come before the last backward begins
         self._captured: list[str] | None = None  # whose gradients a graph that is being captured computes
         # Garbage collection does not look into hooks: one that held this object would keep all parameters forever.
@@ -131,7 +140,7 @@ class GradientSync:
             self._captured.append(name)
             return
         self.sums.filled.add(name)
-        if self._reduction is not None:
+        if self._reduction is not None and name not in self.divided_names:
             self._reduction.has_come(name)
 
     @contextmanager
@@ -164,10 +173,12 @@ class GradientSync:
 
     def begin(self, reduces: Iterable[Action]) -> None:
         """The last gradients of the first chunk will come: from now on the ``reduces`` start, in this order, each as
-        soon as its bucket is complete. Every bucket of this rank is among them."""
+        soon as its bucket is complete. Every bucket of this rank is among them but those of divided
+        weights, which are summed up after every backward."""
         from hetero_megatron.parallel.grad_sync.reduction import StepReduction
 
-        self._reduction = StepReduction(reduces, self.by_bucket, self.sums, self._aside, self._chunks)
+        whole = {index: e for index, e in self.by_bucket.items() if index not in self.divided}
+        self._reduction = StepReduction(reduces, whole, self.sums, self._aside, self._chunks)
 
     def last_gradients(self, chunk: int, products: Iterable[torch.Tensor] | None) -> None:
         """What runs next brings the last gradients of a chunk. Called after :meth:`begin`, once per chunk.
@@ -206,7 +217,8 @@ class GradientSync:
         if self._reduction is None:
             self.begin(self.reduces)
         assert self._reduction is not None
-        owned = self._reduction.finish()
+        whole, divided = iter(self._reduction.finish()), self.divided_sums.finish()
+        owned = [divided[index] if index in divided else next(whole) for index in self.by_bucket]
         self._reduction = None
         self.sums.filled.clear()
         for pieces, exchange in zip(owned, self.exchanges, strict=True):

@@ -1,12 +1,14 @@
-"""Megatron's uniform degrees -> a plan. Uniform data parallelism becomes pipelines."""
+"""Megatron's uniform degrees -> a plan. Uniform data parallelism becomes pipelines; where it divides weights, the
+replicas of one pipeline's stages."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage, Unit, WeightSharding
 from hetero_megatron.plan.experts import has_experts, without_plain_experts
 from hetero_megatron.plan.fields import Blame, FlagSource, first_layers, flag_error
 from hetero_megatron.plan.importers.megatron_stages import (
@@ -58,11 +60,12 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
     layers, embed, head = stage_layers(flags, spec.num_layers)
     experts, size = expert_flags(flags, spec, dp), flags.micro_batch_size
     pipelines = []
-    for d in range(0, dp, experts.replicas):
+    replicas = experts.replicas if flags.gather_weights is None else dp
+    for d in range(0, dp, replicas):
         built = []
         for p in range(pp):
             units: list[Unit] = []
-            for i in range(experts.replicas):
+            for i in range(replicas):
                 block = (d + i) * pp + p if flags.use_tp_pp_dp_mapping else p * dp + d + i
                 ranks = [tuple(range(first * tp, (first + 1) * tp)) for first in range(block * cp, (block + 1) * cp)]
                 members, kv = context_members(context, ranks, size, flags.seq_length, spec.num_heads)
@@ -75,9 +78,10 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
                 head=p == head,
                 recompute=recompute(flags, held),
                 kv=kv,
+                weights=_weights(flags, units),
             )
             built.append(replace(stage, experts=experts.groups(stage.ranks) if has_experts(spec, stage) else ()))
-        pipelines.append(Pipeline(size * experts.replicas, count, tuple(built)))
+        pipelines.append(Pipeline(size * replicas, count, tuple(built)))
     batch = dp * flags.micro_batch_size * count
     schedule = flags.schedule or ("interleaved" if len(layers[0]) > 1 else "1f1b")
     plan = without_plain_experts(Plan(flags.seq_length, batch, schedule, tuple(pipelines)), spec)
@@ -104,8 +108,17 @@ def _blame(flags: MegatronParallel, key: str, stage: int) -> Blame | None:
         "seq_length": "seq_length",
         "global_batch_size": "global_batch_size",
         "schedule": "schedule",
+        "weights": "use_torch_fsdp2" if flags.use_torch_fsdp2 else "data_parallel_sharding_strategy",
     }
     return Blame(names[key], getattr(flags, names[key])) if key in names else None
+
+
+def _weights(flags: MegatronParallel, units: Sequence[Unit]) -> WeightSharding | None:
+    """Equal shares of weights, where the replicas of a stage divide them and there are several."""
+    if flags.gather_weights is None or len(units) == 1:
+        return None
+    reshard = not flags.torch_fsdp2_no_reshard_after_forward and flags.gather_weights != "step"
+    return WeightSharding((1,) * sum(unit.tp for unit in units), flags.gather_weights, reshard)
 
 
 def _refuse_unsupported(flags: MegatronParallel) -> None:
@@ -116,6 +129,8 @@ def _refuse_unsupported(flags: MegatronParallel) -> None:
     for name in sizes:
         if getattr(flags, name) < 1:
             raise flag_error(name, getattr(flags, name), "too small", "an integer >= 1")
+    if flags.use_torch_fsdp2 and flags.use_megatron_fsdp:
+        raise flag_error("use_torch_fsdp2", True, "--use-megatron-fsdp divides the weights, too", "one of the two")
 
 
 def micro_batches(global_batch_size: int | None, per_step: int) -> int:

@@ -44,7 +44,20 @@ class MegatronParallel:
     recompute_num_layers: int | None = None
     recompute_activations: bool = False
     use_tp_pp_dp_mapping: bool = False
+    use_torch_fsdp2: bool = False
+    torch_fsdp2_no_reshard_after_forward: bool = False
+    use_megatron_fsdp: bool = False
+    data_parallel_sharding_strategy: str | None = None  # of --use-megatron-fsdp
     schedule: str | None = None  # interleaved where there are virtual stages, else 1f1b
+
+    @property
+    def gather_weights(self) -> str | None:
+        """For how long weights are whole that replicas divide, as a plan's ``weights`` has it; None: each has them all.
+        Gradients alone (``optim_grads``) are those of weights that are gathered once a step."""
+        if self.use_torch_fsdp2:
+            return "layer"
+        strategies = {"optim_grads": "step", "optim_grads_params": "layer"}
+        return strategies.get(self.data_parallel_sharding_strategy or "") if self.use_megatron_fsdp else None
 
 
 Ranges = tuple[Interval, ...]

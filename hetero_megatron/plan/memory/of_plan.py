@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
-from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, make_buckets, plan_groups
+from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, buffer_bytes, make_buckets, plan_groups
 from hetero_megatron.plan.canonical import Plan, Stage
 from hetero_megatron.plan.experts import Islands, rank_shares
 from hetero_megatron.plan.fp8 import Fp8
@@ -26,6 +25,7 @@ from hetero_megatron.plan.memory.activations import (
     operand_bytes,
     working_bytes,
 )
+from hetero_megatron.plan.memory.divided import divided_bytes
 from hetero_megatron.plan.program import held_by_stages
 from hetero_megatron.plan.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
@@ -120,23 +120,6 @@ def state_bytes(
     return held * item - saved, (held if trained is None else trained) * wide, round(owned * (moments * wide + master))
 
 
-def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
-    """Of a bucket that several ranks hold, on one of them or on several in arrays: (while it is under way, while what
-    came is added up).
-
-    Gradients of a dense bucket leave from where they are kept, and their sums lie there: only what comes needs memory,
-    and of more than two ranks it comes in one piece with the own part. Else they are packed, and sums are new.
-
-    Args:
-        held, owned: elements; copies: ranks that hold the same ones.
-    """
-    wide, taken = max(item, 4), owned * (copies - 1)
-    if dense:
-        come = wide * (taken + (owned if copies > 2 else 0))
-        return come, come
-    return wide * (held - owned + taken), wide * (taken + owned)
-
-
 Ints = NDArray[np.int64]
 
 
@@ -162,7 +145,9 @@ def estimate_memory(
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
     known: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
-    for bucket in buckets if buckets is not None else make_buckets(plan, spec):
+    buckets = buckets if buckets is not None else make_buckets(plan, spec)
+    divided, kept = divided_bytes(plan, spec.tied, buckets, item), np.zeros(len(index), np.int64)
+    for bucket in buckets:
         key = bucket.layout_key
         if key not in known:
             whole, mine = bucket.counts()
@@ -170,6 +155,9 @@ def estimate_memory(
         if bucket.ranks not in places:
             places[bucket.ranks] = np.array([index[r] for r in bucket.ranks], np.int64)
         at, (whole, mine, moving) = places[bucket.ranks], known[key]
+        if bucket.weights is not None:
+            kept[at] += mine
+            continue
         held[at] += whole
         owned[at] += mine
         last = np.concatenate([recent[:, 1:, at], moving[:, None]], axis=1)
@@ -177,12 +165,16 @@ def estimate_memory(
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
         buffers[at] = np.maximum.reduce([buffers[at], first_added, moving.max(axis=0)])
     frozen = _frozen(plan, spec, item) if spec.lora is not None else {}
-    for rank, has, owns, most in zip(plan.ranks, held.tolist(), owned.tolist(), buffers.tolist(), strict=True):
+    columns = (column.tolist() for column in (held, owned, kept, buffers))
+    for rank, has, owns, keeps, most in zip(plan.ranks, *columns, strict=True):
         more, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
+        gathered, moved = divided.get(rank, (0, 0))
+        weights, gradients = weights + gathered, gradients + moved + keeps * max(item, 4)
+        optimizer += keeps * max(item, 4) * (moments + 1)  # masters are copies in any dtype
         host = 0
         if rank in plan.offloading:
-            optimizer, host = 0, host_bytes(owns, moments)
+            optimizer, host = 0, host_bytes(owns + keeps, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most, **states)
     return out

@@ -47,7 +47,7 @@ class GradSync:
         self.structure = SyncStructure(plan, model) if structure is None else structure
         assert self.structure.serves(model), "of another model or cluster"
         self.all_buckets = self.structure.buckets
-        self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1]
+        self.buckets = [b for b in self.all_buckets if len(b.ranks) > 1 and b.weights is None]
         self.layer_of = {t.name: t.layer for t in logical_tensors(model.model)}
         ranks = self.structure.places.ranks.tolist()
         self.owned = dict(zip(ranks, self.structure.owned.tolist(), strict=True))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
+from hetero_megatron.plan.buckets import sharding_stages
 from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.plan.context_plan import has_context
 from hetero_megatron.plan.experts import Islands, expert_groups, split_by_island
@@ -18,6 +20,7 @@ from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, la
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow
+from hetero_megatron.predictor.simulate.divided_cost import DividedCost
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds, heads_and_columns
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic
 from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
@@ -76,6 +79,10 @@ class StageCosts:
         self.sharing = self._sharing()
         self._known: dict[tuple[object, ...], PipelineCosts] = {}
 
+    @cached_property
+    def divided(self) -> DividedCost:
+        return DividedCost(self.model, self.prepared.compiled.buckets if sharding_stages(self.plan) else ())
+
     def _sharing(self) -> Mapping[str, int]:
         """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at
         the same time."""
@@ -97,6 +104,7 @@ class StageCosts:
         for stage in pipeline.stages:
             sizes = tuple(b - a for a, b in stage.chunks)
             rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv, stage.dtype))
+            rows.append(stage.weights)
             if self.model.model.moe is not None:
                 rows.append((stage.layer_indices(), _local_groups(stage), _local_islands(stage, self.plan.islands)))
             for unit in stage.units:
@@ -115,7 +123,11 @@ class StageCosts:
 
     def _costs(self, pipeline: Pipeline) -> PipelineCosts:
         parts = [self._slowest(stage) for stage in pipeline.stages]
-        chunks = [_chunk_seconds(part, stage) for part, stage in zip(parts, pipeline.stages, strict=True)]
+        chunks = [
+            [self.divided.added(stage, c, seconds, part, pipeline.num_micro_batches)
+             for c, seconds in enumerate(_chunk_seconds(part, stage))]
+            for part, stage in zip(parts, pipeline.stages, strict=True)
+        ]  # fmt: skip
         host: list[dict[str, float]] = [{} for _ in pipeline.stages]
         link, back, latency = [], [], []
         for s, (up, down) in enumerate(boundaries(pipeline)):

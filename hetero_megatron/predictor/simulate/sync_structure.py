@@ -82,7 +82,8 @@ class SyncStructure:
 
     @cached_method
     def _order(self, gather: bool) -> ActionOrder:
-        found = [m for b in self.buckets for row in self.actions(b, gather) for m in row]
+        at_the_end = (b for b in self.buckets if b.weights is None)  # others travel inside forward and backward
+        found = [m for b in at_the_end for row in self.actions(b, gather) for m in row]
         latest = np.full(len(self.places.ranks), -1)  # number of a rank's last action
         missing: list[int] = []
         following: dict[int, list[tuple[int, int]]] = defaultdict(list)

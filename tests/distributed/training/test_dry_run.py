@@ -123,6 +123,41 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
 
 
+@pytest.mark.parametrize("way", quick(range(6), [0, 1]))
+def test_divided_weights_are_in_the_estimate_to_the_byte(way: int, tmp_path: Path) -> None:
+    """Shares 5:1 and with TP 2:1:0:3; ten micro-batches, of which a dry run repeats most."""
+    kind, schedule, dtype = [
+        ({"gather": "layer"}, "1f1b", "bf16"), ({"gather": "micro-batch"}, "zero-bubble", "fp32"),
+        ({"gather": "step"}, "1f1b", "fp32"), ({"reshard_after_forward": False}, "gpipe", "bf16"),
+        ({"gather": "layer"}, "zero-bubble", "fp32"), ({"reshard_after_forward": False}, "1f1b", "bf16"),
+    ][way]  # fmt: skip
+    first = stage([0, 1], [0, 4], dp_split=[1, 3], weights={"shard": [5, 1], **kind})
+    second = stage([2, 3, 4, 5], [4, 6], tp=2, dp_split=[3, 1], weights={"shard": [2, 1, 0, 3], **kind})
+    run = config(dtype, tmp_path, plan([pipe(4, 10, first, second)], seq_length=48, schedule=schedule))
+    run = replace(run, spec=replace(run.spec, hidden_size=256, ffn_hidden_size=700))
+    estimates = estimate_memory(run.plan, run.spec, run.dtype)
+    for rank in run.plan.ranks:
+        dry, estimate = run_rank(run, rank), estimates[rank]
+        if kind.get("reshard_after_forward", True):
+            assert dry.parameters == estimate.weights
+        assert dry.parameters <= estimate.weights and dry.optimizer == estimate.optimizer
+        assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak, (rank, dry.peak, estimate)
+
+
+def test_a_dry_rank_sends_what_a_real_one_with_divided_weights_does(tmp_path: Path) -> None:
+    first = stage([0, 1, 2], [0, 4], dp_split=[1, 2, 1], weights={"shard": [5, 1, 2]})
+    second = stage([3, 4], [4, 6], dp_split=[3, 1], weights={"shard": [1, 3], "gather": "micro-batch"})
+    run = config("bf16", tmp_path, plan([pipe(4, 5, first, second)], seq_length=48))
+    real = shared_pool().run(real_step, run)
+    for rank in run.plan.ranks:
+        total: dict[int, int] = {}
+        for by_rank in (dry := run_rank(run, rank)).sent.values():
+            for peer, count in by_rank.items():
+                total[peer] = total.get(peer, 0) + count
+        sent, _, optimizer = real[rank]
+        assert total == {r: n for r, n in sent.items() if n} and dry.optimizer == optimizer
+
+
 SPLIT = plan(
     [
         pipe(2, 5, stage([0, 1], [0, 3], tp=2), stage([2], [3, 4], recompute="full"), stage([3], [4, 6])),

@@ -14,14 +14,19 @@ _CONTEXT = needs("context parallelism")
 _PIPELINE = needs("pipeline parallelism", harmless=True)
 _EXPERTS = "experts on unlike meshes are divided by a plan file (docs/moe.md), not by flags"
 _GROUPS = "groups are of as many micro-batches as there are stages"
-_SHARDING = "sharding of weights between steps is not supported by this version"
-_LESS_ON_EACH = "--use-distributed-optimizer, and tensor or pipeline parallelism, or a plan"
+_FSDP2, _MEGATRON_FSDP = needs("--use-torch-fsdp2"), needs("--use-megatron-fsdp")
+_SHARDING = "weights are divided over the replicas of one pipeline's stages, all alike"
+_ONE_LEVEL = "--use-torch-fsdp2, or --data-parallel-sharding-strategy with --use-megatron-fsdp"
+_OWN_MEMORY = "memory of what is gathered, and how much travels at once, is the runtime's own affair"
 _TRANSPORT = "it changes how messages travel, not results"
 _TRANSPORT_SWITCHES = (
     "--no-async-tensor-model-parallel-allreduce", "--no-overlap-p2p-communication",
     "--overlap-p2p-communication-warmup-flush", "--overlap-param-gather-with-optimizer-step",
     "--no-align-param-gather", "--ddp-average-in-collective", "--use-sharp",
     "--defer-embedding-wgrad-compute",
+)  # fmt: skip
+_MEGATRON_FSDP_DTYPES = (
+    "--megatron-fsdp-main-params-dtype", "--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-grad-comm-dtype",
 )  # fmt: skip
 _TRANSPORT_VALUES = ("--nccl-communicator-config-path", "--tp-comm-bootstrap-backend", "--ddp-num-buckets")
 
@@ -151,8 +156,9 @@ FLAGS = (
         "--pipeline-model-parallel-layout, or a stage with layers: [] in a plan",
     ),
     *(refused(name, _GRID, "a model of one tower", nargs=1) for name in _GRID_FLAGS),
-    refused("--use-torch-fsdp2", _SHARDING, _LESS_ON_EACH),
-    refused("--use-megatron-fsdp", _SHARDING, _LESS_ON_EACH),
+    switch("--use-torch-fsdp2", "replicas divide their weights, which are gathered layer by layer"),
+    switch("--torch-fsdp2-no-reshard-after-forward", "what forward has gathered stays until backward", needs=_FSDP2),
+    switch("--use-megatron-fsdp", "replicas divide what --data-parallel-sharding-strategy says"),
     only(
         "--num-distributed-optimizer-instances",
         int,
@@ -160,12 +166,12 @@ FLAGS = (
         "every part of the optimizer has one owner",
         "1, or leave the flag out",
     ),
-    only(
-        "--data-parallel-sharding-strategy",
-        str,
-        ("optim",),
-        "the optimizer is sharded over replicas, weights and gradients are not",
-        "optim, or leave the flag out",
+    value(
+        "--data-parallel-sharding-strategy", str, None,
+        "optim_grads: gradients go to their owners in every micro-batch, and weights are gathered once a step; "
+        "optim_grads_params: weights are gathered layer by layer, too; the optimizer is divided in any case",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        needs=needs("--use-megatron-fsdp", harmless=True),
     ),
     value(
         "--kernels",
@@ -178,13 +184,13 @@ FLAGS = (
     value("--platform", str, None, "name of the platform to run on, where this machine has several"),
     switch("--compile", "run the layers through torch.compile"),
     value("--compile-backend", str, "inductor", "backend of torch.compile", needs=needs("--compile")),
-    *family(refused, "--tensor-parallel-num-weight-shards= --torch-fsdp2-no-reshard-after-forward "
-            "--fsdp-double-buffer --fsdp-manual-registration --enable-full-sharding-in-hsdp "
-            "--outer-dp-sharding-strategy= --suggested-communication-unit-size= --megatron-fsdp-main-params-dtype= "
-            "--megatron-fsdp-main-grads-dtype= --megatron-fsdp-grad-comm-dtype= "
+    *family(refused, "--tensor-parallel-num-weight-shards= --enable-full-sharding-in-hsdp", _SHARDING, _ONE_LEVEL),
+    only("--outer-dp-sharding-strategy", str, ("no_shard",), _SHARDING, "no_shard, or leave the flag out"),
+    *(only(name, str, ("fp32",), "gradients and masters are kept, and sent, in fp32 or better",
+           "fp32, or leave the flag out", needs=_MEGATRON_FSDP) for name in _MEGATRON_FSDP_DTYPES),
+    *family(notice, "--fsdp-double-buffer --fsdp-manual-registration --suggested-communication-unit-size= "
             "--megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer "
-            "--fsdp-db-use-persist-buf-on-alloc-fail", _SHARDING,
-            _LESS_ON_EACH),
+            "--fsdp-db-use-persist-buf-on-alloc-fail", _OWN_MEMORY),
     *family(refused, "--max-seqlen-per-dp-cp-rank= --hybrid-context-parallel",
             "context parallelism is the same for all sequences", "--context-parallel-size, or a plan"),
     *family(refused, "--use-ring-exchange-p2p", "Megatron has dropped this flag"),

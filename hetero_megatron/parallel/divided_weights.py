@@ -1,0 +1,317 @@
+"""Weights that the ranks of a stage divide: whole while they are used, and elsewhere only with their owners.
+
+Between uses the memory of a layer's weights is given back, and every rank has the masters of its own rows. Before the
+layer's forward, and again before its backward, the rows of all ranks are gathered, those of the next layer meanwhile;
+after its backward gradients go to the owners (``grad_sync/divided_sums.py``). Tensors stay the same objects throughout:
+only their storage comes and goes, so that what autograd keeps of them is whole again when backward needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.layout import Box
+from hetero_megatron.model.gpt import GPTStage, ResidualStream
+from hetero_megatron.ops.gemm import WeightGradients
+from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
+from hetero_megatron.parallel.grad_sync.flat_memory import flatten_parameters
+from hetero_megatron.parallel.grad_sync.gradients import GradientSync
+from hetero_megatron.parallel.grad_sync.routes import HopRoutes
+from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.plan.canonical import Stage
+
+Step = int | str  # of a micro-batch through a chunk: "embed", the number of a layer, "head"
+
+
+class GatheredPart:
+    """Divided weights that are gathered at once: of the embedding, a layer, or norm and head.
+
+    Args:
+        exchanges: of its buckets, for gathering only.
+        params: of the rank, by logical name; those of the buckets are moved to one piece of memory.
+        resized: called with that memory when its size has changed.
+
+    Attributes:
+        buckets: their indices, in backward order.
+        memory: of all its weights.
+        masters: by bucket, values of the rows that this rank owns; until there are some, the weights stay whole.
+    """
+
+    def __init__(
+        self, exchanges: Sequence[BucketExchange], params: Mapping[str, torch.nn.Parameter],
+        resized: Callable[[torch.Tensor], None],
+    ) -> None:  # fmt: skip
+        self._exchanges, self._resized = exchanges, resized
+        self.buckets = [exchange.bucket.index for exchange in exchanges]
+        self._flat = flatten_parameters(params, [exchange.bucket for exchange in exchanges], together=True)
+        self.memory = self._flat[self.buckets[0]].memory
+        self._bytes = self.memory.untyped_storage().nbytes()
+        # Not the parameters: what is gathered would be a change of what autograd has kept.
+        self._views = {name: view for flat in self._flat.values() for name, view in flat.views.items()}
+        self.masters: Mapping[int, Sequence[torch.Tensor]] = {}
+        self._users, self._whole, self._coming = 0, True, False
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.masters:
+            self._resize(0)
+            self._whole = False
+
+    def _resize(self, size: int) -> None:
+        self.memory.untyped_storage().resize_(size)
+        self._resized(self.memory)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to gather, unless the weights are whole or under way."""
+        if self._whole or self._coming:
+            return
+        self._resize(self._bytes)
+        for exchange in self._exchanges:
+            index = exchange.bucket.index
+            for piece, master in zip(exchange.pieces, self.masters[index], strict=True):
+                self._views[piece.name][piece.slices].copy_(master)
+            flat = self._flat[index] if exchange.bucket.dense else None
+            exchange.start_spread(0, self.masters[index], self._views, flat)
+        self._coming = True
+
+    @torch.no_grad()
+    def use(self) -> None:
+        """The weights are whole when this returns, until :meth:`end` has been called as often."""
+        self._users += 1
+        self.start()
+        if self._coming:
+            for exchange in self._exchanges:
+                exchange.finish_spread(0, self._views)
+            self._whole, self._coming = True, False
+
+    def end(self) -> None:
+        """One use less."""
+        self._users -= 1
+        assert self._users >= 0, "ended without use"
+        if not self._users:
+            self.release()
+
+
+class DividedWeights:
+    """One rank's divided weights, told what executor and model come to.
+
+    The parts of a step are in use until the next one begins, and those of the next one are under way meanwhile. All
+    ranks of the stage come to the same steps in the same order, those without rows of a micro-batch too
+    (:meth:`pass_forward`, :meth:`pass_backward`).
+
+    Args:
+        tied: the head has the embedding's matrix.
+        sync: of all parameters of the rank.
+        gradients: of the kernel plan, which knows whether products wait for their W.
+
+    Attributes:
+        parts: of the weights, by step.
+        reshard: weights are given up between forward and backward.
+    """
+
+    def __init__(
+        self, stage: Stage, tied: bool, sync: GradientSync, comm: Comm, boxes: Mapping[str, Box],
+        gradients: WeightGradients,
+    ) -> None:  # fmt: skip
+        assert stage.weights is not None
+        self._gather, self.reshard = stage.weights.gather, stage.weights.reshard_after_forward
+        self._gradients, self._sums = gradients, sync.divided_sums
+        self._resized: Callable[[torch.Tensor], None] = lambda memory: None
+        routes: dict[tuple[object, ...], HopRoutes] = {}
+        buckets: dict[Step, list[Bucket]] = {}
+        for exchange in sync.divided.values():
+            assert exchange.bucket.segment is not None
+            buckets.setdefault(exchange.bucket.segment, []).append(exchange.bucket)
+        self.parts: dict[Step, GatheredPart] = {
+            step: GatheredPart(
+                [BucketExchange(b, comm, boxes, routes) for b in some], sync.params, lambda x: self._resized(x)
+            ) for step, some in buckets.items()
+        }  # fmt: skip
+        self._chunks = [self._steps(stage, number, tied) for number in range(len(stage.chunks))]
+        self._chunk_of = {step: number for number, steps in enumerate(self._chunks) for step in steps}
+        self._open: list[GatheredPart] = []  # in use by the step that runs
+        self._pending: list[GatheredPart] = []  # of the backward that runs: whose gradients have not been sent
+
+    def _steps(self, stage: Stage, number: int, tied: bool) -> dict[Step, list[GatheredPart]]:
+        """What each step of a chunk uses."""
+        a, b = stage.chunks[number]
+        steps: dict[Step, list[Step]] = {"embed": ["embed"]} if stage.embed and number == 0 else {}
+        steps |= {layer: [layer] for layer in range(a, b)}
+        if stage.head and number + 1 == len(stage.chunks):
+            steps["head"] = ["head", "embed"] if tied else ["head"]
+        return {step: [self.parts[s] for s in used if s in self.parts] for step, used in steps.items()}
+
+    def attach(self, masters: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Give up the weights: from now on ``masters`` have their values, of the owned pieces by bucket."""
+        for part in self.parts.values():
+            part.masters = {bucket: masters[bucket] for bucket in part.buckets}
+            part.release()
+
+    def observe(self, resized: Callable[[torch.Tensor], None]) -> None:
+        """Have ``resized`` called with the memory of each part, and again whenever it is given back or there again."""
+        self._resized = resized
+        for part in self.parts.values():
+            resized(part.memory)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which all weights can be read; all ranks of the stage enter it."""
+        self._use(self.parts.values())
+        try:
+            yield
+        finally:
+            self._end(self.parts.values())
+
+    def begin_step(self) -> None:
+        if self._gather == "step":
+            self._use(self.parts.values())
+
+    def end_step(self) -> None:
+        if self._gather == "step":
+            self._end(self.parts.values())
+
+    def begin_forward(self, chunk: int) -> None:
+        if self._gather == "micro-batch":
+            self._use(self._used(chunk))
+        if "embed" in self._chunks[chunk]:
+            self.come_to("embed")
+
+    def come_to(self, step: Step) -> None:
+        """In forward: what the step before used is not used any more, and weights of this one are whole."""
+        steps = self._chunks[self._chunk_of[step]]
+        order = list(steps)
+        self._turn_to(steps[step], steps.get(order[order.index(step) + 1]) if step != order[-1] else None)
+        if step != "embed" and torch.is_grad_enabled() and not self.reshard:
+            self._use(steps[step])  # until its backward
+
+    def end_forward(self, chunk: int) -> None:
+        self._turn_to()
+        if self._gather == "micro-batch":
+            self._end(self._used(chunk))
+
+    def begin_backward(self, chunk: int) -> None:
+        steps = self._chunks[chunk]
+        if self._gather == "micro-batch":
+            self._use(self._used(chunk, backward=True))
+        self._pending = [] if self._gradients.deferring else self._summed(chunk)
+        if "head" in steps:
+            self.come_back_to("head")
+
+    def come_back_to(self, step: Step) -> None:
+        """The same in backward, and gradients of the steps behind are complete."""
+        steps = self._chunks[self._chunk_of[step]]
+        order = [s for s in reversed(steps) if s != "embed"]  # whose backward needs no weights
+        while self._pending and self._pending[0] is not self.parts.get(step):
+            self._sums.reduce(self._pending.pop(0).buckets)
+        self._turn_to(steps[step], steps.get(order[order.index(step) + 1]) if step != order[-1] else None)
+
+    def end_backward(self, chunk: int) -> None:
+        self._turn_to()
+        while self._pending:
+            self._sums.reduce(self._pending.pop(0).buckets)
+        if self._gather == "micro-batch":
+            self._end(self._used(chunk, backward=True))
+        if not self.reshard:
+            for step, used in self._chunks[chunk].items():
+                self._end(used if step != "embed" else ())
+
+    def end_products(self, chunk: int) -> None:
+        """A W has brought the gradients that B_INPUT had put off."""
+        for part in self._summed(chunk):
+            self._sums.reduce(part.buckets)
+
+    def pass_forward(self, chunk: int) -> None:
+        """Of a micro-batch of which this rank has no rows."""
+        self.begin_forward(chunk)
+        for step in self._chunks[chunk]:
+            if step != "embed":
+                self.come_to(step)
+        self.end_forward(chunk)
+
+    def pass_backward(self, chunk: int) -> None:
+        self.begin_backward(chunk)
+        for step in reversed(self._chunks[chunk]):
+            if isinstance(step, int):
+                self.come_back_to(step)
+        self.end_backward(chunk)
+
+    def _used(self, chunk: int, backward: bool = False) -> list[GatheredPart]:
+        """All that a forward or backward of the chunk uses, in its order."""
+        rows = [used for step, used in self._chunks[chunk].items() if step != "embed" or not backward]
+        return list(dict.fromkeys(part for used in (reversed(rows) if backward else rows) for part in used))
+
+    def _summed(self, chunk: int) -> list[GatheredPart]:
+        """Parts of which a backward of the chunk brings gradients, in the order in which they are complete."""
+        steps = self._chunks[chunk]
+        parts = dict.fromkeys(self.parts[s] for s in reversed(steps) if s in self.parts and s != "embed")
+        ends = dict.fromkeys(part for used in steps.values() for part in used if part not in parts)
+        return [*parts, *ends]  # the embedding's come last, a tied head's among them
+
+    def _turn_to(self, used: Sequence[GatheredPart] = (), following: Sequence[GatheredPart] | None = None) -> None:
+        before, self._open = self._open, list(used)
+        for part in used:
+            part.start()
+        self._end(part for part in before)
+        for part in used:
+            part.use()
+        for part in following or ():
+            part.start()
+
+    @staticmethod
+    def _use(parts: Iterable[GatheredPart]) -> None:
+        """All of them, one under way while another one arrives."""
+        row = list(parts)
+        for i, part in enumerate(row):
+            for each in row[i : i + 2]:
+                each.start()
+            part.use()
+
+    @staticmethod
+    def _end(parts: Iterable[GatheredPart]) -> None:
+        for part in parts:
+            part.end()
+
+
+def apply_divided_weights(model: GPTStage, weights: DividedWeights) -> None:
+    """Have the layers and the head of a stage say when they come to their weights."""
+    for layer in model.layers():
+        layer.forward = partial(_layer, layer.forward, weights, layer.number)  # type: ignore[method-assign]
+    if model.has_head:
+        norm = model.model["norm"]
+        norm.forward = partial(_head, norm.forward, weights)  # type: ignore[method-assign]
+
+
+def _layer(run: Callable[..., ResidualStream], weights: DividedWeights, number: int, *args: Any) -> ResidualStream:
+    weights.come_to(number)
+    out = run(*args)
+    if not torch.is_grad_enabled():
+        return out
+    return ResidualStream(*_Border.apply(partial(weights.come_back_to, number), *out))
+
+
+def _head(run: Callable[..., Any], weights: DividedWeights, *args: Any) -> Any:
+    weights.come_to("head")
+    return run(*args)
+
+
+class _Border(torch.autograd.Function):
+    """Between two layers: passes everything on, and in backward says that the gradients of the later one are there and
+    that the earlier one is next. Autograd runs what was made later first, so all of the later layer has run by then."""
+
+    @staticmethod
+    def forward(ctx: Any, reach: Callable[[], None], *stream: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.reach = reach
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in stream)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.reach()
+        return (None, *grads)

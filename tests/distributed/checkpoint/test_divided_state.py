@@ -1,0 +1,49 @@
+"""Runs whose stages divide their weights: saved, loaded under other plans, exported; the same curve and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.distributed.checkpoint.test_resume import metrics, run
+from tests.distributed.training.test_end_to_end import PACKING
+from tests.support.programs import SINGLE
+
+HEAD = """
+version: 1
+seq_length: 48
+global_batch_size: 6
+pipelines:
+  - micro_batch_size: 3
+    num_micro_batches: 2
+    stages:"""
+BY_LAYER = HEAD + """
+      - {ranks: [0, 1], layers: [0, 4], dp_split: [2, 1], weights: {shard: [1, 3]}, recompute: {first: 2}}
+      - {ranks: [2, 3], layers: [4, 6], tp: 2}
+"""
+BY_MICRO_BATCH = HEAD + """
+      - {ranks: [0, 1, 2], layers: [0, 6], weights: {shard: [2, 0, 1], gather: micro-batch}}
+"""
+
+
+def test_stop_under_one_division_and_go_on_under_another(tmp_path: Path) -> None:
+    """Ramp-up, so that in some steps a replica has no rows; evaluation in the middle; packed documents; fp64. Copies of
+    weights are compared, and values that are not finite looked for."""
+    watched = ["--check-weight-hash-across-dp-replicas-interval", "1"]
+    hf = [tmp_path / name for name in ("one", "three")]
+    run(tmp_path / "whole", SINGLE, 1, *PACKING, "--save-hf", str(hf[0]))
+    run(tmp_path / "parts", BY_LAYER, 4, *PACKING, *watched, "--exit-interval", "2")
+    out, _ = run(tmp_path / "parts", BY_MICRO_BATCH, 3, *PACKING, "--exit-interval", "3")
+    assert "step 2, 4 samples" in out and "another plan" in out
+    run(tmp_path / "parts", BY_LAYER, 4, *PACKING, "--save-hf", str(hf[1]))
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    assert [r["step"] for r in parts] == [1, 2, 3, 4]
+    for a, b in zip(whole, parts, strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-10)
+    one, three = (load_file(directory / "model.safetensors") for directory in hf)
+    assert one.keys() == three.keys()
+    for name, tensor in one.items():
+        assert np.abs(tensor - three[name]).max() <= 1e-9 * max(np.abs(tensor).max(), 1e-3), name

@@ -1,0 +1,81 @@
+"""Weights that the replicas of a stage divide: any shares and moments of gathering give the single-process result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.parity import Case, check_case, fixed_case, random_case, run_case
+from tests.support.pool import shared_pool
+from tests.support.selection import quick
+from tests.support.small_plans import LLAMA, pipe, plan, stage
+
+SEED = int(os.environ.get("SEED", "2026"))
+COUNT = int(os.environ.get("N", "40"))
+QUICK = range(COUNT if "N" in os.environ else 5)  # in `make test`
+WAYS: list[dict[str, Any]] = [
+    {"gather": "layer"}, {"gather": "layer", "reshard_after_forward": False},
+    {"gather": "micro-batch"}, {"gather": "micro-batch", "reshard_after_forward": False}, {"gather": "step"},
+]  # fmt: skip
+
+
+def _divided(case: Case) -> bool:
+    return any("weights" in s for p in case.plan["pipelines"] for s in p["stages"])
+
+
+def _cases() -> Iterator[Case]:
+    """Of plans with one pipeline, those that divide some weights, which takes replicas or context groups."""
+    for seed in count(SEED):
+        case = random_case(seed, most_pipelines=1)
+        if _divided(case):
+            yield case
+
+
+FOUND, REST = list[Case](), _cases()
+
+
+def _case(index: int) -> Case:
+    FOUND.extend(islice(REST, max(index + 1 - len(FOUND), 0)))
+    return FOUND[index]
+
+
+@pytest.mark.parametrize("index", quick(range(COUNT), QUICK))
+def test_random_divided_plan_equals_one_process(index: int) -> None:
+    """Every fourth case also runs in fp32, every eighth in bf16."""
+    check_case(_case(index), shared_pool())
+    for each, dtype in ((4, "fp32"), (8, "bf16")):
+        case = random_case(_case(index).seed, dtype, most_pipelines=1)
+        if index % each == 0 and _divided(case):
+            check_case(case, shared_pool())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_all_moments_of_gathering_give_the_same_bits(schedule: str) -> None:
+    """A micro-batch of 4 rows, and a last one of 2, of which one replica has none; the head's matrix is the
+    embedding's; a TP pair and its replica keep unlike shares, one of them nothing."""
+    bits = []
+    for way in WAYS:
+        first = stage([0, 1], [0, 1], dp_split=[3, 1], weights={"shard": [1, 3], **way})
+        second = stage([2, 3, 4, 5], [1, 3], tp=2, dp_split=[3, 1], weights={"shard": [2, 0, 1, 1], **way})
+        case = fixed_case(LLAMA, plan([pipe(4, 3, first, second)], schedule=schedule))
+        _, ranks = run_case(case, shared_pool())
+        bits.append(ranks)
+    for way, other in zip(WAYS[1:], bits[1:], strict=True):
+        for mine, theirs in zip(bits[0], other, strict=True):
+            assert mine["losses"] == theirs["losses"] and mine["norms"] == theirs["norms"], way
+            for kind in ("grads", "weights"):
+                for (name, box, a), (_, there, b) in zip(mine[kind], theirs[kind], strict=True):
+                    assert box == there and np.array_equal(a, b), f"{kind} of {name}, {way}"
+
+
+def test_a_rank_without_rows_still_gathers() -> None:
+    """A batch that is no multiple of the micro-batch: in its last one a replica has nothing to compute."""
+    for way in (WAYS[0], WAYS[2]):
+        tied = LLAMA | {"tie_word_embeddings": True}
+        divided = stage([0, 1, 2], [0, 3], dp_split=[2, 1, 1], weights={"shard": [0, 1, 4], **way})
+        check_case(fixed_case(tied, plan([pipe(4, 2, divided)])), shared_pool())

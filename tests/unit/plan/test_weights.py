@@ -1,0 +1,141 @@
+"""How a plan divides weights: spellings, owners, buckets, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict
+from hetero_megatron.plan.buckets import make_buckets, sync_actions
+from hetero_megatron.plan.canonical import WeightSharding
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.spec.presets import load_model
+from hetero_megatron.training.runtime_options import RuntimeOptions, require_plain
+from hetero_megatron.utils.yaml_document import parse_document
+from tests.support.moe_models import MOE_FAMILIES
+from tests.support.refusals import refused
+from tests.support.small_plans import pipe, plan, stage
+
+SPEC = load_model("tiny")
+ENDS = [0, SPEC.num_layers]
+PIPELINED = ["--pipeline-model-parallel-size", "2"]
+
+
+def _plan(*stages: dict[str, Any], spec: Any = SPEC) -> Plan:
+    return plan_from_dict(plan([pipe(4, 2, *stages)], 64), spec)
+
+
+def _one(weights: Any, ranks: int = 2, /, **more: Any) -> Plan:
+    return _plan({"ranks": list(range(ranks)), "layers": ENDS, "weights": weights, **more})
+
+
+def test_spellings() -> None:
+    for spelled, expected in (
+        ({}, WeightSharding((1, 1))),
+        ({"shard": [2, 2]}, WeightSharding((1, 1))),
+        ({"shard": [6, 0], "gather": "micro-batch"}, WeightSharding((1, 0), "micro-batch")),
+        ({"gather": "step"}, WeightSharding((1, 1), "step", False)),
+        ({"gather": "step", "reshard_after_forward": False}, WeightSharding((1, 1), "step", False)),
+        ({"shard": [3, 1], "reshard_after_forward": False}, WeightSharding((3, 1), "layer", False)),
+    ):
+        made = _one(spelled)
+        assert made.stages[0].weights == expected
+        assert load_plan(parse_document(dump_yaml(made), "plan.yaml"), SPEC) == made
+    whole = _plan(stage([0, 1], ENDS))
+    assert len({whole.fingerprint(), _one({}).fingerprint(), _one({"shard": [2, 1]}).fingerprint()}) == 3
+
+
+def test_refusals() -> None:
+    first = "pipelines[0].stages[0]"
+    for weights, ranks, more, field, words in (
+        ({"shard": [1]}, 2, {}, "weights.shard", ("1 share for 2 ranks", "one share per rank")),
+        ({"shard": [0, 0]}, 2, {}, "weights.shard", ("nobody keeps anything",)),
+        ({"shard": [1, -1]}, 2, {}, "weights.shard[1]", ("0",)),
+        ({"gather": "epoch"}, 2, {}, "weights.gather", ("layer", "micro-batch", "step")),
+        ({"gather": "step", "reshard_after_forward": True}, 2, {}, "weights.reshard_after_forward", ("whole",)),
+        ({"gathers": "layer"}, 2, {}, "weights.gathers", ("gather",)),
+        ({}, 1, {}, "weights", ("nobody else",)),
+        ({}, 2, {"tp": 2}, "weights", ("nobody else", "dp_split")),
+        ({"shard": [1, 0, 3, 0]}, 4, {"tp": 2}, "weights.shard", ("TP rank 1",)),
+        ({"shard": [1, 0, 3]}, 3, {"ranks": [[0, 1], [2]]}, "weights.shard", ("unlike TP",)),
+        ({}, 2, {"optimizer": {"offload": True}}, "weights", ("host memory",)),
+        ({}, 2, {"dtype": "fp8"}, "weights", ("fp8",)),
+    ):  # fmt: skip
+        with refused(f"{first}.{field}", *words):
+            _one(weights, ranks, **more)
+    with refused(f"{first}.weights", "pipeline 1 holds the same layers", "one pipeline"):
+        pipelines = [pipe(4, 2, stage([0, 1], ENDS, weights={})), pipe(4, 2, stage([2], ENDS))]
+        plan_from_dict(plan(pipelines, 64), SPEC)
+    with refused(f"{first}.optimizer", "weights: {gather: step}"):
+        _plan(stage([0, 1], ENDS, optimizer={"shard_weights": True}))
+    with refused(f"{first}.weights", "mixture of experts"):
+        moe = from_hf_config(MOE_FAMILIES["mixtral"])
+        _plan(stage([0, 1], [0, moe.num_layers], weights={}), spec=moe)
+
+
+@pytest.mark.parametrize("shard", [[1, 1], [3, 1], [1, 0]])
+def test_owners_keep_what_their_shares_say(shard: list[int]) -> None:
+    spec = load_model("llama3-8b")
+    made = _plan(stage([0, 1], [0, 16], weights={"shard": shard}), stage([2], [16, 32]), spec=spec)
+    buckets = make_buckets(made, spec)
+    divided = [b for b in buckets if b.weights is not None]
+    assert {b.segment for b in divided} == {"embed", *range(16)} and all(b.ranks == (0, 1) for b in divided)
+    owned = sum(b.counts()[1] for b in divided)
+    for got, share in zip(owned / owned.sum(), shard, strict=True):
+        assert abs(got - share / sum(shard)) < 1e-3
+    # They travel inside forward and backward: the step's end has nothing of them, and that is a valid step.
+    assert sync_actions(buckets, 0) == ((), ()) and CompiledPlan(made, spec).schedules()
+
+
+def test_megatron_flags_become_divided_plans(tmp_path: Path) -> None:
+    """The replicas of one pipeline; with nobody to divide with, the plain plan. Beside a plan they are refused."""
+    base = ["--model", "tiny", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "16"]
+    base += ["--dry-run", "--mock-data", "--train-iters", "1", "--lr", "1e-3"]
+    strategy = ["--use-megatron-fsdp", "--data-parallel-sharding-strategy"]
+    for words, gather, reshard in (
+        (["--use-torch-fsdp2"], "layer", True),
+        (["--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"], "layer", False),
+        ([*strategy, "optim_grads_params"], "layer", True),
+        ([*strategy, "optim_grads", "--fsdp-double-buffer"], "step", False),
+        ([*strategy, "optim"], None, None), ([*strategy, "no_shard"], None, None), (strategy[:1], None, None),
+        (["--data-parallel-sharding-strategy", "optim_grads_params"], None, None),
+    ):  # fmt: skip
+        for degrees, tp, pp in ([], 1, 1), (["--tensor-model-parallel-size", "2"], 2, 1), (PIPELINED, 1, 2):
+            made = configure([*base, *words, *degrees], {"WORLD_SIZE": "4"}).plan
+            replicas = 4 // tp // pp
+            expected = None if gather is None else WeightSharding((1,) * (tp * replicas), gather, bool(reshard))
+            assert {stage.weights for stage in made.stages} == {expected}, words
+            assert len(made.pipelines) == (replicas if gather is None else 1) and made.global_batch_size == 16
+            assert all(stage.dp_split == (2,) * (1 if gather is None else replicas) for stage in made.stages)
+        alone = configure([*base, *words], {"WORLD_SIZE": "1"}).plan
+        assert alone == configure(base, {"WORLD_SIZE": "1"}).plan
+    (tmp_path / "plan.yaml").write_text(dump_yaml(_one({})))
+    file = ["--plan", str(tmp_path / "plan.yaml"), "--model", "tiny", "--dry-run", "--mock-data"]
+    outer, dtype = "--outer-dp-sharding-strategy", "--megatron-fsdp-grad-comm-dtype"
+    for words, flag, said in (
+        ([*file, "--use-torch-fsdp2"], "--use-torch-fsdp2", "the plan file says this already"),
+        ([*base, "--use-torch-fsdp2", "--use-megatron-fsdp"], "--use-torch-fsdp2", "one of the two"),
+        ([*base, "--torch-fsdp2-no-reshard-after-forward"], "--torch-fsdp2-no-reshard-after-forward", "without"),
+        ([*base, "--use-torch-fsdp2", outer, "optim"], outer, "no_shard"),
+        ([*base, *strategy, "optim", dtype, "bf16"], dtype, "fp32"),
+        ([*base, *strategy, "all"], "--data-parallel-sharding-strategy", "optim_grads_params"),
+    ):  # fmt: skip
+        with refused(flag, said):
+            configure(words, {"WORLD_SIZE": "2"})
+
+
+def test_what_a_run_cannot_divide_beside() -> None:
+    for options, device, said in (
+        (RuntimeOptions(), "cuda", "CPU only"),
+        (RuntimeOptions(compile_backend="inductor"), "cpu", "--compile"),
+        (RuntimeOptions(graphs_after=3), "cpu", "graphs"),
+        (RuntimeOptions(fp8=Fp8("e4m3", "tensorwise")), "cpu", "fp8"),
+    ):  # fmt: skip
+        with refused("stage.weights", said):
+            require_plain(options, device, "stage.weights")
+    require_plain(RuntimeOptions(), "cpu", "stage.weights")
