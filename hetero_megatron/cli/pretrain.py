@@ -44,7 +44,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
             if config.dry_run:
                 return dry_run(config, launcher)
             # Only now: importing torch takes seconds, and a refusal should not.
-            refuse_over_memory(config, _memory(config), launcher.rank == 0)
+            over_memory(config, launcher.rank == 0)
             from hetero_megatron.training.train import train
 
             return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
@@ -131,6 +131,11 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     if config.cluster is None:
         return found
     return with_communicators(found, config.plan, config.spec, buckets, config.cluster)
+
+
+def over_memory(config: RunConfig, notify: bool) -> None:
+    """:func:`refuse_over_memory` before a run."""
+    refuse_over_memory(config, _memory(config), notify)
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:

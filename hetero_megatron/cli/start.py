@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from hetero_megatron.environment.launcher import is_first
-from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
+from hetero_megatron.training.exit import at_once, end_with_parent, outlive_terminal
+from hetero_megatron.utils.exit_codes import INTERRUPTED
 
 NOBODY_READS = 128 + signal.SIGPIPE  # as of any program that a closed pipe ends
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hetero_megatron import __version__
 from hetero_megatron.checkpoint.companions import Companions
 from hetero_megatron.checkpoint.lock import DirectoryLock
 from hetero_megatron.checkpoint.native import LOAD, PRETRAINED, Checkpoint, CheckpointSaver, open_checkpoint
@@ -36,6 +35,7 @@ from hetero_megatron.training.same_schedule import differences
 from hetero_megatron.training.save_directory import writes_checkpoints
 from hetero_megatron.training.saved_state import check_state
 from hetero_megatron.utils.text import notice_line, plural
+from hetero_megatron.utils.version import __version__
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from hetero_megatron import __version__
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.plugins import Plugins, source_file
 from hetero_megatron.utils.text import notice_line
+from hetero_megatron.utils.version import __version__
 
 PACKAGES = ("hetero_megatron", "hetero_kernels", "hetero_plugins")
 DIGITS = 12  # of a hash, in messages

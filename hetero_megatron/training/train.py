@@ -20,7 +20,7 @@ from hetero_megatron.training.announce import announce
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.islands import check_chips, communicators, plan_for, transport_of
-from hetero_megatron.training.loop import Training
+from hetero_megatron.training.loop import OnStep, Training
 from hetero_megatron.training.rank_platform import check_device, check_graphs, check_world, platform_at, position
 from hetero_megatron.training.same_program import check_program
 from hetero_megatron.training.setup import set_up
@@ -31,12 +31,14 @@ def train(
     config: RunConfig,
     launcher: LauncherEnvironment | None = None,
     lost: Callable[[Exception], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> int:
     """Run ``config`` on this rank of the job that its launcher's environment describes.
 
     Args:
         launcher: None: this process's environment.
         lost: see :func:`~hetero_megatron.comm.start_comm`; it is to end the process.
+        on_step: told of every step of this rank.
 
     Returns:
         the exit code: 0, ``INTERRUPTED``, or ``DRIFT`` where the launcher is to plan again.
@@ -64,7 +66,9 @@ def train(
         config = agree(config, comm, platform, plugins, emulation)
         if comm.rank not in config.plan.ranks:
             return 0
-        return _run(set_up(config, comm, platform, plugins, emulation))
+        training = set_up(config, comm, platform, plugins, emulation)
+        training.on_step = on_step
+        return _run(training)
 
 
 def agree(
