@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from hetero_megatron.cli.flags.config_file import placed
 from hetero_megatron.cli.flags.parse import Unknown, together
 from hetero_megatron.errors import UserError
 
@@ -15,10 +16,11 @@ class Collector:
     """
     Args:
         errors: that were found before.
+        places: flag -> file and line, of those that a file gave.
     """
 
-    def __init__(self, errors: list[UserError]) -> None:
-        self._errors = errors
+    def __init__(self, errors: list[UserError], places: Mapping[str, str]) -> None:
+        self._errors, self._places = errors, places
 
     def part(self, build: Callable[..., T], *arguments: Any) -> T:
         """What ``build`` returns. Where it raises a UserError, which is kept, or needs what could not be built or read,
@@ -26,7 +28,8 @@ class Collector:
         if not any(argument is _NOTHING for argument in arguments):
             try:
                 return build(*arguments)
-            except UserError as error:
+            except UserError as raised:
+                error = placed(raised, self._places)
                 if str(error) not in map(str, self._errors):
                     self._errors.append(error)
             except Unknown:

@@ -58,7 +58,7 @@ def configure_arguments(
     early: bool = False,
 ) -> RunConfig:  # fmt: skip
     """The same of a command line that is parsed; ``errors``: what was found then."""
-    parts = Collector(errors)
+    parts = Collector(errors, args.places)
     part, launcher = parts.part, parts.part(lambda: read_launcher(environment, joins=False))
     part(take_defaults, args)
     optimizer, evaluation = part(training.build_optimizer, args), part(training.build_evaluation, args)

@@ -35,9 +35,14 @@ def console() -> int:
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads the output has enough, as in ``… | head``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return NOBODY_READS
+    except BrokenPipeError:
+        return _nobody_reads()
+
+
+def _nobody_reads() -> int:
+    """Whoever reads the output has enough, as in ``… | head``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return NOBODY_READS
 
 
 def train(command: str, words: Sequence[str]) -> NoReturn:
@@ -50,7 +55,10 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
         with at_once(is_first()):
             here = import_module("hetero_megatron.cli.here")
             main = import_module(f"hetero_megatron.cli.{command}").main
-        code = here.main(command, words) if here.asks_for_ranks(words) else main(words)
+        try:
+            code = here.main(command, words) if here.asks_for_ranks(words) else main(words)
+        except BrokenPipeError:
+            code = _nobody_reads()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more
             stream.flush()
