@@ -48,10 +48,10 @@ EXTRAS = {
 
 
 def version() -> str:
-    text = (ROOT / "hetero_megatron" / "__init__.py").read_text(encoding="utf-8")
+    text = (ROOT / "hetero_megatron" / "utils" / "version.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if found is None:
-        raise SystemExit('hetero_megatron/__init__.py: no line of the form __version__ = "1.2.3"')
+        raise SystemExit('hetero_megatron/utils/version.py: no line of the form __version__ = "1.2.3"')
     return found.group(1)
 
 
@@ -79,7 +79,7 @@ setup(
     python_requires=">=3.11",
     packages=PACKAGES,
     package_dir=PACKAGE_DIR,
-    package_data={"": ["*.yaml", "*.json", "*.html", "py.typed"]},
+    package_data={"": ["*.yaml", "*.json", "*.html", "py.typed", "*.pyi"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hetero-megatron = hetero_megatron.cli.start:console"]},

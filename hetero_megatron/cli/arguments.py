@@ -6,12 +6,11 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hetero_megatron import __version__
 from hetero_megatron.errors import UserError
-from hetero_megatron.spec import ModelSpec
+from hetero_megatron.utils.version import __version__
 
 # What argparse makes of an error of ``numbers.Number``.
 _NUMBER = re.compile(
@@ -71,16 +70,6 @@ def refuse_empty(words: Sequence[str]) -> None:
             field = name if separator else before if before.startswith("-") else "command line"
             raise UserError("is empty (an unset variable?)", field=field, value="", accepted="a value")
         before = word
-
-
-def stretched(model: ModelSpec, seq_length: int) -> tuple[ModelSpec, list[str]]:
-    """The model with at least so many positions, if they are not learned, and a notice of the flag that training needs
-    for that."""
-    if seq_length <= model.max_position_embeddings or model.position != "rope":
-        return model, []
-    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
-    notice = f"{model.name} is made for {model.max_position_embeddings} positions; {needs}"
-    return replace(model, max_position_embeddings=seq_length), [notice]
 
 
 KINDS: dict[type, str] = {int: "an integer", float: "a number"}

@@ -102,7 +102,7 @@ def configure_arguments(
     early: bool = False,
 ) -> RunConfig:  # fmt: skip
     """The configuration from a command line that is parsed already; ``errors``: what was found wrong with it then."""
-    parts = Collector(errors)
+    parts = Collector(errors, args.places)
     part, launcher = parts.part, parts.part(lambda: read_launcher(environment, joins=False))
     part(take_defaults, args)
     optimizer, evaluation = part(training.build_optimizer, args), part(training.build_evaluation, args)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hetero_megatron.cli.arguments import ArgumentParser, Number, count
 from hetero_megatron.cli.output import print_json
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 20
 
 
+class Generated(NamedTuple):
+    """Token ids of prompts and, on the first rank of the plan, of their answers with the texts; seconds that they
+    took."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    texts: list[str]
+    seconds: float
+    tokenizer: HuggingFaceTokenizer
+
+
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code; an error is one line on standard error."""
     launcher = LauncherEnvironment()
@@ -38,7 +49,10 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
         args, rest = parse(argv)
         launcher = read_launcher(environment)
         with at_once(launcher.rank == 0):
-            return _run(args, rest, launcher, environment)
+            made = generate(args, rest, launcher, environment)
+        if launcher.rank == 0:
+            _print(args, made)
+        return 0
     except (Exception, KeyboardInterrupt) as error:
         return end_rank(error, launcher, environment)
 
@@ -97,7 +111,10 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return args, rest
 
 
-def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:
+def generate(
+    args: Namespace, rest: list[str], launcher: LauncherEnvironment, environment: Mapping[str, str]
+) -> Generated:
+    """Continue the prompts of the arguments (:func:`parse`), on this rank of the job."""
     config, checkpoint, tokenizer, ending = _configure(args, rest, environment)
     prompts = _prompts(args, tokenizer)
     length = max(map(len, prompts)) + args.max_new_tokens
@@ -114,9 +131,8 @@ def _run(args: Namespace, rest: list[str], launcher: LauncherEnvironment, enviro
     for notice in told if launcher.rank == 0 else ():
         print(notice_line(notice), file=sys.stderr, flush=True)
     answers, seconds = _generate(args, config, weights, launcher, prompts, length, ending)
-    if launcher.rank == 0:
-        _print(args, tokenizer, prompts, answers, seconds)
-    return 0
+    texts = [tokenizer.decode(answer) for answer in answers]
+    return Generated(prompts, answers, texts, seconds, tokenizer)
 
 
 def _check_switch(args: Namespace, spec: ModelSpec, prompts: list[list[int]]) -> None:
@@ -268,11 +284,9 @@ def _in_order(plan: Any, everyone: list[list[list[int]]]) -> list[list[int]]:
     return [answer for rank in leaders for answer in by_rank[rank]]
 
 
-def _print(
-    args: Namespace, tokenizer: HuggingFaceTokenizer, prompts: list[list[int]], answers: list[list[int]], seconds: float
-) -> None:
+def _print(args: Namespace, made: Generated) -> None:
+    prompts, answers, texts, seconds, tokenizer = made
     count = sum(map(len, answers))
-    texts = [tokenizer.decode(answer) for answer in answers]
     if args.json:
         each = [
             {"prompt_tokens": len(p), "tokens": a, "text": t} for p, a, t in zip(prompts, answers, texts, strict=True)

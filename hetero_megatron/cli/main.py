@@ -16,7 +16,8 @@ from hetero_megatron.cli.commands import COMMANDS, GROUPS
 from hetero_megatron.cli.log import say_error
 from hetero_megatron.cli.output import json_alone
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.exit import INTERRUPTED, at_once, outlive_terminal
+from hetero_megatron.training.exit import at_once, outlive_terminal
+from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.out_of_memory import out_of_memory
 
 

@@ -10,35 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds, stretched
+from hetero_megatron.api.inputs import Cluster, Model
+from hetero_megatron.api.plans import positions_notice
+from hetero_megatron.api.search import Found
+from hetero_megatron.api.search import plan as search
+from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
 from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
-from hetero_megatron.cluster import load_cluster
-from hetero_megatron.cluster.dump import document
-from hetero_megatron.cluster.subset import with_more, without
 from hetero_megatron.errors import UserError
 from hetero_megatron.plan import dump_yaml
 from hetero_megatron.plan.export import FORMATS, export
-from hetero_megatron.plan.made_for import MadeFor, made_for
-from hetero_megatron.plan.memory.of_plan import ITEM_BYTES, moments_of
-from hetero_megatron.plan.routing import routing_of
-from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
-from hetero_megatron.planner.report.plan_page import plan_page
-from hetero_megatron.planner.report.text import format_comparisons, format_plan, plan_text, summary_json
-from hetero_megatron.planner.search.driver import SearchResult, search
+from hetero_megatron.plan.memory.of_plan import ITEM_BYTES
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.planner.time_budget import TimeBudget
-from hetero_megatron.planner.whatif.objective import Deadline, search_objective
-from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
-from hetero_megatron.predictor.cost.rates import capped_bridges
-from hetero_megatron.spec import ModelSpec, load_model
-from hetero_megatron.training.exit import INTERRUPTED
+from hetero_megatron.spec import load_model
+from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.outputs import try_folder
 from hetero_megatron.utils.text import WorkLine, format_seconds, notice_line
 
@@ -51,60 +39,46 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
-    other = bool(args.without or args.add)
-    companion = Companion(args.out, args.cluster, other or args.objective != "tokens")
-    model, notices = stretched(load_model(args.model), args.seq_length)
+    companion = Companion(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
+    given = load_model(args.model)
+    model = Model.of(with_lora(args, given), args.model).stretched(args.seq_length)
+    cluster = asked = Cluster.read(args.cluster)
+    if args.without:
+        cluster = cluster.without(*[name for word in args.without for name in word.split(",")])
+    for text in args.add or ():
+        cluster = cluster.with_more(text)
+    notices = [*positions_notice(Model.of(given), args.seq_length), *cluster.notices]
     for notice in notices:
         print(notice_line(notice), file=sys.stderr)
-    model = with_lora(args, model)
-    cluster = load_cluster(args.cluster)
-    if args.without:
-        cluster = without(cluster, [name for word in args.without for name in word.split(",")])
-    for text in args.add or ():
-        cluster = with_more(cluster, text)
-    for said in capped_bridges(cluster):
-        print(notice_line(said), file=sys.stderr)
-    problem = PlanningProblem(model, cluster, args.seq_length, args.global_batch_size, _options(args, model))
-    budget = TimeBudget(args.time_limit)
-    deadline = Deadline(args.train_tokens, args.deadline_hours) if args.objective == "deadline" else None
     with WorkLine("search", args.time_limit or 0.0, show=format_seconds) as line:
-        budget.watch = None if args.quiet else lambda seconds: line.add(seconds - line.done)
         say = None if args.json or args.quiet else partial(_say, line=line)
-        if args.objective == "tokens":
-            result = search(problem, progress=say, budget=budget)
-        else:
-            result = search_objective(problem, deadline, say, budget)
-        budget.watch = None
-    best = result.best
-    made = made_for(model, args.dtype, args.optimizer, best.cluster, best.plan.ranks, fp8_of(args))
+        elapsed = None if args.quiet else lambda seconds: line.add(seconds - line.done)
+        found = search(model, cluster, progress=say, elapsed=elapsed, **_question(args))
     if args.out:
-        write_text(args.out, "--out", plan_text(best, model.name, made))
+        write_text(args.out, "--out", found.file)
     try:  # the report may take longer than the search did
-        another = other or result.best.cluster is not cluster
-        text = yaml.safe_dump(document(result.best.cluster), sort_keys=False) if another else None
-        companion.finish(text, quiet=args.json)
-        summary = outline(result, problem, deadline)
+        companion.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
         if not args.json:
-            print(plan_text(best, model.name, made), format_plan(summary), "", sep="\n", flush=True)
-        what = Comparisons(not args.no_baselines, args.compare)
+            print(found.file, found.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")
-        compare(summary, problem, what, budget.uncaught(), tell)
+        found.compare(baselines=not args.no_baselines, every=args.compare, progress=tell)
         if tell is not None:
-            tell(f"{summary.seconds:.2f} s, after {result.seconds:.2f} s of search")
+            tell(f"{found.summary.seconds:.2f} s, after {found.seconds:.2f} s of search")
         if args.fallbacks:
-            summary.losses = _fallbacks(args.fallbacks, result, problem, made)
-        _write_page(args, summary)
+            _write_fallbacks(args.fallbacks, found)
+        if args.html:
+            write_text(args.html, "--html", found.page())
     except KeyboardInterrupt:
         where = f"; the plan is in {args.out}" if args.out else "" if args.json else "; the plan is above"
         print(f"error: interrupted in the report{where}", file=sys.stderr)
         return INTERRUPTED
     if args.json:
-        print_json(summary_json(summary))
+        print_json(found.as_json())
     else:
-        print(format_comparisons(summary), flush=True)
+        print(found.comparisons(), flush=True)
     if args.export:  # last: what the format cannot say is refused, and the plan and its report are there
         kind, _, name = args.export.partition(":")
-        write_text(name, "--export", export(kind, best.plan, best.cluster))
+        write_text(name, "--export", export(kind, found.plan.canonical, found.cluster.described))
     return 0
 
 
@@ -195,10 +169,10 @@ def _check_export(text: str) -> None:
 _EXPORTED: dict[str, Any] = {"more_schedules": "never", "context": "never", "offload": "never"}
 
 
-def _exportable(args: Namespace, space: SearchSpace) -> SearchSpace:
-    """The space without what ``--export``'s format cannot say; flags that ask for it are refused."""
+def _exportable(args: Namespace) -> dict[str, Any]:
+    """The choices that ``--export``'s format leaves; flags that ask for what it cannot say are refused."""
     if not args.export:
-        return space
+        return {}
     kind = args.export.partition(":")[0]
     only = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})
     for name, value in only.items():
@@ -207,33 +181,24 @@ def _exportable(args: Namespace, space: SearchSpace) -> SearchSpace:
             flag = "--" + name.replace("_", "-")
             accepted = "the command without it" if value is False else str(value)
             raise UserError(f"{kind} cannot say it (--export)", field=flag, value=asked, accepted=accepted)
-    return replace(space, shares=False, **only)
+    return {"shares": False, **only}
 
 
-def _options(args: Namespace, model: ModelSpec) -> SearchOptions:
-    sizes = None if args.micro_batch_size is None else (args.micro_batch_size,)
-    return SearchOptions(
-        dtype=args.dtype,
-        time_limit=args.time_limit,
-        space=_exportable(args, SearchSpace(
-            micro_batch_sizes=sizes,
-            recompute=args.recompute,
-            context=args.context,
-            offload=args.offload,
-            more_schedules=args.more_schedules,
-            schedule_effort=args.schedule_effort,
-        )),
-        costs=CostOptions(
-            margin=args.memory_margin, moments=moments_of(args.optimizer), fp8=fp8_of(args),
-            routing=routing_of(args.routing_stats, model),
-        ),
-        seed=args.seed,
-    )
+_ASKED = (
+    "seq_length", "global_batch_size", "dtype", "optimizer", "micro_batch_size", "recompute", "context", "offload",
+    "more_schedules", "schedule_effort", "routing_stats", "memory_margin", "time_limit", "seed",
+    "objective", "deadline_hours", "train_tokens",
+)  # fmt: skip
 
 
-def _fallbacks(folder: str, result: SearchResult, problem: PlanningProblem, made: MadeFor) -> list[NodeLoss]:
-    """Plans for the loss of a node, each written as ``without-NODE.yaml``."""
-    losses = WarmPlanner(problem.on(result.best.cluster), result).losses()
+def _question(args: Namespace) -> dict[str, Any]:
+    """What is asked of :func:`~hetero_megatron.api.search.plan`, but for the model and the cluster."""
+    return {name: getattr(args, name) for name in _ASKED} | {"fp8": fp8_of(args)} | _exportable(args)
+
+
+def _write_fallbacks(folder: str, found: Found) -> None:
+    """Plans for the loss of a node, each as ``without-NODE.yaml``."""
+    losses, made = found.losses(), found.plan.canonical.made_for
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -241,12 +206,6 @@ def _fallbacks(folder: str, result: SearchResult, problem: PlanningProblem, made
         raise UserError(why, field="--fallbacks", value=folder, accepted="a folder") from None
     for loss in losses:
         if loss.plan is not None:
-            head = f"# {problem.model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
+            head = f"# {found.plan.model.name} without {loss.node}: {loss.step_seconds:.4g} s per step predicted.\n"
             text = head + dump_yaml(replace(loss.plan, made_for=made))
             write_text(str(Path(folder) / f"without-{loss.node}.yaml"), "--fallbacks", text)
-    return losses
-
-
-def _write_page(args: Namespace, summary: Summary) -> None:
-    if args.html:
-        write_text(args.html, "--html", plan_page(summary))

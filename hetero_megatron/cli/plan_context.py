@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_megatron.cli.arguments import ArgumentParser, count, stretched
+from hetero_megatron.api.inputs import Model
+from hetero_megatron.api.plans import positions_notice
+from hetero_megatron.cli.arguments import ArgumentParser, count
 from hetero_megatron.cli.companion import Companion
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
@@ -20,7 +22,6 @@ from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import one_stage_plan
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
-from hetero_megatron.spec import load_model
 from hetero_megatron.utils.text import dtype_name, notice_line, plural, rank_ranges
 
 
@@ -68,7 +69,8 @@ def run_context_only(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace) -> tuple[ContextProblem, list[str]]:
-    model, notices = stretched(load_model(args.model), args.seq_length)
+    given = Model(args.model)
+    model, notices = given.stretched(args.seq_length).spec, positions_notice(given, args.seq_length)
     if args.seq_length > model.max_position_embeddings:
         raise UserError(
             f"the model has {model.max_position_embeddings} learned positions", field="--seq-length",

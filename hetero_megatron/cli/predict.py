@@ -6,28 +6,18 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count, stretched
+from hetero_megatron.api.inputs import Cluster, Model
+from hetero_megatron.api.plans import Plan, model_name, predict
+from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
-from hetero_megatron.cluster import load_cluster
-from hetero_megatron.errors import UserError
-from hetero_megatron.plan import load_plan
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.islands import add_islands, format_added, format_islands
 from hetero_megatron.plan.made_for import made_for_of
-from hetero_megatron.plan.memory.of_plan import ITEM_BYTES, moments_of
-from hetero_megatron.plan.program import format_step
-from hetero_megatron.plan.routing import routing_of
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.predictor.report.prediction import as_json, format_prediction, format_question, question
-from hetero_megatron.predictor.report.prediction_page import html_page
-from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
-from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
-from hetero_megatron.predictor.simulate.step import predict
+from hetero_megatron.plan.memory.of_plan import ITEM_BYTES
+from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.text import dtype_name, notice_line
-from hetero_megatron.utils.yaml_document import Entry, read_document
+from hetero_megatron.utils.yaml_document import read_document
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,56 +51,28 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.trace, "--trace")
     document = read_document(args.plan)
     made = made_for_of(document)
-    name = args.model or (made.known_model() if made is not None else None)
-    if name is None:
-        problem = "missing, and the plan names none" if made is None else f"missing, and {made.model} is not here"
-        raise UserError(problem, field="--model", accepted="preset, Hugging Face directory or config.json")
-    model, cluster = with_lora(args, load_model(name), made), load_cluster(args.cluster)
-    if made is not None:
-        made.agree_on_model(model, args.plan)
-    for key, usual in (("dtype", "bf16"), ("optimizer", "adam")):
-        if getattr(args, key) is None:
-            setattr(args, key, usual if made is None else getattr(made, key))
-        elif made is not None:
-            made.agree(key, f"--{key}", getattr(args, key), args.plan)
-    model, notices = stretched(model, _seq_length(document))
-    for notice in notices:
+    name = model_name(made, args.model)
+    model, cluster = Model.of(with_lora(args, load_model(name), made), name), Cluster.read(args.cluster)
+    plan = Plan.read(
+        document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args, made, args.plan)
+    )
+    for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
-    written = load_plan(document, model, cluster, args.dtype)
-    plan = add_islands(written, model, cluster)
-    if plan is not written:
-        print(notice_line(format_added(plan, cluster)), file=sys.stderr)
-    compiled = CompiledPlan(plan, model)
-    less = made.less_memory(cluster, plan.ranks, args.plan) if made is not None else None
+    less = made.less_memory(cluster.described, plan.ranks, args.plan) if made is not None else None
     if less is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(less.problem), file=sys.stderr)
-    options = CostOptions(
-        margin=args.memory_margin, moments=moments_of(args.optimizer), routing=routing_of(args.routing_stats, model),
-        fp8=fp8_of(args, made, args.plan),
-    )  # fmt: skip
-    costs = CostModel(model, cluster, plan.seq_length, args.dtype, options)
-    found = predict(plan, model, cluster, args.dtype, costs, prepared=PreparedPlan(compiled))
-    asked = question(costs, plan.global_batch_size)
+    found = predict(plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats)
     if args.html:
-        write_text(args.html, "--html", html_page(found, model.name, cluster, asked))
+        write_text(args.html, "--html", found.page())
     if args.trace:
-        write_text(args.trace, "--trace", json.dumps(perfetto_trace(found)))
+        write_text(args.trace, "--trace", json.dumps(found.trace()))
     if args.json:
-        print_json({"asked": asked.as_json(), **as_json(found)})
+        print_json(found.as_json())
     else:
-        print(format_question(asked), "", format_prediction(found), sep="\n")
-        if plan.islands:
-            print(format_islands(compiled))
-        print(format_timeline(found, args.width))
+        print(found.explain(args.width))
         if args.schedule:
-            print(format_step(plan, compiled.buckets, model))
-    if found.over:
+            print(found.schedule())
+    if not found.fits:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
         return 1
     return 0
-
-
-def _seq_length(document: Entry) -> int:
-    """Of a plan file that is not checked yet; 0 where it says none."""
-    keys = document.value if isinstance(document.value, dict) else {}
-    return keys["seq_length"].integer(1) if "seq_length" in keys else 0

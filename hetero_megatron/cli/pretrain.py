@@ -40,16 +40,32 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
         with at_once(launcher.rank == 0):  # until training catches it: nothing is written before
             from hetero_megatron.cli.configure import configure
 
+            if "--write-config" in argv:
+                return write_config(argv, environment, launcher)
             config = configure(argv, environment, early=launcher.rank == 0 and "--dry-run" not in argv)
             if config.dry_run:
                 return dry_run(config, launcher)
             # Only now: importing torch takes seconds, and a refusal should not.
-            refuse_over_memory(config, _memory(config), launcher.rank == 0)
+            over_memory(config, launcher.rank == 0)
             from hetero_megatron.training.train import train
 
             return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
     except (Exception, KeyboardInterrupt) as error:
         return end_rank(error, launcher, environment)
+
+
+def write_config(argv: Sequence[str], environment: Mapping[str, str], launcher: LauncherEnvironment) -> int:
+    """Check the flags, and print those that count as a file for --config (rank 0 only)."""
+    from hetero_megatron.cli.configure import configure_arguments
+    from hetero_megatron.cli.flags.config_file import effective
+    from hetero_megatron.cli.flags.parse import parse_all
+    from hetero_megatron.cli.flags.table import ALL
+
+    args, errors = parse_all(argv)
+    configure_arguments(args, errors, environment)
+    if launcher.rank == 0:
+        print(effective(args.values, args.given, args.places, ALL), flush=True)
+    return 0
 
 
 def _end(error: Exception, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> None:
@@ -129,6 +145,11 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     if config.cluster is None:
         return memory
     return with_communicators(memory, config.plan, config.spec, buckets, config.cluster)
+
+
+def over_memory(config: RunConfig, notify: bool) -> None:
+    """:func:`refuse_over_memory` before a run."""
+    refuse_over_memory(config, _memory(config), notify)
 
 
 def refuse_over_memory(config: RunConfig, memory: Mapping[int, MemoryBytes], notify: bool) -> None:

@@ -19,7 +19,8 @@ from typing import NoReturn
 
 from hetero_megatron.cli.output import json_alone
 from hetero_megatron.environment.launcher import is_first
-from hetero_megatron.training.exit import INTERRUPTED, at_once, end_with_parent, outlive_terminal
+from hetero_megatron.training.exit import at_once, end_with_parent, outlive_terminal
+from hetero_megatron.utils.exit_codes import INTERRUPTED
 
 NOBODY_READS = 128 + signal.SIGPIPE  # as of any program that a closed pipe ends
 # Commands that run as the ranks of a job, started alone or once per rank by a launcher.
@@ -39,9 +40,14 @@ def console() -> int:
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads the output has enough, as in ``… | head``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return NOBODY_READS
+    except BrokenPipeError:
+        return _nobody_reads()
+
+
+def _nobody_reads() -> int:
+    """Whoever reads the output has enough, as in ``… | head``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return NOBODY_READS
 
 
 def train(command: str, words: Sequence[str]) -> NoReturn:
@@ -53,7 +59,10 @@ def train(command: str, words: Sequence[str]) -> NoReturn:
         outlive_terminal()
         with at_once(is_first()):
             here = import_module("hetero_megatron.cli.here")
-        code = here.main(command, words) if here.asks_for_ranks(words) else _as_rank(command, words)
+        try:
+            code = here.main(command, words) if here.asks_for_ranks(words) else _as_rank(command, words)
+        except BrokenPipeError:
+            code = _nobody_reads()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads it any more
             stream.flush()

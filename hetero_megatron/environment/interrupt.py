@@ -10,7 +10,8 @@ import os
 import sys
 from types import FrameType
 
-INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
+from hetero_megatron.utils.exit_codes import INTERRUPTED
+
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # by which a launcher numbers its processes
 
 

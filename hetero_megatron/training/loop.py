@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_megatron.data.batch import BatchLoader
@@ -18,14 +19,17 @@ from hetero_megatron.monitoring.stragglers import DRIFT, StragglerReport
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.exit import INTERRUPTED, ExitConditions
+from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import Profiler
 from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.text import notice_line
+
+OnStep = Callable[[int, StepStats], None]  # number of the step, and how it went
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Training:
         step, consumed: optimizer steps, and sequences of them, that are done; those of runs before are counted.
         loss_scale: of the next step.
         trained: some step of this run changed the weights, or there was none to do.
+        on_step: told of every step.
     """
 
     config: RunConfig
@@ -55,6 +60,7 @@ class Training:
     step: int
     consumed: int
     loss_scale: LossScale
+    on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
         self.trained = self.step >= self.config.steps
@@ -114,6 +120,8 @@ class Training:
             self.alignment.after_step(step, self.runtime)
             self.step, self.consumed = step, self.consumed + size
             self._report(stats, size, lr, begin, last)
+            if self.on_step is not None:
+                self.on_step(step, stats)
             self.replicas.after_step(step)
             if self.checkpoints.due(step):
                 self.reporter.flush()  # a run that is killed goes on from here, and its logs with it

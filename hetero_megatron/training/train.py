@@ -33,7 +33,7 @@ from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.kernels import agree_on_kernels, check_kernels, rank_kernels
-from hetero_megatron.training.loop import Training
+from hetero_megatron.training.loop import OnStep, Training
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.rank_platform import (
@@ -160,12 +160,14 @@ def train(
     config: RunConfig,
     launcher: LauncherEnvironment | None = None,
     lost: Callable[[Exception], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> int:
     """Run ``config`` on this rank of the job that its launcher's environment describes.
 
     Args:
         launcher: None: this process's environment.
         lost: see :func:`~hetero_megatron.comm.start_comm`; it is to end the process.
+        on_step: told of every step of this rank.
 
     Returns:
         the exit code: 0, ``INTERRUPTED``, or ``DRIFT`` where the launcher is to plan again.
@@ -195,7 +197,9 @@ def train(
         config = agree(config, comm, platform, plugins, emulation)
         if comm.rank not in config.plan.ranks:
             return 0
-        return _run(set_up(config, comm, platform, plugins, emulation))
+        training = set_up(config, comm, platform, plugins, emulation)
+        training.on_step = on_step
+        return _run(training)
 
 
 def agree(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from hetero_megatron.errors import UserError
 
 SUPPORTED, NOTICE, REFUSED = "supported", "notice", "refused"
 
@@ -182,3 +185,14 @@ def family(status: Callable[..., Flag], names: str, *words: str) -> tuple[Flag, 
         name, *aliases = spelled.split("/")
         flags.append(status(name, *words, nargs=nargs[many] if equals else 0, aliases=tuple(aliases)))
     return tuple(flags)
+
+
+def unknown_flag(name: str, flags: Iterable[str], where: str) -> UserError:
+    """Of a name that is no flag's, with those that are near."""
+    spelled = name.replace("_", "-")[:200]
+    names = list(flags)
+    longer = [known for known in names if known.startswith(spelled) and len(spelled) > 5]
+    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(spelled, names, n=3, cutoff=0.6)]))[:3]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    hint += f" (near are also {' and '.join(near[1:])})" if near[1:] else ""
+    return UserError(f"unknown flag{hint}", field=name, accepted="the flags of docs/flags.md", where=where)

@@ -6,14 +6,14 @@ it is refused stand there. What a value means is said by the builders that recei
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hetero_megatron.cli.arguments import beyond, read_number
-from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, Flag, Need
+from hetero_megatron.cli.flags.config_file import FileWords, placed
+from hetero_megatron.cli.flags.flag import NOTICE, REFUSED, Flag, Need, unknown_flag
 from hetero_megatron.cli.flags.table import ALL
 from hetero_megatron.data import DataConfig
 from hetero_megatron.data.config import SPLITS
@@ -41,6 +41,7 @@ class Arguments:
         notices: other messages for the start of the run.
         facts: facts about the data, for ``Flag.needs``.
         failed: keys of flags that were given with a value that cannot be taken: reading one raises ``Unknown``.
+        places: flag -> file and line, of those that ``--config`` brought.
     """
 
     values: dict[str, Any]
@@ -49,6 +50,7 @@ class Arguments:
     notices: list[str] = field(default_factory=list)
     facts: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
         if key in self.failed:
@@ -107,13 +109,15 @@ def parse_all(argv: Sequence[str]) -> tuple[Arguments, list[UserError]]:
     """Arguments, with the errors beside what could be parsed."""
     flags = index()
     result = Arguments({flag.key: flag.default for flag in ALL})
-    errors: list[UserError] = []
+    file = FileWords(argv, flags)
+    argv, errors, result.places = file.words, file.errors, file.places
+    result.failed, result.given = set(file.failed), set(file.failed)
     at = 0
     while at < len(argv):
         try:
             at = _read(argv, at, flags, result)
         except _At as stop:
-            errors.append(stop.error)
+            errors.append(placed(stop.error, result.places))
             if (flag := flags.get(argv[at].partition("=")[0])) is not None:
                 result.failed.add(flag.key)
                 result.given.add(flag.key)
@@ -140,7 +144,7 @@ def _read(argv: Sequence[str], at: int, flags: Mapping[str, Flag], result: Argum
         if not _OPTION.match(name):
             raise UserError("belongs to no flag", field="word", value=argv[at], accepted="--flag value", where=WHERE)
         if name not in flags:
-            raise _unknown(name, flags)
+            raise unknown_flag(name, flags, WHERE)
         flag = flags[name]
         wanted = flag.nargs if isinstance(flag.nargs, int) else end
         words = [attached] if separator else list(argv[at + 1 : min(end, at + 1 + wanted)])
@@ -171,7 +175,7 @@ def together(errors: Sequence[UserError]) -> UserError:
     groups: dict[tuple[str, str], list[str]] = {}
     for error in errors:
         shown = error.field if error.value is None else f"{error.field} = {_short(str(error.value))}"
-        shown = f"{error.where}: {shown}" if error.where not in ("", WHERE) else shown
+        shown = ": ".join(filter(None, (error.where, shown))) if error.where != WHERE else shown
         groups.setdefault((error.problem, error.accepted), []).append(shown)
     parts = [
         f"{', '.join(dict.fromkeys(names))}: {problem}" + (f" (accepted: {accepted})" if accepted else "")
@@ -249,15 +253,6 @@ def _check_bounds(flag: Flag, value: float, word: str) -> None:
         raise UserError(wrong[0], field=flag.name, value=word, accepted=wrong[1], where=WHERE)
 
 
-def _unknown(name: str, flags: Mapping[str, Flag]) -> UserError:
-    spelled = name.replace("_", "-")[:200]
-    longer = [known for known in flags if known.startswith(spelled) and len(spelled) > 5]
-    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(spelled, flags, n=3, cutoff=0.6)]))[:3]
-    hint = f"; did you mean {near[0]}?" if near else ""
-    hint += f" (near are also {' and '.join(near[1:])})" if near[1:] else ""
-    return UserError(f"unknown flag{hint}", field=name, accepted="the flags of docs/flags.md", where=WHERE)
-
-
 FILES, KEYED = "data files", "a *.jsonl, *.parquet or *.arrow corpus"
 
 
@@ -332,10 +327,11 @@ class Collector:
 
     Args:
         errors: that were found before.
+        places: flag -> file and line, of those that a file gave.
     """
 
-    def __init__(self, errors: list[UserError]) -> None:
-        self._errors = errors
+    def __init__(self, errors: list[UserError], places: Mapping[str, str]) -> None:
+        self._errors, self._places = errors, places
 
     def part(self, build: Callable[..., T], *arguments: Any) -> T:
         """What ``build`` returns. Where it raises a UserError, which is kept, or needs what could not be built or read,
@@ -343,7 +339,8 @@ class Collector:
         if not any(argument is _NOTHING for argument in arguments):
             try:
                 return build(*arguments)
-            except UserError as error:
+            except UserError as raised:
+                error = placed(raised, self._places)
                 if str(error) not in map(str, self._errors):
                     self._errors.append(error)
             except Unknown:

@@ -49,6 +49,8 @@ PLAN = (
     switch("--allow-over-memory", "go on where ranks are estimated to need more memory than their chips have",
            needs=needs("--plan", "--auto-plan")),
     value("--model", str, None, "preset, Hugging Face directory or config.json, instead of architecture flags"),
+    value("--config", str, None, "flags from a file, by their names (YAML, JSON, TOML); the command line wins"),
+    switch("--write-config", "print the flags that count as such a file, with where each came from, then stop"),
     switch("--dry-run", "check and print the plan, then stop"),
     count(
         "--as-rank", None, "with --dry-run: run this rank of the plan alone, with fake tensors", least=0,

@@ -1,0 +1,301 @@
+"""Plans as a program reads, writes, compares and predicts them. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_megatron.api.inputs import Cluster, Model
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan import Plan as CanonicalPlan
+from hetero_megatron.plan import dump_yaml, format_plan, load_plan
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.islands import add_islands, format_added, format_islands
+from hetero_megatron.plan.made_for import MadeFor, made_for_of
+from hetero_megatron.plan.memory.of_plan import MemoryBytes as Memory
+from hetero_megatron.plan.memory.of_plan import estimate_memory, moments_of, with_communicators
+from hetero_megatron.plan.program import format_step
+from hetero_megatron.plan.routing import routing_of
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.report.prediction import Question, as_json, format_prediction, format_question, question
+from hetero_megatron.predictor.report.prediction_page import html_page
+from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
+from hetero_megatron.predictor.simulate import step
+from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
+from hetero_megatron.spec import adapted, load_model
+from hetero_megatron.utils.outputs import write_text
+from hetero_megatron.utils.text import format_seconds
+from hetero_megatron.utils.yaml_document import Entry, read_document
+
+DTYPE, OPTIMIZER = "bf16", "adam"  # of plans that do not say what they were made for
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two plans on one cluster, the first beside the second.
+
+    Attributes:
+        seconds: predicted, of a step of each.
+        memory: bytes of the fullest rank of each.
+        tokens_per_second: of each.
+    """
+
+    seconds: tuple[float, float]
+    memory: tuple[int, int]
+    tokens_per_second: tuple[float, float]
+
+    @property
+    def speedup(self) -> float:
+        """How many times as many tokens per second the first one does."""
+        return self.tokens_per_second[0] / self.tokens_per_second[1]
+
+    def __str__(self) -> str:
+        one, two = map(format_seconds, self.seconds)
+        small, large = (f"{size / 2**30:.1f} GiB" for size in self.memory)
+        times = f"{one} per step against {two}: {self.speedup:.2f}x the tokens per second"
+        return f"{times}; at most {small} against {large} on a rank"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which ranks hold which layers, heads, tokens and sequences, and in which order they compute.
+
+    Attributes:
+        model: its adapters are those that the plan was made for.
+        dtype, optimizer, fp8: what it was made for.
+        ranks: all that it uses.
+        notices: what reading it added, in words.
+    """
+
+    canonical: CanonicalPlan
+    model: Model
+    dtype: str = DTYPE
+    optimizer: str = OPTIMIZER
+    fp8: Fp8 | None = None
+    source: str = ""
+    notices: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(
+        path: str | os.PathLike[str] | Entry, cluster: Cluster | None = None, model: Model | str | None = None,
+        *, dtype: str | None = None, optimizer: str | None = None, fp8: Fp8 | None = None,
+    ) -> Plan:  # fmt: skip
+        """A plan file.
+
+        Args:
+            cluster: it is also checked against this one.
+            model, dtype, optimizer, fp8: None: what the plan was made for.
+
+        Raises:
+            UserError: names the key, the value, what would be accepted, file and line; or the plan was made for
+                something else than what is given here.
+        """
+        document = path if isinstance(path, Entry) else read_document(path)
+        source, made = document.file, made_for_of(document)
+        shapes = _model_of(made, model)
+        if made is not None:
+            made.agree_on_model(shapes.spec, source)
+            for key, value in (("dtype", dtype), ("optimizer", optimizer)):
+                if value is not None:
+                    made.agree(key, f"--{key}", value, source)
+            if fp8 is not None and made.fp8 is not None:
+                made.agree_on_fp8(fp8, source)
+        length = _seq_length(document)
+        stretched = shapes.stretched(length)
+        dtype = dtype or (made.dtype if made is not None else DTYPE)
+        described = None if cluster is None else cluster.described
+        plan, said = load_plan(document, stretched.spec, described, dtype), positions_notice(shapes, length)
+        if described is not None:
+            written, plan = plan, add_islands(plan, stretched.spec, described)
+            said += [format_added(plan, described)] if plan is not written else []
+        optimizer = optimizer or (made.optimizer if made is not None else OPTIMIZER)
+        fp8 = fp8 if fp8 is not None or made is None else made.fp8
+        return Plan(plan, stretched, dtype, optimizer, fp8, source, tuple(said))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.canonical.ranks
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens per sequence."""
+        return self.canonical.seq_length
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        return self.canonical.global_batch_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for plans that are one, however they are spelled."""
+        return self.canonical.fingerprint()
+
+    def text(self) -> str:
+        """As a plan file."""
+        return dump_yaml(self.canonical)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """As a plan file, whole or not at all."""
+        write_text(path, "path", self.text())
+
+    def explain(self, cluster: Cluster | None = None) -> str:
+        """Boxes: which ranks, and chips where a cluster is given, hold which layers and shares."""
+        chips = None if cluster is None else [rank.chip for rank in cluster.described.ranks]
+        return format_plan(self.canonical, self.model.spec, chips)
+
+    def compare(self, other: Plan, cluster: Cluster) -> Comparison:
+        """Predicted step time and memory of this plan beside another one's."""
+        both = predict(self, cluster), predict(other, cluster)
+        one, two = both
+        largest = [max(use.total for use in found.memory.values()) for found in both]
+        return Comparison(
+            (one.step_seconds, two.step_seconds), (largest[0], largest[1]),
+            (one.tokens_per_second, two.tokens_per_second),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One optimizer step of a plan on a cluster.
+
+    Attributes:
+        plan, cluster: what was asked.
+        simulated: all that is known of it.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    simulated: step.Prediction
+    asked: Question
+    compiled: CompiledPlan
+
+    @property
+    def step_seconds(self) -> float:
+        """From the first forward to the last updated parameter."""
+        return self.simulated.step_seconds
+
+    @property
+    def seconds_range(self) -> tuple[float, float] | None:
+        """In which the step is expected; None where some chip's rates are not measured."""
+        return self.simulated.seconds_range
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole plan."""
+        return self.simulated.tokens_per_second
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over the peak of the chips used; None where a peak is unknown."""
+        return self.simulated.mfu
+
+    @property
+    def memory(self) -> Mapping[int, Memory]:
+        """By rank."""
+        return self.simulated.memory
+
+    @property
+    def fits(self) -> bool:
+        """No rank needs more than what its chip has, the margin left free."""
+        return not self.simulated.over
+
+    @property
+    def over(self) -> list[str]:
+        """A line per rank that does not fit."""
+        return [str(over) for over in self.simulated.over]
+
+    def explain(self, width: int = 100) -> str:
+        """Step time and its parts, memory, and the timeline in ``width`` columns."""
+        lines = [format_question(self.asked), "", format_prediction(self.simulated)]
+        if self.plan.canonical.islands:
+            lines.append(format_islands(self.compiled))
+        return "\n".join([*lines, format_timeline(self.simulated, width)])
+
+    def schedule(self) -> str:
+        """What every stage does in a step, and which ranks meet in what."""
+        return format_step(self.plan.canonical, self.compiled.buckets, self.plan.model.spec)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the timeline, as JSON data; seconds and bytes."""
+        return {"asked": self.asked.as_json(), **as_json(self.simulated)}
+
+    def trace(self) -> dict[str, Any]:
+        """The timeline as a Perfetto trace (ui.perfetto.dev), as JSON data."""
+        return perfetto_trace(self.simulated)
+
+    def page(self) -> str:
+        """The timeline as HTML, for a file or a notebook's ``IPython.display.HTML``."""
+        return html_page(self.simulated, self.plan.model.name, self.cluster.described, self.asked)
+
+
+def predict(
+    plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None
+) -> Prediction:
+    """Simulate one step.
+
+    Args:
+        memory_margin: share of a chip's memory that stays free.
+        routing_stats: file that a run wrote, of how often experts were chosen; None: all alike.
+
+    Raises:
+        UserError: the plan does not match the cluster, or rates or links are missing. A plan that does not fit into
+            memory raises nothing: see :attr:`Prediction.fits`.
+    """
+    spec, described = plan.model.spec, cluster.described
+    options = CostOptions(
+        margin=memory_margin, moments=moments_of(plan.optimizer), routing=routing_of(routing_stats, spec), fp8=plan.fp8
+    )
+    costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
+    compiled = CompiledPlan(plan.canonical, spec)
+    found = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=PreparedPlan(compiled))
+    return Prediction(plan, cluster, found, question(costs, plan.global_batch_size), compiled)
+
+
+def memory(plan: Plan, cluster: Cluster | None = None) -> Mapping[int, Memory]:
+    """Bytes that every rank of the plan needs, by formula; with a cluster also what its libraries' communicators take.
+
+    Faster than :func:`predict`, and it needs no rates.
+    """
+    spec, buckets = plan.model.spec, CompiledPlan(plan.canonical, plan.model.spec).buckets
+    found = estimate_memory(plan.canonical, spec, plan.dtype, moments_of(plan.optimizer), buckets, fp8=plan.fp8)
+    if cluster is None:
+        return found
+    return with_communicators(found, plan.canonical, spec, buckets, cluster.described)
+
+
+def positions_notice(model: Model, seq_length: int) -> list[str]:
+    """The flag that training needs for sequences longer than what a model is made for; nothing for others."""
+    if model.stretched(seq_length) is model:
+        return []
+    needs = f"training at {seq_length} needs --max-position-embeddings {seq_length}"
+    return [f"{model.name} is made for {model.spec.max_position_embeddings} positions; {needs}"]
+
+
+def _model_of(made: MadeFor | None, model: Model | str | None) -> Model:
+    """The one that is given, else the plan's, with its adapters."""
+    if isinstance(model, Model):
+        return model
+    name = model_name(made, model)
+    spec = load_model(name)
+    if made is not None and made.lora is not None:
+        spec = adapted(spec, made.lora)
+    return Model.of(spec, name)
+
+
+def model_name(made: MadeFor | None, asked: str | None) -> str:
+    """What is asked for, else what the plan was made for. UserError: neither."""
+    name = asked or (made.known_model() if made is not None else None)
+    if name is None:
+        problem = "missing, and the plan names none" if made is None else f"missing, and {made.model} is not here"
+        raise UserError(problem, field="--model", accepted="preset, Hugging Face directory or config.json")
+    return name
+
+
+def _seq_length(document: Entry) -> int:
+    """Of a plan file that is not checked yet; 0 where it says none."""
+    keys = document.value if isinstance(document.value, dict) else {}
+    return keys["seq_length"].integer(1) if "seq_length" in keys else 0

@@ -1,0 +1,185 @@
+"""The search for the best plan of a model on a cluster. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from hetero_megatron.api.inputs import Cluster, Model
+from hetero_megatron.api.plans import DTYPE, OPTIMIZER, Plan, Prediction
+from hetero_megatron.errors import UserError
+from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plan.made_for import made_for
+from hetero_megatron.plan.memory.of_plan import moments_of
+from hetero_megatron.plan.routing import routing_of
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
+from hetero_megatron.planner.report.plan_page import plan_page
+from hetero_megatron.planner.report.text import format_comparisons, format_plan, plan_text, summary_json
+from hetero_megatron.planner.search.driver import SearchResult, search
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.planner.whatif.objective import Deadline, search_objective
+from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
+from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.report.prediction import question
+
+Progress = Callable[[str], None]
+OBJECTIVES = ("tokens", "cost", "deadline")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        plan: the best plan; its ranks are those of ``cluster``.
+        cluster: the searched one, or with another objective than speed the part of it that is used.
+        complete: nothing was cut short by the time limit or Ctrl-C.
+        seconds: the search took.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    result: SearchResult = field(repr=False)
+    problem: PlanningProblem = field(repr=False)
+    summary: Summary = field(repr=False)
+    budget: TimeBudget = field(repr=False)
+
+    @property
+    def complete(self) -> bool:
+        return self.result.complete
+
+    @property
+    def seconds(self) -> float:
+        return self.result.seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted, of one optimizer step."""
+        return self.result.best.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted."""
+        return self.result.best.prediction.tokens_per_second
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Step time, memory and timeline of the plan."""
+        asked = question(self.result.scorer.costs, self.problem.global_batch_size)
+        compiled = CompiledPlan(self.plan.canonical, self.plan.model.spec)
+        return Prediction(self.plan, self.cluster, self.result.best.prediction, asked, compiled)
+
+    @property
+    def others(self) -> list[Plan]:
+        """The runners-up, best first."""
+        return [replace(self.plan, canonical=other.plan) for other in self.result.others]
+
+    @property
+    def file(self) -> str:
+        """The plan file, with what the plan is for in its first lines."""
+        made = self.plan.canonical.made_for
+        assert made is not None
+        return plan_text(self.result.best, self.plan.model.name, made)
+
+    def explain(self) -> str:
+        """The plan in words: step time, who is idle and why, memory of the fullest chips."""
+        return format_plan(self.summary)
+
+    def compare(self, *, baselines: bool = True, every: bool = False, progress: Progress | None = None) -> str:
+        """Bound, other plans, and why they are slower.
+
+        Args:
+            baselines: the best uniform plan, and each chip type alone where the search did that anyway.
+            every: search each chip type alone, and predict all good uniform plans: longer than the search.
+        """
+        compare(self.summary, self.problem, Comparisons(baselines, every), self.budget.uncaught(), progress)
+        return self.comparisons()
+
+    def comparisons(self) -> str:
+        """What :meth:`compare` and :meth:`losses` have computed, in words."""
+        return format_comparisons(self.summary)
+
+    def losses(self) -> list[NodeLoss]:
+        """A plan for the loss of each node, alike ones once."""
+        self.summary.losses = WarmPlanner(self.problem.on(self.cluster.described), self.result).losses()
+        return self.summary.losses
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that the report says, as JSON data."""
+        return dict(summary_json(self.summary))
+
+    def page(self) -> str:
+        """The report and the predicted timeline as HTML."""
+        return plan_page(self.summary)
+
+
+def plan(
+    model: Model | str, cluster: Cluster, *, seq_length: int, global_batch_size: int, dtype: str = DTYPE,
+    optimizer: str = OPTIMIZER, fp8: Fp8 | None = None, micro_batch_size: int | None = None,
+    recompute: str | None = None, context: str = "auto", offload: str = "auto",
+    more_schedules: str = "auto", schedule_effort: float = SearchSpace.schedule_effort,
+    shares: bool = True, routing_stats: str | None = None,
+    memory_margin: float = CostOptions.margin, time_limit: float | None = None, seed: int = 0,
+    objective: str = "tokens", deadline_hours: float | None = None, train_tokens: float | None = None,
+    progress: Progress | None = None, elapsed: Callable[[float], None] | None = None,
+) -> Found:  # fmt: skip
+    """The best plan of a model on a cluster.
+
+    Args:
+        model: or what :class:`Model` takes.
+        seq_length: tokens per sequence; global_batch_size: sequences per optimizer step.
+        dtype: of weights and activations: "bf16", "fp16", "fp32", "fp64"; optimizer: "adam", "sgd".
+        fp8: what linear modules may compute in.
+        micro_batch_size, recompute ("none", "selective", "full"): only this; None: the search chooses.
+        context, offload, more_schedules: "auto", "always" or "never", as the flags of ``hetero-megatron plan``.
+        shares: pipelines may own unequal shares of the optimizer's state.
+        routing_stats: file of a run, of how often experts were chosen.
+        memory_margin: share of a chip's memory that stays free.
+        time_limit: seconds after which the best plan so far counts.
+        objective: "tokens" per second; "cost": tokens per currency unit; "deadline": the cheapest plan that trains
+            ``train_tokens`` in ``deadline_hours``.
+        progress: told what is found; elapsed: told the seconds since the beginning, again and again.
+
+    Raises:
+        UserError: a batch or length that no plan can have, missing rates, or a model that fits nowhere; the message
+            says what would help.
+    """
+    shapes = (model if isinstance(model, Model) else Model(model)).stretched(seq_length)
+    if objective not in OBJECTIVES:
+        raise UserError("unknown objective", field="objective", value=objective, accepted=", ".join(OBJECTIVES))
+    space = SearchSpace(
+        micro_batch_sizes=None if micro_batch_size is None else (micro_batch_size,), recompute=recompute,
+        context=context, offload=offload, more_schedules=more_schedules, schedule_effort=schedule_effort,
+        shares=shares,
+    )  # fmt: skip
+    costs = CostOptions(
+        margin=memory_margin, moments=moments_of(optimizer), fp8=fp8, routing=routing_of(routing_stats, shapes.spec)
+    )
+    options = SearchOptions(dtype=dtype, time_limit=time_limit, space=space, costs=costs, seed=seed)
+    problem = PlanningProblem(shapes.spec, cluster.described, seq_length, global_batch_size, options)
+    budget, deadline = TimeBudget(time_limit), _deadline(objective, train_tokens, deadline_hours)
+    budget.watch = elapsed
+    if objective == "tokens":
+        result = search(problem, progress=progress, budget=budget)
+    else:
+        result = search_objective(problem, deadline, progress, budget)
+    budget.watch = None
+    best = result.best
+    made = made_for(shapes.spec, dtype, optimizer, best.cluster, best.plan.ranks, fp8)
+    chosen = Plan(replace(best.plan, made_for=made), shapes, dtype, optimizer, fp8)
+    used = cluster if best.cluster is cluster.described else Cluster(best.cluster)
+    return Found(chosen, used, result, problem, outline(result, problem, deadline), budget)
+
+
+def _deadline(objective: str, tokens: float | None, hours: float | None) -> Deadline | None:
+    wanted = objective == "deadline"
+    for name, value in (("deadline_hours", hours), ("train_tokens", tokens)):
+        if (value is None) == wanted:
+            problem = "missing beside objective deadline" if wanted else "it needs objective deadline"
+            raise UserError(problem, field=name, value=value, accepted="a number above 0")
+    return Deadline(tokens, hours) if tokens is not None and hours is not None else None
