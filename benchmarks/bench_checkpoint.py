@@ -41,8 +41,8 @@ def runtime_of_two(layers: int) -> tuple[Any, Any, Callable[[], Any]]:
     from hetero_megatron.comm import start_comm
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import initial_values
-    from hetero_megatron.plan import plan_from_dict
-    from hetero_megatron.plan.compile import CompiledPlan
+    from hetero_megatron.plans import plan_from_dict
+    from hetero_megatron.plans.compile import CompiledPlan
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec.hf_config import from_hf_config
     from hetero_megatron.training.config import OptimizerConfig

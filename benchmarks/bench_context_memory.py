@@ -28,8 +28,8 @@ def one_rank(count: int, own: int, block: int, transport: str) -> None:
     from hetero_megatron.dry_run.allocator import MemoryTracker
     from hetero_megatron.model.layers import Context
     from hetero_megatron.parallel.context import ContextAttention, StageAttention
-    from hetero_megatron.plan import plan_from_dict
-    from hetero_megatron.plan.context_plan import context_groups, stage_contexts
+    from hetero_megatron.plans import plan_from_dict
+    from hetero_megatron.plans.context_plan import context_groups, stage_contexts
     from hetero_megatron.platform import Platform
     from hetero_megatron.spec.hf_config import from_hf_config
 

@@ -33,8 +33,8 @@ def our_attention(comm: Any, count: int, length: int, kind: str) -> tuple[Callab
     """This runtime's attention with equal shares, and the tokens of this rank."""
     from hetero_megatron.model.layers import Context
     from hetero_megatron.parallel.context import ContextAttention, StageAttention
-    from hetero_megatron.plan import plan_from_dict
-    from hetero_megatron.plan.context_plan import context_groups, stage_contexts
+    from hetero_megatron.plans import plan_from_dict
+    from hetero_megatron.plans.context_plan import context_groups, stage_contexts
     from hetero_megatron.spec.hf_config import from_hf_config
 
     spec = from_hf_config({

@@ -26,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import machine
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.memory.of_plan import MemoryBytes, estimate_memory
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.memory.of_plan import MemoryBytes, estimate_memory
 from hetero_megatron.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent

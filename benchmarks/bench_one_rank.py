@@ -119,8 +119,8 @@ def run_ours(case: str, steps: int) -> None:
     from hetero_megatron.comm import start_comm
     from hetero_megatron.data.batch import Batch
     from hetero_megatron.model import initial_values
-    from hetero_megatron.plan import plan_from_dict
-    from hetero_megatron.plan.compile import CompiledPlan
+    from hetero_megatron.plans import plan_from_dict
+    from hetero_megatron.plans.compile import CompiledPlan
     from hetero_megatron.platform import detect_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec.hf_config import from_hf_config

@@ -142,7 +142,7 @@ def _small(folder: Path) -> dict[str, list[str]]:
 
 def _popular(folder: Path) -> str:
     """A file of --routing-stats of this model in which some experts have more tokens than others."""
-    from hetero_megatron.plan.routing import VERSION, model_hash
+    from hetero_megatron.plans.routing import VERSION, model_hash
     from hetero_megatron.spec import load_model
 
     counts = [450, 250, 200, 100]  # of 500 tokens

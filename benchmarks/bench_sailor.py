@@ -22,14 +22,14 @@ from sailor_moves import resplit_stages
 from sailor_rules import SPACE, SailorCosts, SailorScorer
 
 from hetero_megatron.cluster import load_cluster
-from hetero_megatron.plan import validate
-from hetero_megatron.plan.export import export
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import text_of
 from hetero_megatron.planner.search.incumbent import Incumbent, Row
 from hetero_megatron.planner.search.local_search import EFFORT, LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.template.placement import place, to_plan
+from hetero_megatron.plans import validate
+from hetero_megatron.plans.export import export
 from hetero_megatron.spec import load_model
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "papers"

@@ -18,8 +18,8 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import LogicalTensor, ModelSpec

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES
 from hetero_megatron.predictor.cost.rates import Rates, load_rates, model_fingerprint

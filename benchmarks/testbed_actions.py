@@ -22,9 +22,9 @@ from hetero_megatron.comm import Comm, stop_comm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.template.placement import renumbered
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.runtime import Runtime
 

@@ -18,15 +18,15 @@ from hetero_megatron.calibration.pipelines import degrees
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.model import GPTStage, initial_values
 from hetero_megatron.model.moe import Router
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.plan.routing import Routing
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.expert_stages import ExpertStages, with_equal_experts
 from hetero_megatron.planner.search.incumbent import Incumbent, simulate_best
 from hetero_megatron.planner.search.uniform import top_uniform_plans
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.dump import to_dict
+from hetero_megatron.plans.routing import Routing
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, logical_tensors, tensor_box, whole_share

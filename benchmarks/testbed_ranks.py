@@ -26,8 +26,8 @@ from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import read_launcher
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.platform import detect_platform
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config

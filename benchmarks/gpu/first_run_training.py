@@ -16,9 +16,9 @@ from hetero_megatron.comm import start_comm
 from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.monitoring.throughput import measured_peak_flops
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec.flops import sequence_flops

@@ -59,8 +59,8 @@ def train(case: str, options: argparse.Namespace) -> None:
 
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.model import initial_values
-    from hetero_megatron.plan import plan_from_dict
-    from hetero_megatron.plan.compile import CompiledPlan
+    from hetero_megatron.plans import plan_from_dict
+    from hetero_megatron.plans.compile import CompiledPlan
     from hetero_megatron.platform import choose_platform
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.spec.hf_config import from_hf_config

@@ -9,16 +9,16 @@ from typing import Any
 
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan as CanonicalPlan
-from hetero_megatron.plan import dump_yaml, format_plan, load_plan
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.islands import add_islands, format_added, format_islands
-from hetero_megatron.plan.made_for import MadeFor, made_for_of
-from hetero_megatron.plan.memory.of_plan import MemoryBytes as Memory
-from hetero_megatron.plan.memory.of_plan import estimate_memory, moments_of, with_communicators
-from hetero_megatron.plan.program import format_step
-from hetero_megatron.plan.routing import routing_of
+from hetero_megatron.plans import Plan as CanonicalPlan
+from hetero_megatron.plans import dump_yaml, format_plan, load_plan
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.islands import add_islands, format_added, format_islands
+from hetero_megatron.plans.made_for import MadeFor, made_for_of
+from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
+from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
+from hetero_megatron.plans.program import format_step
+from hetero_megatron.plans.routing import routing_of
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.report.prediction import Question, as_json, format_prediction, format_question, question
 from hetero_megatron.predictor.report.prediction_page import html_page

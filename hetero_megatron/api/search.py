@@ -10,11 +10,6 @@ from typing import Any
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import DTYPE, OPTIMIZER, Plan, Prediction
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.made_for import made_for
-from hetero_megatron.plan.memory.of_plan import moments_of
-from hetero_megatron.plan.routing import routing_of
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
 from hetero_megatron.planner.report.plan_page import plan_page
@@ -24,6 +19,11 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.made_for import made_for
+from hetero_megatron.plans.memory.of_plan import moments_of
+from hetero_megatron.plans.routing import routing_of
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.predictor.report.prediction import question
 

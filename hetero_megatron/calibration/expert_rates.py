@@ -17,8 +17,8 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.gemm import WeightKernel
 from hetero_megatron.ops.stage import default_kernels
 from hetero_megatron.parallel.experts import ExpertExchange, Receivers, Routes
-from hetero_megatron.plan import Pipeline, Plan, Stage, Unit
-from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
+from hetero_megatron.plans import Pipeline, Plan, Stage, Unit
+from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
 from hetero_megatron.predictor.cost.rates import model_fingerprint
 from hetero_megatron.spec import ModelSpec, Share, shares
 

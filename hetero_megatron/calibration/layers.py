@@ -17,8 +17,8 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.spec import Kernel
 from hetero_megatron.parallel.optimizer import OptimizerFactory
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.runtime import Runtime, StepStats

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import TypeVar
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.program import ADAPTIVE
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.program import ADAPTIVE
 from hetero_megatron.spec import ModelSpec
 
 FEW, MANY = 1, 3  # layers of a stage; many on the fastest chip type, on others as many as take about as long

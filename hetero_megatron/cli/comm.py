@@ -112,8 +112,8 @@ def _run(
     everyone = tuple(range(world))
     groups = [everyone, *(m for m in comm.islands.members if 1 < len(m) < world)]
     if options.plan is not None:
-        from hetero_megatron.plan import load_plan
-        from hetero_megatron.plan.compile import CompiledPlan
+        from hetero_megatron.plans import load_plan
+        from hetero_megatron.plans.compile import CompiledPlan
         from hetero_megatron.spec import load_model
         from hetero_megatron.training.rank_platform import plan_for
 

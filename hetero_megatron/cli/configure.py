@@ -31,11 +31,11 @@ from hetero_megatron.data import DataConfig, build_datasets, reads_text, refuse_
 from hetero_megatron.data.tokenizers import choose_type
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.kernels import with_kernels
-from hetero_megatron.plan.program import splits_backward
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import fp8_fits
+from hetero_megatron.plans.kernels import with_kernels
+from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.text import plural

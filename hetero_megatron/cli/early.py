@@ -15,7 +15,7 @@ from hetero_megatron.cli.flags.parse import WHERE, Arguments, Collector, flag_na
 from hetero_megatron.data import DataConfig
 from hetero_megatron.data.indexed import open_indexed
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan
+from hetero_megatron.plans import Plan
 from hetero_megatron.training.config import EvaluationConfig
 from hetero_megatron.utils.outputs import try_export, try_file, try_folder
 

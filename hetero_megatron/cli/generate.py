@@ -233,7 +233,7 @@ def _generate(
     from hetero_megatron.cli.generate_settings import filters_of
     from hetero_megatron.comm import start_comm, stop_comm
     from hetero_megatron.generation import Decoder, Sampling
-    from hetero_megatron.plan.shares import pipeline_shares
+    from hetero_megatron.plans.shares import pipeline_shares
     from hetero_megatron.platform.platform import DTYPES
     from hetero_megatron.platform.plugins import load_plugins
     from hetero_megatron.training.rank_platform import (

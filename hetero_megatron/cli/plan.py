@@ -20,10 +20,10 @@ from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml
-from hetero_megatron.plan.export import FORMATS, export
-from hetero_megatron.plan.memory.of_plan import ITEM_BYTES
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.plans import dump_yaml
+from hetero_megatron.plans.export import FORMATS, export
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.exit_codes import INTERRUPTED

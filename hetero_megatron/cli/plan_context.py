@@ -15,13 +15,13 @@ from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml, to_dict
-from hetero_megatron.plan.canonical import Plan
-from hetero_megatron.plan.validate import validate
 from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import one_stage_plan
 from hetero_megatron.planner.context.problem import ContextLayout, ContextOptions, ContextProblem
 from hetero_megatron.planner.context.scheduler import ContextChoice, schedule_context
+from hetero_megatron.plans import dump_yaml, to_dict
+from hetero_megatron.plans.canonical import Plan
+from hetero_megatron.plans.validate import validate
 from hetero_megatron.utils.text import dtype_name, notice_line, plural, rank_ranges
 
 

@@ -12,8 +12,8 @@ from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
-from hetero_megatron.plan.made_for import made_for_of
-from hetero_megatron.plan.memory.of_plan import ITEM_BYTES
+from hetero_megatron.plans.made_for import made_for_of
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.text import dtype_name, notice_line

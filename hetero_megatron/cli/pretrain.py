@@ -18,7 +18,7 @@ from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.utils.text import notice_line
 
 if TYPE_CHECKING:
-    from hetero_megatron.plan.memory.of_plan import MemoryBytes
+    from hetero_megatron.plans.memory.of_plan import MemoryBytes
     from hetero_megatron.training.config import RunConfig
 
 
@@ -104,10 +104,10 @@ def _frozen() -> Iterator[None]:
 
 def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
     """Print the plan, memory per rank and the notices; with --as-rank run that rank with fake tensors (rank 0 only)."""
-    from hetero_megatron.plan import format_plan
-    from hetero_megatron.plan.islands import format_islands
-    from hetero_megatron.plan.memory.memory_report import format_memory
-    from hetero_megatron.plan.memory.of_plan import format_communicators
+    from hetero_megatron.plans import format_plan
+    from hetero_megatron.plans.islands import format_islands
+    from hetero_megatron.plans.memory.memory_report import format_memory
+    from hetero_megatron.plans.memory.of_plan import format_communicators
 
     if launcher.rank != 0:
         return 0
@@ -134,7 +134,7 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
 
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
     """What every rank needs, by formula."""
-    from hetero_megatron.plan.memory.of_plan import estimate_memory, moments_of, with_communicators
+    from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
 
     moments = moments_of(config.optimizer.name)
     buckets = config.compiled.buckets

@@ -19,10 +19,10 @@ from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
 from hetero_megatron.monitoring.record import expectation
 from hetero_megatron.monitoring.stragglers import diagnoses_at
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.dump import dump_yaml
-from hetero_megatron.plan.made_for import lora_words
 from hetero_megatron.planner.whatif.drift import with_slow_nodes, worst_by_node
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.dump import dump_yaml
+from hetero_megatron.plans.made_for import lora_words
 from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:

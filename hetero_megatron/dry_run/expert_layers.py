@@ -14,7 +14,7 @@ from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.moe_permute import unpermute
 from hetero_megatron.ops.spec import ATEN, Kernel, wide
 from hetero_megatron.parallel.experts import ExpertExchange, Routes
-from hetero_megatron.plan.routing import layer_loads
+from hetero_megatron.plans.routing import layer_loads
 
 if TYPE_CHECKING:
     from hetero_megatron.training.runtime import Runtime

@@ -18,7 +18,7 @@ from hetero_megatron.dry_run.expert_layers import expect_routing
 from hetero_megatron.dry_run.repeat import RepeatingExecutor
 from hetero_megatron.parallel.divided_weights import DividedWeights
 from hetero_megatron.parallel.optimizer import Optimizer, check_offload, in_place
-from hetero_megatron.plan import locate
+from hetero_megatron.plans import locate
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.kernels import shape_kernels

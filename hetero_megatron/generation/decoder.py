@@ -25,7 +25,7 @@ from hetero_megatron.parallel.empty_stage import empty_stage
 from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.lora import RowNorms
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
-from hetero_megatron.plan import Plan, Stage, locate
+from hetero_megatron.plans import Plan, Stage, locate
 from hetero_megatron.spec import ModelSpec, shares
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.plan.memory.of_plan import moments_of
+from hetero_megatron.plans.dump import to_dict
+from hetero_megatron.plans.memory.of_plan import moments_of
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.files import open_append
 

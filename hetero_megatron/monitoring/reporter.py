@@ -240,7 +240,7 @@ class Reporter:
 
     def _expert_load(self, step: int) -> None:
         """Write down how often each expert was chosen in this run."""
-        from hetero_megatron.plan.routing import write_routing_stats
+        from hetero_megatron.plans.routing import write_routing_stats
 
         moe, path = self.config.spec.moe, self.config.logging.routing_stats
         if moe is None or not self._experts.load:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.routing import RoutingStats
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.routing import RoutingStats
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import head_flops, layer_flops

@@ -12,7 +12,7 @@ from hetero_megatron.ops.gemm_fp8 import HYBRID
 from hetero_megatron.ops.kernel_plan import KernelPlan, resolve
 from hetero_megatron.ops.registry import torch_registry
 from hetero_megatron.ops.spec import Signature
-from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.spec import Dropout, ModelSpec, Share, tensor_box, trained_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
 

@@ -22,7 +22,7 @@ from hetero_megatron.ops.block_attention import BlockAttention, RowTile, TileKer
 from hetero_megatron.ops.tile_kernels import tile_kernel
 from hetero_megatron.parallel.context_ring import HeadHops, RingAttention, RingProgram
 from hetero_megatron.parallel.head_exchange import HeadExchange, local_size
-from hetero_megatron.plan.context_plan import (
+from hetero_megatron.plans.context_plan import (
     Block,
     ContextGroup,
     RingSchedule,

@@ -21,7 +21,7 @@ from hetero_megatron.ops.attention import add_sinks, sink_gradient
 from hetero_megatron.ops.attention_op import attn_delta
 from hetero_megatron.ops.block_attention import BlockAttention, RowTile, accumulators
 from hetero_megatron.ops.dropout import ScoreDropout
-from hetero_megatron.plan.context_plan import Hop, RingSchedule, StageContext, head_hop
+from hetero_megatron.plans.context_plan import Hop, RingSchedule, StageContext, head_hop
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, or their gradients: [b, tokens, kv_heads, d] each
 Peers = list[tuple[int, slice]]  # (rank, local key-value heads), in an order that both sides share

@@ -23,8 +23,8 @@ from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import flatten_parameters
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes
-from hetero_megatron.plan.buckets import Bucket
-from hetero_megatron.plan.canonical import Stage
+from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.canonical import Stage
 
 Step = int | str  # of a micro-batch through a chunk: "embed", the number of a layer, "head"
 

@@ -16,7 +16,7 @@ from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.int8_weight import dequantize, quantize
-from hetero_megatron.plan import Stage
+from hetero_megatron.plans import Stage
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.dropout import NO_DROPOUT
 

@@ -5,7 +5,7 @@ them), with its weights; the rank sends back the weighted sum of what its expert
 are added where the token lives. How many tokens go where is known only then, so every exchange is preceded by one of
 counts. All ranks of a group go through the same exchanges in the same order, also those without tokens or experts.
 
-In two hops (``plan/experts.py``) a token goes once to each island that has some of its experts, where the rank that
+In two hops (``plans/experts.py``) a token goes once to each island that has some of its experts, where the rank that
 gets it exchanges it inside the island as if it were one of its own. So sums are added over the ranks of an island in
 ascending order, rounded to the dtype of tokens, and then over islands in the order of the ranks that sent them.
 """
@@ -23,9 +23,9 @@ from hetero_megatron.comm import Comm, Group, Handle
 from hetero_megatron.model import GPTStage
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops.spec import wide
-from hetero_megatron.plan import Stage
-from hetero_megatron.plan.canonical import ExpertGroup
-from hetero_megatron.plan.experts import Islands, TokenHops, destinations, expert_groups, token_hops
+from hetero_megatron.plans import Stage
+from hetero_megatron.plans.canonical import ExpertGroup
+from hetero_megatron.plans.experts import Islands, TokenHops, destinations, expert_groups, token_hops
 from hetero_megatron.spec.moe import MoE
 
 # (tokens [n, h], weights [n, k], keys [n, k]) -> [n, h]: experts, or a further hop to them

@@ -12,7 +12,7 @@ import torch
 
 from hetero_megatron.comm import Group
 from hetero_megatron.layout import Box, Layout
-from hetero_megatron.plan.context_plan import Move
+from hetero_megatron.plans.context_plan import Move
 
 Place = tuple[slice, slice]  # (tokens, heads) inside a rank's tensor
 

@@ -17,9 +17,9 @@ from hetero_megatron.layout import Box
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.buckets import IN_FLIGHT
-from hetero_megatron.plan.memory.of_plan import cannot_offload, moments_of
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.buckets import IN_FLIGHT
+from hetero_megatron.plans.memory.of_plan import cannot_offload, moments_of
 from hetero_megatron.schedule import Action
 
 

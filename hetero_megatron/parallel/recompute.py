@@ -15,7 +15,7 @@ from hetero_megatron.model.layers import CoreAttention
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.parallel.context import ContextAttention
 from hetero_megatron.parallel.tensor import RowParallelLinear
-from hetero_megatron.plan import Recompute
+from hetero_megatron.plans import Recompute
 
 
 def apply_recompute(stage: GPTStage, recompute: Recompute) -> None:

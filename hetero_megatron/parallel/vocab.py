@@ -17,8 +17,8 @@ from hetero_megatron.ops.linear_cross_entropy import KnownLoss, with_known_gradi
 from hetero_megatron.ops.spec import Kernel
 from hetero_megatron.ops.vocab_cross_entropy import KERNELS, SPEC
 from hetero_megatron.parallel.collectives import scatter_tokens
-from hetero_megatron.plan import Stage
-from hetero_megatron.plan.memory.activations import chunk_limit, widest_vocabulary
+from hetero_megatron.plans import Stage
+from hetero_megatron.plans.memory.activations import chunk_limit, widest_vocabulary
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import chunk_tokens
 

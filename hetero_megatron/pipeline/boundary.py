@@ -12,7 +12,7 @@ import torch
 
 from hetero_megatron.comm import Comm, Handle
 from hetero_megatron.layout import Box, Layout
-from hetero_megatron.plan.compile import StageBoundary
+from hetero_megatron.plans.compile import StageBoundary
 
 MAX_PIECES = 256  # messages between two ranks for one action; part of the tag
 

@@ -21,11 +21,11 @@ from hetero_megatron.parallel.experts import apply_expert_parallel
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
 from hetero_megatron.parallel.vocab import in_chunks, loss_chunk, vocab_loss, vocab_parallel_cross_entropy
-from hetero_megatron.plan import Plan, locate, stage_at, unit_at
-from hetero_megatron.plan.context_plan import stage_contexts
-from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import stage_fp8
+from hetero_megatron.plans import Plan, locate, stage_at, unit_at
+from hetero_megatron.plans.context_plan import stage_contexts
+from hetero_megatron.plans.experts import rank_shares
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import stage_fp8
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, stage_tensors
 from hetero_megatron.utils.text import tracked
 

@@ -18,9 +18,9 @@ from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
 from hetero_megatron.pipeline.executor import LossFunction, StageChunk, StageWork
 from hetero_megatron.pipeline.stage_model import RankStage
-from hetero_megatron.plan import micro_batch_sizes, pipeline_samples, unit_sequences
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.experts import require_rows
+from hetero_megatron.plans import micro_batch_sizes, pipeline_samples, unit_sequences
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.experts import require_rows
 from hetero_megatron.schedule import Action, receive_order
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU

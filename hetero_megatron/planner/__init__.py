@@ -11,7 +11,7 @@ Data flows down this list; each package imports only from those above it.
     whatif/     other clusters and objectives: replanning, drift, cost
     report/     what the user reads
 
-Memory follows from a plan, a model and a dtype alone: :mod:`hetero_megatron.plan.memory`.
+Memory follows from a plan, a model and a dtype alone: :mod:`hetero_megatron.plans.memory`.
 
 Ten concepts:
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, load_plan
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.islands import add_islands, format_added
+from hetero_megatron.plans import Plan, load_plan
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.islands import add_islands, format_added
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, scaled_rows
 from hetero_megatron.predictor.cost.rates_document import as_document, link_document

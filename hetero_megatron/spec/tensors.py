@@ -304,7 +304,7 @@ def shares(spec: ModelSpec, tp_split: Sequence[int], heads: Interval | None = No
     ranks whose query heads use the same KV head hold copies of it. Feed-forward and vocabulary are cut at multiples
     of 128, 64 or 8 columns and rows where they are large enough (:func:`~hetero_megatron.layout.cut_in_tiles`). Shares
     of heads and vocabulary may be empty. Every rank has its columns of all experts, unless a plan divides the experts
-    themselves (``plan/experts.py``).
+    themselves (``plans/experts.py``).
 
     Args:
         heads: the query heads that the group computes (default all).

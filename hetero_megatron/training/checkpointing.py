@@ -12,7 +12,7 @@ import torch
 from hetero_megatron.comm.group import together
 from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError, printable
-from hetero_megatron.plan.dump import to_dict
+from hetero_megatron.plans.dump import to_dict
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.lr_schedule import LearningRate, LossScale, WeightDecay
 from hetero_megatron.training.runtime import Runtime

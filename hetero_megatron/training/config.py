@@ -13,9 +13,9 @@ from typing import Any
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.spec import Dropout, ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing

@@ -22,7 +22,7 @@ from hetero_megatron.layout import Box, Layout, refine
 from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.parallel.optimizer import owned_norm
 from hetero_megatron.pipeline.step_work import Fetch
-from hetero_megatron.plan.buckets import tensor_holders
+from hetero_megatron.plans.buckets import tensor_holders
 from hetero_megatron.training.runtime import Runtime, StepStats
 from hetero_megatron.utils.text import listed, notice_line, rank_ranges
 

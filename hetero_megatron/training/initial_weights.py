@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.empty_stage import BaseWeights
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, logical_tensors
 from hetero_megatron.spec.tensors import MAGNITUDE
 from hetero_megatron.training.config import RunConfig

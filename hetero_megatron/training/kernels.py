@@ -17,8 +17,8 @@ from hetero_megatron.ops.kernel_plan import EVERY
 from hetero_megatron.ops.spec import VENDOR, Kernel
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.pipeline.stage_model import RankStage
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.fp8 import RECIPES, Fp8
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.fp8 import RECIPES, Fp8
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig

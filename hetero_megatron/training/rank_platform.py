@@ -15,8 +15,8 @@ from hetero_megatron.comm.islands import BRIDGE, Islands
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import SECRET, LauncherEnvironment
 from hetero_megatron.errors import UserError, printable
-from hetero_megatron.plan import Plan, format_plan, idle_ranks
-from hetero_megatron.plan.islands import format_islands, over_libraries
+from hetero_megatron.plans import Plan, format_plan, idle_ranks
+from hetero_megatron.plans.islands import format_islands, over_libraries
 from hetero_megatron.platform import Platform, choose_platform
 from hetero_megatron.platform.plugins import Plugins
 from hetero_megatron.spec import ModelSpec
@@ -103,7 +103,7 @@ def communicators(islands: Islands | None, groups: Sequence[tuple[int, ...]]) ->
 
 
 def plan_for(plan: Plan, islands: Islands | None) -> Plan:
-    """The plan as it runs over these islands; see :func:`~hetero_megatron.plan.islands.over_libraries`.
+    """The plan as it runs over these islands; see :func:`~hetero_megatron.plans.islands.over_libraries`.
 
     Raises:
         UserError: a TP or context group crosses islands, which the plan does not say may be.

@@ -25,8 +25,8 @@ from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimize
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLoss, StageModel
 from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8_checks import stage_fp8
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.spec import Dropout
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES

@@ -21,7 +21,7 @@ from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import StragglerReport, say_joined
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory, check_offload, cpu_adam
-from hetero_megatron.plan import locate, stage_at
+from hetero_megatron.plans import locate, stage_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins, load_plugins

@@ -15,10 +15,10 @@ from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
 from hetero_megatron.ops import SPECS
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import fp8_fits
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import fp8_fits
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.plan.memory.of_plan import MemoryBytes, estimate_memory
 from hetero_megatron.planner.estimate.template_score import TemplateScore, TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import simulate_best
@@ -30,6 +29,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
     in_flight,
 )
+from hetero_megatron.plans.memory.of_plan import MemoryBytes, estimate_memory
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.flops import parameter_count
 

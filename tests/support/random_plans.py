@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from hetero_megatron.plan.program import stored_schedule
-from hetero_megatron.plan.schema import expand
+from hetero_megatron.plans.program import stored_schedule
+from hetero_megatron.plans.schema import expand
 from hetero_megatron.schedule.adaptive import adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks
 from hetero_megatron.schedule.chunk_times import ChunkedTimes

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.plan import Plan
+from hetero_megatron.plans import Plan
 from hetero_megatron.platform import CPU, Platform
 from hetero_megatron.platform.direct import DirectBackend
 from tests.support.paths import ROOT

@@ -16,7 +16,7 @@ import pytest
 from tests.support.paths import ROOT
 
 NO_TORCH = (
-    "errors", "utils", "environment", "layout", "cluster", "spec", "schedule", "plan", "predictor", "planner",
+    "errors", "utils", "environment", "layout", "cluster", "spec", "schedule", "plans", "predictor", "planner",
     "testbed",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "deepspeed", "triton")

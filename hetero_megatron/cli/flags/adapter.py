@@ -8,7 +8,7 @@ from dataclasses import replace
 from hetero_megatron.cli.arguments import SHARE, count
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.made_for import LORA_KEYS, MadeFor
+from hetero_megatron.plans.made_for import LORA_KEYS, MadeFor
 from hetero_megatron.spec import Lora, ModelSpec, adapted
 from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, MAX_RANK, all_linear
 from hetero_megatron.training.config import AdapterConfig

@@ -6,7 +6,7 @@ import ast
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan
+from hetero_megatron.plans import Plan
 from hetero_megatron.spec import ModelSpec, MoE
 from hetero_megatron.spec.moe import Balancing
 

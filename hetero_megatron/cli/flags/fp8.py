@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.fp8 import FORMATS, RECIPES, Fp8
-from hetero_megatron.plan.made_for import MadeFor
+from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
+from hetero_megatron.plans.made_for import MadeFor
 
 
 def add_fp8(parser: ArgumentParser) -> None:

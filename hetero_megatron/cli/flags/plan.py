@@ -9,10 +9,10 @@ from hetero_megatron.cli.flags.parse import WHERE, Arguments, flag_error, flag_n
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, load_plan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.islands import add_islands, format_added
-from hetero_megatron.plan.made_for import LORA_KEYS, MadeFor, lora_words, made_for_of
+from hetero_megatron.plans import Plan, load_plan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.islands import add_islands, format_added
+from hetero_megatron.plans.made_for import LORA_KEYS, MadeFor, lora_words, made_for_of
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import read_document
@@ -74,8 +74,8 @@ def build_plan(
     if args.has(*_MESHES):
         plan = _from_meshes(args, spec, launcher)
     else:
-        from hetero_megatron.plan.importers.megatron import from_megatron
-        from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
+        from hetero_megatron.plans.importers.megatron import from_megatron
+        from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 
         chosen = {key: args[key] for key in _UNIFORM if args[key] is not None}
         plan = from_megatron(
@@ -162,11 +162,11 @@ def _searched(
     fp8: Fp8 | None,
 ) -> Plan:  # fmt: skip
     """--auto-plan: every rank searches and finds the same plan, because the search is deterministic."""
-    from hetero_megatron.plan.memory.of_plan import moments_of
     from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
     from hetero_megatron.planner.search.driver import search
     from hetero_megatron.planner.template.search_space import SearchSpace
     from hetero_megatron.planner.time_budget import TimeBudget
+    from hetero_megatron.plans.memory.of_plan import moments_of
     from hetero_megatron.predictor.cost.layer_cost import CostOptions
 
     for key in (*_UNIFORM, *_MESHES, "plan"):
@@ -197,7 +197,7 @@ def _searched(
 
 
 def _from_meshes(args: Arguments, spec: ModelSpec, launcher: LauncherEnvironment) -> Plan:
-    from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
+    from hetero_megatron.plans.importers.flagscale import FlagScaleParallel, from_flagscale
 
     for key in _WITH_MESHES:
         if key in args.given:

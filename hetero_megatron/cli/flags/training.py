@@ -8,10 +8,10 @@ from itertools import chain
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig
-from hetero_megatron.plan import Plan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.kernels import OPERATORS, operator_problem
-from hetero_megatron.plan.program import splits_backward
+from hetero_megatron.plans import Plan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.kernels import OPERATORS, operator_problem
+from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import (
     AlignmentConfig,

@@ -9,7 +9,7 @@ import torch
 
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
 from hetero_megatron.parallel.grad_sync.flat_memory import GradientSums
-from hetero_megatron.plan.buckets import IN_FLIGHT
+from hetero_megatron.plans.buckets import IN_FLIGHT
 
 
 class DividedSums:

@@ -10,7 +10,7 @@ from hetero_megatron.comm import Comm, Group, Handle
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.grad_sync.flat_memory import FlatTensors
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes, OwnedPiece, Parts, Slices, local_pieces
-from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.plans.buckets import Bucket
 
 
 class HopExchange:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from hetero_megatron.ops.gemm import joint_rows
-from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.plans.buckets import Bucket
 
 
 class FlatTensors:

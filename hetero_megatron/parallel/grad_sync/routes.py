@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.layout import Box, Layout, reduction
-from hetero_megatron.plan.buckets import Hop
+from hetero_megatron.plans.buckets import Hop
 
 Slices = tuple[slice, ...]
 Parts = list[tuple[int, Slices]]  # (which array, where in it)

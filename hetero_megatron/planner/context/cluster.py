@@ -11,8 +11,8 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.cluster import Rank
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory.of_plan import ITEM_BYTES
 from hetero_megatron.planner.context.problem import ContextMember, ContextOptions, ContextProblem, Fabric
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.rates import ChipRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec

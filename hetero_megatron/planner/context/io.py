@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, Stage
-from hetero_megatron.plan.canonical import KeyValues, Recompute, Unit
-from hetero_megatron.plan.shares import nested_zigzag
 from hetero_megatron.planner.context.problem import ContextLayout, ContextProblem
+from hetero_megatron.plans import Pipeline, Plan, Stage
+from hetero_megatron.plans.canonical import KeyValues, Recompute, Unit
+from hetero_megatron.plans.shares import nested_zigzag
 
 
 def plan_stage(

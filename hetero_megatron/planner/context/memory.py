@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero_megatron.plan.memory.activations import ContextLayers, KeptWorking
-from hetero_megatron.plan.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.planner.context.problem import ContextProblem
+from hetero_megatron.plans.memory.activations import ContextLayers, KeptWorking
+from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 
 Floats = npt.NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """Memory of communicators of a template's stages, beyond what is set aside before they are known.
 
-They are counted as :mod:`hetero_megatron.plan.memory.of_plan` does for plans, but for islands, which
+They are counted as :mod:`hetero_megatron.plans.memory.of_plan` does for plans, but for islands, which
 templates do not have.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from hetero_megatron.plan.memory.of_plan import library
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.node_classes import StageId
 from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.plans.memory.of_plan import library
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan import supports
 from hetero_megatron.planner.estimate.communicator_memory import StageCommunicators
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.plans import supports
 from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.utils.cached_method import cached_by, cached_method
 

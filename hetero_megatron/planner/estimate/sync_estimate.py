@@ -14,10 +14,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.template.node_classes import NodeClasses, StageId
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import RankHost, back_copies
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.importers.megatron import from_megatron
 from hetero_megatron.planner.estimate.certificate import ASSUMPTIONS, LowerBound
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
@@ -24,6 +23,7 @@ from hetero_megatron.planner.template.plan_template import PipelineTemplate, Pla
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline
 from hetero_megatron.planner.whatif.replan import NodeLoss
+from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.predictor.report.prediction import Question, format_seconds, question
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict

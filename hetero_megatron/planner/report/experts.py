@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_megatron.plan.experts import replicated_experts
 from hetero_megatron.planner.search.expert_stages import with_equal_experts
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
+from hetero_megatron.plans.experts import replicated_experts
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.report.prediction import format_seconds
 from hetero_megatron.predictor.simulate.step import predict

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, validate
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.memory.memory_report import OverLimit
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.uniform import UniformPlan, bytes_over, closed_seconds, uniform_plans
 from hetero_megatron.planner.template.plan_template import PlanTemplate
+from hetero_megatron.plans import Plan, validate
+from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.memory.memory_report import OverLimit
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import StepSimulator
 

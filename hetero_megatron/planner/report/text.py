@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from hetero_megatron.cluster import format_bytes
-from hetero_megatron.plan import dump_yaml, to_dict
-from hetero_megatron.plan.dump import degrees
-from hetero_megatron.plan.made_for import MadeFor
 from hetero_megatron.planner.report.comparison import Summary, choice_text
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.planner.search.schedule_times import least_seconds
 from hetero_megatron.planner.whatif.objective import cost_per_hour, tokens_per_cost
 from hetero_megatron.planner.whatif.replan import NodeLoss
+from hetero_megatron.plans import dump_yaml, to_dict
+from hetero_megatron.plans.dump import degrees
+from hetero_megatron.plans.made_for import MadeFor
 from hetero_megatron.predictor.report.prediction import (
     bubble_share,
     format_dtypes,

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from hetero_megatron.plan import Plan, validate
-from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, judged_plan
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.plans import Plan, validate
+from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.utils.text import plural

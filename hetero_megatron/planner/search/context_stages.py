@@ -12,10 +12,6 @@ from dataclasses import replace
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, Stage, supports
-from hetero_megatron.plan.canonical import KeyValues
-from hetero_megatron.plan.fields import first_layers
-from hetero_megatron.plan.memory.of_plan import plan_activations
 from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import plan_stage
 from hetero_megatron.planner.context.lower_bound import speed_bound
@@ -30,6 +26,10 @@ from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.template.plan_template import in_flight
 from hetero_megatron.planner.template.search_space import why_no_context
 from hetero_megatron.planner.time_budget import TimeBudget
+from hetero_megatron.plans import Pipeline, Plan, Stage, supports
+from hetero_megatron.plans.canonical import KeyValues
+from hetero_megatron.plans.fields import first_layers
+from hetero_megatron.plans.memory.of_plan import plan_activations
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.step import Prediction
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from hetero_megatron.plan import Stage
-from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
-from hetero_megatron.plan.routing import layer_kinds, layer_loads
 from hetero_megatron.planner.search.expert_replicas import Intervals, Price
+from hetero_megatron.plans import Stage
+from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
+from hetero_megatron.plans.routing import layer_kinds, layer_loads
 from hetero_megatron.predictor.cost.link_model import Flow
 from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts

@@ -1,7 +1,7 @@
 """Replicated experts: a local search over intervals of experts that may overlap, from a division without replicas.
 
 A plan says which experts each rank holds, and with that which replica takes whose tokens
-(:func:`~hetero_megatron.plan.experts.destinations`), so a division's price follows from the intervals alone.
+(:func:`~hetero_megatron.plans.experts.destinations`), so a division's price follows from the intervals alone.
 """
 
 from __future__ import annotations

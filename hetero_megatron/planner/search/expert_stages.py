@@ -15,10 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, Recompute, Stage, Unit, supports
-from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
-from hetero_megatron.plan.experts import replicated_experts
-from hetero_megatron.plan.routing import Popularity
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks
@@ -28,6 +24,10 @@ from hetero_megatron.planner.search.expert_price import DivisionPrice, divided
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
 from hetero_megatron.planner.shares import min_max_counts
+from hetero_megatron.plans import Pipeline, Plan, Recompute, Stage, Unit, supports
+from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
+from hetero_megatron.plans.experts import replicated_experts
+from hetero_megatron.plans.routing import Popularity
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, moe_layers

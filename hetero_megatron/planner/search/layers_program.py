@@ -17,12 +17,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import options
+from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.utils.cached_method import cached_method
 
 Floats = NDArray[np.float64]

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_megatron.plan.memory.of_plan import MemoryBytes, estimate_memory, state_bytes
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
+from hetero_megatron.plans.memory.of_plan import MemoryBytes, estimate_memory, state_bytes
 from hetero_megatron.utils.cached_method import cached_by
 
 Level = tuple[float, StageTemplate, int, int]  # (backward seconds, stage, bytes per micro-batch, working bytes)

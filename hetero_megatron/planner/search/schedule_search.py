@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, supports, validate
-from hetero_megatron.plan.program import ADAPTIVE
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
@@ -25,6 +23,8 @@ from hetero_megatron.planner.search.schedule_times import least_of_times, pipeli
 from hetero_megatron.planner.search.structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.plans import Plan, supports, validate
+from hetero_megatron.plans.program import ADAPTIVE
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import Prediction, predict

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
 from hetero_megatron.planner.estimate.pipeline_time import closed_form
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -24,6 +23,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
     in_flight,
 )
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.spec import ModelSpec
 
 SIZES = (1, 2, 4, 8)

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.plan import Interval, Pipeline, Plan, Recompute, Stage, Unit
-from hetero_megatron.plan.canonical import Optimizer
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
+from hetero_megatron.plans import Interval, Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plans.canonical import Optimizer
 
 Units = tuple[tuple[int, ...], ...]  # ranks of each TP group of a stage
 

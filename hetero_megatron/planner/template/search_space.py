@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import supports
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.plans import supports
 from hetero_megatron.spec import ModelSpec, shares
 
 LONG = 32768  # tokens per sequence from which context groups are tried without being asked for

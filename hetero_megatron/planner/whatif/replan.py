@@ -19,8 +19,6 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, validate
-from hetero_megatron.plan.islands import with_islands_where_quick
 from hetero_megatron.planner.estimate.layer_partition import bottleneck
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -30,6 +28,8 @@ from hetero_megatron.planner.search.materialize import PipelineOutline, Template
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place, renumbered, to_plan
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
+from hetero_megatron.plans import Plan, validate
+from hetero_megatron.plans.islands import with_islands_where_quick
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.utils.cached_method import cached_method
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Recompute, Stage
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import cut_fits, stage_fp8
-from hetero_megatron.plan.memory.of_plan import ITEM_BYTES, MemoryBytes, host_bytes, logits_limit
-from hetero_megatron.plan.memory.uniform_stages import UniformStageMemory
-from hetero_megatron.plan.routing import EVEN, Routing
+from hetero_megatron.plans.canonical import Recompute, Stage
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import cut_fits, stage_fp8
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, host_bytes, logits_limit
+from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
+from hetero_megatron.plans.routing import EVEN, Routing
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
 from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES, Operators

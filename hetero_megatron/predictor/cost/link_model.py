@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.buckets import IN_FLIGHT
+from hetero_megatron.plans.buckets import IN_FLIGHT
 from hetero_megatron.predictor.cost.rates import Rates
 from hetero_megatron.utils.cached_method import cached_method
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from hetero_megatron.plan.fp8 import BLOCK
+from hetero_megatron.plans.fp8 import BLOCK
 from hetero_megatron.predictor.cost.rates import ChipRates
 
 NEAREST = 2  # measured rows used to interpolate at other sizes

@@ -10,12 +10,12 @@ from typing import Any
 
 from hetero_megatron.cluster import format_bytes, format_rate
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, Stage
-from hetero_megatron.plan.canonical import Unit
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.made_for import lora_words
-from hetero_megatron.plan.memory.memory_report import format_memory
-from hetero_megatron.plan.memory.of_plan import ADAM_MOMENTS
+from hetero_megatron.plans import Plan, Stage
+from hetero_megatron.plans.canonical import Unit
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.made_for import lora_words
+from hetero_megatron.plans.memory.memory_report import format_memory
+from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.spec import ModelSpec, shares

@@ -17,7 +17,7 @@ from hetero_megatron.html.pictures import (
     plan_blocks,
     share_caption,
 )
-from hetero_megatron.plan.dump import degrees
+from hetero_megatron.plans.dump import degrees
 from hetero_megatron.predictor.report.prediction import Question, format_prediction, format_seconds, holdings
 from hetero_megatron.predictor.report.timeline import format_layers, groups, prediction_charts
 from hetero_megatron.predictor.simulate.step import Prediction

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hetero_megatron.html.page import KINDS, kind_of
-from hetero_megatron.plan import Stage
+from hetero_megatron.plans import Stage
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan
 from hetero_megatron.predictor.simulate.step import Prediction
 from hetero_megatron.utils.text import rank_ranges, word

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.layout import Box, Layout
 from hetero_megatron.layout.layout import box_arrays, overlapping_pairs
-from hetero_megatron.plan.buckets import Bucket
+from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.predictor.cost.link_model import LinkKind, LinkModel
 from hetero_megatron.utils.cached_method import cached_method
 

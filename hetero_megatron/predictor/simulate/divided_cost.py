@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.plan import Stage
-from hetero_megatron.plan.buckets import Bucket
-from hetero_megatron.plan.islands import hop_elements
+from hetero_megatron.plans import Stage
+from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.islands import hop_elements
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.schedule.simulate import ChunkSeconds
 

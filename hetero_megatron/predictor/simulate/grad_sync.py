@@ -1,6 +1,6 @@
 """Gradient reduction and all-gather of parameters of a concrete plan, action by action.
 
-The actions are the runtime's (:func:`~hetero_megatron.plan.buckets.bucket_actions`). A bucket is sent when all its
+The actions are the runtime's (:func:`~hetero_megatron.plans.buckets.bucket_actions`). A bucket is sent when all its
 ranks have its gradients (during the last backward) and fewer than ``IN_FLIGHT`` buckets are under way. Every rank
 starts its actions in order, and packs, sums and unpacks them on its own. Actions that share a chip's link or a node's
 network cards are serialised. With islands a bucket travels in two hops; a rank's second starts after its first has
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan import Plan, Stage
-from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket
+from hetero_megatron.plans import Plan, Stage
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import RankHosts, back_copies
 from hetero_megatron.predictor.simulate.bucket_flows import BucketFlows, PortPrice, price

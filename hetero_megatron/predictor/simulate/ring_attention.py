@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from hetero_megatron.plan import Stage, Unit
-from hetero_megatron.plan.context_plan import StageContext, stage_contexts
+from hetero_megatron.plans import Stage, Unit
+from hetero_megatron.plans.context_plan import StageContext, stage_contexts
 from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Port
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hetero_megatron.layout import Transfer
 from hetero_megatron.layout.mask import tiles, visible
-from hetero_megatron.plan.context_plan import (
+from hetero_megatron.plans.context_plan import (
     Block,
     ContextGroup,
     Hop,

@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from hetero_megatron.layout import Box, Layout, transfer
-from hetero_megatron.plan import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
-from hetero_megatron.plan.buckets import sharding_stages
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.context_plan import has_context
-from hetero_megatron.plan.experts import Islands, expert_groups, split_by_island
-from hetero_megatron.plan.fp8_checks import stage_fits
-from hetero_megatron.plan.program import pipeline_schedule
-from hetero_megatron.plan.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
+from hetero_megatron.plans import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
+from hetero_megatron.plans.buckets import sharding_stages
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.context_plan import has_context
+from hetero_megatron.plans.experts import Islands, expert_groups, split_by_island
+from hetero_megatron.plans.fp8_checks import stage_fits
+from hetero_megatron.plans.program import pipeline_schedule
+from hetero_megatron.plans.routing import LayerLoads, Popularity, layer_kinds, layer_loads, mean_loads
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Flow

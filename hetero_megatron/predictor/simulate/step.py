@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, validate
-from hetero_megatron.plan.buckets import Bucket
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.memory.memory_report import OverLimit, over_limit, refuse
-from hetero_megatron.plan.memory.of_plan import (
+from hetero_megatron.plans import Plan, validate
+from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.fp8_checks import fp8_fits
+from hetero_megatron.plans.memory.memory_report import OverLimit, over_limit, refuse
+from hetero_megatron.plans.memory.of_plan import (
     MemoryBytes,
     estimate_memory,
     format_communicators,
     state_bytes,
     with_communicators,
 )
-from hetero_megatron.plan.program import splits_backward
+from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, UnitSeconds
 from hetero_megatron.predictor.cost.rates import source_of
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync

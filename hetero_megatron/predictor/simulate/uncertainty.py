@@ -24,9 +24,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.plan import Pipeline, Plan, Stage
-from hetero_megatron.plan.context_plan import has_context
-from hetero_megatron.plan.program import splits_backward
+from hetero_megatron.plans import Pipeline, Plan, Stage
+from hetero_megatron.plans.context_plan import has_context
+from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.predictor.cost.rates import Rates
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.schedule import Costs, Schedule, Timeline, simulate_many

@@ -18,8 +18,8 @@ from hetero_megatron.checkpoint.native import CheckpointSaver, open_checkpoint
 from hetero_megatron.checkpoint.state import load_tensors, merge_numbers, owned_tensors
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.moe import UNBALANCED
 from hetero_megatron.training.runtime import Runtime

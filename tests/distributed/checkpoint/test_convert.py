@@ -15,7 +15,7 @@ from hetero_megatron.checkpoint.state import load_tensors
 from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec, load_model
 from tests.distributed.checkpoint.test_checkpoint import build, start, steps
 from tests.distributed.checkpoint.test_checkpoint import save as save_native

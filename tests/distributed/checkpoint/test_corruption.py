@@ -17,7 +17,7 @@ from hetero_megatron.checkpoint.state import check_model
 from hetero_megatron.cli.main import main
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec, load_model
 from tests.distributed.checkpoint.test_checkpoint import SEED, build, save, start, steps
 from tests.distributed.checkpoint.test_checkpoint import random_case as any_case

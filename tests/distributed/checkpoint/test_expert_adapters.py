@@ -18,8 +18,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.empty_stage import BaseWeights
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, trained_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.tensors import expert_tensor

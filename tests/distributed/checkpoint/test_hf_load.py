@@ -22,8 +22,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model, logical_tensors
 from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf

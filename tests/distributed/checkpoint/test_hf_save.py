@@ -14,8 +14,8 @@ from hetero_megatron.checkpoint.hf_load import HFWeights
 from hetero_megatron.checkpoint.hf_save import save_hf
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.training.runtime import Runtime
 from tests.distributed.checkpoint.test_hf_load import MODELS, PLANS, save

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from tests.distributed.checkpoint.test_checkpoint import build, check_pair, save, start, steps
 from tests.distributed.training.test_moe_balance import ALL, GROUPS, OLMOE

@@ -12,11 +12,11 @@ import torch
 from hetero_megatron.comm import Comm
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
-from hetero_megatron.plan import Plan, plan_from_dict, to_dict
-from hetero_megatron.plan.context_plan import context_groups, stage_contexts
-from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
+from hetero_megatron.plans import Plan, plan_from_dict, to_dict
+from hetero_megatron.plans.context_plan import context_groups, stage_contexts
+from hetero_megatron.plans.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.parity import Case, check_case

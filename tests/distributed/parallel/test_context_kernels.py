@@ -16,7 +16,7 @@ from hetero_megatron.ops.attention_op import definition, reference_backward
 from hetero_megatron.ops.block_attention import BlockAttention, KeyHeads, accumulators, attn_merge_
 from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.ops.tile_kernels import OperatorKernel, ReferenceKernel, tile_kernel
-from hetero_megatron.plan.kernels import with_kernels
+from hetero_megatron.plans.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.distributed.training.test_kernel_training import LENGTH, MODEL, STEPS, compare, kernels_of, make_plan, train

@@ -20,7 +20,7 @@ from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.ops.tile_kernels import FlashCpuKernel, OperatorKernel, ReferenceKernel
 from hetero_megatron.parallel.context import ContextAttention, StageAttention
 from hetero_megatron.parallel.vocab import in_chunks, vocab_loss
-from hetero_megatron.plan.context_plan import (
+from hetero_megatron.plans.context_plan import (
     Block,
     ContextGroup,
     context_groups,
@@ -28,7 +28,7 @@ from hetero_megatron.plan.context_plan import (
     ring_schedule,
     stage_contexts,
 )
-from hetero_megatron.plan.shares import merged, nested_zigzag
+from hetero_megatron.plans.shares import merged, nested_zigzag
 from tests.distributed.parallel.test_context import make_plan, make_spec, visible_pairs
 from tests.support.pool import shared_pool
 from tests.support.random_plans import composition

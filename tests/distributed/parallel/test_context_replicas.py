@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import plan_from_dict, to_dict
+from hetero_megatron.plans import plan_from_dict, to_dict
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.parity import check_case, fixed_case
 from tests.support.pool import shared_pool

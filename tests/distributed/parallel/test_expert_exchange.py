@@ -12,8 +12,8 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.parallel.experts import ExpertExchange, Routes, expert_ways
-from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember
-from hetero_megatron.plan.experts import destinations, token_hops
+from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember
+from hetero_megatron.plans.experts import destinations, token_hops
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.spec.expert_load import INDEX
 from hetero_megatron.spec.hf_config import from_hf_config

@@ -12,8 +12,8 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import SGD, AdamW
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions

@@ -14,13 +14,13 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, assign_owners, reduction, representatives
-from hetero_megatron.plan import dump_yaml, load_plan, plan_from_dict, to_dict
-from hetero_megatron.plan.buckets import Hop, layer_groups, make_buckets, plan_groups, sync_actions
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.islands import add_islands, crossing, format_islands, hop_elements
-from hetero_megatron.plan.program import Collectives, format_step, step_schedules, validate_step
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
+from hetero_megatron.plans import dump_yaml, load_plan, plan_from_dict, to_dict
+from hetero_megatron.plans.buckets import Hop, layer_groups, make_buckets, plan_groups, sync_actions
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.islands import add_islands, crossing, format_islands, hop_elements
+from hetero_megatron.plans.program import Collectives, format_step, step_schedules, validate_step
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.rate_fitting import read_runs
 from hetero_megatron.predictor.simulate.grad_sync import GradSync

@@ -21,8 +21,8 @@ from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.ops.stage import stage_signatures
 from hetero_megatron.ops.vocab_cross_entropy import gradient, statistics
 from hetero_megatron.parallel.vocab import in_chunks, loss_chunk, vocab_loss
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import Lora, ModelSpec, adapted, shares
 from hetero_megatron.spec.hf_config import from_hf_config

@@ -14,9 +14,9 @@ from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.optimizer import SGD
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.buckets import IN_FLIGHT
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.buckets import IN_FLIGHT
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime

@@ -16,7 +16,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.pipeline.executor import PipelineExecutor, StepResult
-from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, check_case, fixed_case, random_case, reference, run_rank
 from tests.support.pool import PRELOAD, Pool, shared_pool

@@ -20,7 +20,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Registry
 from hetero_megatron.ops.registry import reference_kernel
 from hetero_megatron.ops.spec import Capability
-from hetero_megatron.plan.fp8 import RECIPES, Fp8
+from hetero_megatron.plans.fp8 import RECIPES, Fp8
 from hetero_megatron.platform import Platform
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.cost.rates import load_rates

@@ -12,10 +12,10 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import AdamW
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec import Dropout, Lora, adapted
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.hf_config import from_hf_config

@@ -13,8 +13,8 @@ from hetero_megatron.comm.device_clock import DeviceClock
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import AdamW
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.failure import StepGuard
 from hetero_megatron.training.rank_platform import plan_for

@@ -12,7 +12,7 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.monitoring.stragglers import BASELINE, RECENT, SILENCE, WARM_UP, StragglerWatch
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.failure import StepGuard, is_spike
 from hetero_megatron.training.runtime import StepStats

@@ -17,9 +17,9 @@ from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.one_rank import _batch, run_rank
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
-from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
-from hetero_megatron.plan.memory.memory_report import format_memory
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import Plan, dump_yaml, plan_from_dict
+from hetero_megatron.plans.memory.memory_report import format_memory
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.spec import load_model
 from hetero_megatron.spec.flops import LOGITS_BYTES

@@ -17,8 +17,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data import DataConfig, build_datasets
 from hetero_megatron.data.batch import BatchOptions, make_batch
 from hetero_megatron.layout import Box
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_megatron.plan.fp8 import Fp8
+from hetero_megatron.plans.fp8 import Fp8
 from tests.support.parity import check_case, fixed_case
 from tests.support.pool import shared_pool
 from tests.support.small_plans import LLAMA, pipe, plan, stage

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from tests.support.parity import STEPS, Case, check_case, fixed_case, random_case, reference, run_rank
 from tests.support.pool import shared_pool

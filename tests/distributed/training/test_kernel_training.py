@@ -16,11 +16,11 @@ from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops import KernelPlan, Registry, Signature, resolve
 from hetero_megatron.ops.stage import stage_signatures
-from hetero_megatron.plan import Plan, load_plan, locate, plan_from_dict, stage_at, unit_at
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.context_plan import stage_contexts
-from hetero_megatron.plan.experts import rank_shares
-from hetero_megatron.plan.kernels import with_kernels
+from hetero_megatron.plans import Plan, load_plan, locate, plan_from_dict, stage_at, unit_at
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.context_plan import stage_contexts
+from hetero_megatron.plans.experts import rank_shares
+from hetero_megatron.plans.kernels import with_kernels
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config

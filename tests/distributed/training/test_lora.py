@@ -11,8 +11,8 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logical_tensors
 from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS
 from hetero_megatron.training.rank_platform import plan_for

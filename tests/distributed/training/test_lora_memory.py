@@ -11,9 +11,9 @@ import pytest
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.cli.main import main
 from hetero_megatron.dry_run.one_rank import run_rank
-from hetero_megatron.plan import dump_yaml, plan_from_dict
-from hetero_megatron.plan.made_for import model_hash
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import dump_yaml, plan_from_dict
+from hetero_megatron.plans.made_for import model_hash
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec import Lora, adapted, load_model
 from hetero_megatron.spec.flops import parameter_count, sequence_flops, trained_count
 from hetero_megatron.spec.lora import TARGETS

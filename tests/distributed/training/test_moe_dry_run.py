@@ -10,8 +10,8 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.dry_run.one_rank import run_rank
-from hetero_megatron.plan import dump_yaml, plan_from_dict
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import dump_yaml, plan_from_dict
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
 from tests.distributed.training.test_dry_run import real_step

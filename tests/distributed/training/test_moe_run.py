@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_megatron.plan import plan_from_dict, to_dict
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
+from hetero_megatron.plans import plan_from_dict, to_dict
+from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, check_case

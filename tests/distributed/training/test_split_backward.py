@@ -14,8 +14,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
-from hetero_megatron.plan import Plan, dump_yaml, plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import Plan, dump_yaml, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig

@@ -283,7 +283,7 @@ def test_refusals(words: list[str], says: str, tmp_path: Path, monkeypatch: pyte
 
 def test_the_planner_is_asked_where_there_are_no_fallback_plans(tmp_path: Path) -> None:
     from hetero_megatron.cli.run import _configure, searched
-    from hetero_megatron.plan import dump_yaml
+    from hetero_megatron.plans import dump_yaml
 
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     (tmp_path / "three.yaml").write_text(THREE)

@@ -16,7 +16,7 @@ import pytest
 import hetero_megatron as hm
 from hetero_megatron.api.jobs import words
 from hetero_megatron.cli.main import main
-from hetero_megatron.plan.memory.of_plan import MemoryBytes
+from hetero_megatron.plans.memory.of_plan import MemoryBytes
 from tests.support.paths import ROOT
 
 NODES = [

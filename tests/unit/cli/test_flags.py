@@ -19,7 +19,7 @@ from hetero_megatron.cli.flags.help import help_text, markdown
 from hetero_megatron.cli.flags.parse import index
 from hetero_megatron.cli.flags.table import ALL, GROUPS
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import supports
+from hetero_megatron.plans import supports
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import RunConfig
 from tests.support.paths import FIXTURES, ROOT

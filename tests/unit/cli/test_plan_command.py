@@ -23,7 +23,6 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.estimate.context_certificate import most_tokens, work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
@@ -36,6 +35,7 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif import objective
 from hetero_megatron.planner.whatif.objective import Deadline, cost_per_hour, search_objective, tokens_per_cost
+from hetero_megatron.plans import load_plan, plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.exit_codes import INTERRUPTED

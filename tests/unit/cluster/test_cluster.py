@@ -12,7 +12,7 @@ import yaml
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import CHIPS, Chip, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import idle_ranks, plan_from_dict
+from hetero_megatron.plans import idle_ranks, plan_from_dict
 from tests.support.paths import ROOT
 from tests.unit.plan.test_bad_input import small_spec
 from tests.unit.plan.test_plan import spelled

@@ -12,7 +12,7 @@ from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.optimizer import AdamW
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.runtime import Runtime

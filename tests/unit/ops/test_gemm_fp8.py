@@ -22,10 +22,10 @@ from hetero_megatron.ops.gemm_fp8 import (
     quantise_tensor,
     quantise_whole,
 )
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.dump import to_dict
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import fp8_fits, stage_fp8
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.dump import to_dict
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import fp8_fits, stage_fp8
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import load_model, shares
 from hetero_plugins import fp8 as vendor
@@ -219,6 +219,6 @@ def test_a_chip_without_fp8_needs_a_stage_that_says_so() -> None:
 
 
 def test_blocks_are_the_plans() -> None:
-    from hetero_megatron.plan import fp8
+    from hetero_megatron.plans import fp8
 
     assert fp8.BLOCK == BLOCK and {Fp8("e4m3", recipe).operator for recipe in fp8.RECIPES} == set(NAMES)

@@ -18,7 +18,7 @@ from hetero_megatron.ops.library import define, operator_name
 from hetero_megatron.ops.norm import rms_norm_backward, rms_norm_forward
 from hetero_megatron.ops.registry import reference_kernel
 from hetero_megatron.ops.spec import ATEN, REFERENCE, TRITON, VENDOR
-from hetero_megatron.plan.kernels import OPERATORS
+from hetero_megatron.plans.kernels import OPERATORS
 
 SIGNATURE = Signature("rms_norm", "cpu", torch.float32, dims={"width": (64,)})
 

@@ -13,11 +13,11 @@ import pytest
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import load_plan
-from hetero_megatron.plan.canonical import SCHEDULES
-from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
+from hetero_megatron.plans import load_plan
+from hetero_megatron.plans.canonical import SCHEDULES
+from hetero_megatron.plans.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.paths import FIXTURES
@@ -306,7 +306,7 @@ def test_bad_flagscale_flags(name: str) -> None:
 
 
 def test_every_schedule_is_in_the_capabilities_table() -> None:
-    from hetero_megatron.plan.capabilities import TABLE, supports
+    from hetero_megatron.plans.capabilities import TABLE, supports
 
     assert all(f"schedule.{name}" in TABLE for name in SCHEDULES)
     assert all(supports(f"schedule.{name}") for name in SCHEDULES) and supports("context")

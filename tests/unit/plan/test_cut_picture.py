@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetero_megatron.plan import format_plan, plan_from_dict
+from hetero_megatron.plans import format_plan, plan_from_dict
 from hetero_megatron.spec import load_model
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import load_plan, plan_from_dict
+from hetero_megatron.plans import load_plan, plan_from_dict
 from hetero_megatron.utils.files import MAX_DEPTH, member, parse_json, read_json, read_text
 from hetero_megatron.utils.yaml_document import parse_document, read_document
 from tests.unit.plan.test_bad_input import small_spec

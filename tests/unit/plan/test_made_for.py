@@ -15,8 +15,8 @@ from hetero_megatron.cli.pretrain import main as pretrain
 from hetero_megatron.cli.run import searched
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import Seat
-from hetero_megatron.plan import dump_yaml, load_plan
-from hetero_megatron.plan.made_for import lora_words, model_hash
+from hetero_megatron.plans import dump_yaml, load_plan
+from hetero_megatron.plans.made_for import lora_words, model_hash
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.plan import plan_from_dict, to_dict
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
+from hetero_megatron.plans import plan_from_dict, to_dict
+from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from tests.unit.plan.test_bad_input import small_spec
 
 

@@ -15,7 +15,7 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.run_pictures import plan_picture
-from hetero_megatron.plan import (
+from hetero_megatron.plans import (
     Plan,
     Recompute,
     activation_layout,
@@ -32,11 +32,11 @@ from hetero_megatron.plan import (
     unit_sequences,
     validate,
 )
-from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
-from hetero_megatron.plan.importers.megatron import from_megatron
-from hetero_megatron.plan.importers.megatron_stages import MegatronParallel
-from hetero_megatron.plan.schema import expand
-from hetero_megatron.plan.shares import nested_zigzag
+from hetero_megatron.plans.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
+from hetero_megatron.plans.schema import expand
+from hetero_megatron.plans.shares import nested_zigzag
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.yaml_document import from_data, parse_document
 from tests.support.paths import ROOT
@@ -470,7 +470,7 @@ def test_1024_ranks_round_trip(tmp_path: Path) -> None:
 
 def test_plans_load_without_torch() -> None:
     code = (
-        "import sys, hetero_megatron.plan as p, hetero_megatron.spec as s\n"
+        "import sys, hetero_megatron.plans as p, hetero_megatron.spec as s\n"
         "p.load_plan('examples/plans/demo.yaml', s.load_model('tiny'))\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )

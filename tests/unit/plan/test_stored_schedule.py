@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, dump_yaml, load_plan, plan_from_dict, to_dict
-from hetero_megatron.plan.program import pipeline_schedule, splits_backward
+from hetero_megatron.plans import Plan, dump_yaml, load_plan, plan_from_dict, to_dict
+from hetero_megatron.plans.program import pipeline_schedule, splits_backward
 from hetero_megatron.schedule import in_flight, simulate
 from hetero_megatron.schedule.simulate import Costs
 from hetero_megatron.spec import ModelSpec

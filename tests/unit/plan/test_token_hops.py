@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.experts import TokenHops, destinations, stage_token_hops
-from hetero_megatron.plan.islands import add_islands
-from hetero_megatron.plan.routing import layer_loads
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.experts import TokenHops, destinations, stage_token_hops
+from hetero_megatron.plans.islands import add_islands
+from hetero_megatron.plans.routing import layer_loads
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config

@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.layout import reduction
-from hetero_megatron.plan import validate
-from hetero_megatron.plan.buckets import make_buckets
-from hetero_megatron.plan.memory.of_plan import estimate_memory
 from hetero_megatron.planner.estimate.pipeline_time import Link, seconds
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
@@ -27,6 +24,9 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
     in_flight,
 )
+from hetero_megatron.plans import validate
+from hetero_megatron.plans.buckets import make_buckets
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.predictor.cost.link_model import LinkModel, Port, RankHost, RankHosts
 from hetero_megatron.predictor.simulate.bucket_flows import (
     PortIndex,

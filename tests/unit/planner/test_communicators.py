@@ -9,10 +9,10 @@ import pytest
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.catalogue import COMMUNICATORS
 from hetero_megatron.cluster.dump import document
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets
-from hetero_megatron.plan.memory.memory_report import format_memory
-from hetero_megatron.plan.memory.of_plan import communicators
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.buckets import make_buckets
+from hetero_megatron.plans.memory.memory_report import format_memory
+from hetero_megatron.plans.memory.of_plan import communicators
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from tests.support.small_plans import pipe, plan, stage

@@ -12,12 +12,12 @@ import pytest
 from hetero_megatron.cli import main, plan_context
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Pipeline, Plan, capabilities, dump_yaml, plan_from_dict, to_dict
-from hetero_megatron.plan.validate import validate
 from hetero_megatron.planner.context.cluster import problem_from_cluster
 from hetero_megatron.planner.context.io import one_stage_plan, plan_stage
 from hetero_megatron.planner.context.problem import ContextOptions
 from hetero_megatron.planner.context.scheduler import schedule_context
+from hetero_megatron.plans import Pipeline, Plan, capabilities, dump_yaml, plan_from_dict, to_dict
+from hetero_megatron.plans.validate import validate
 from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.spec import load_model
 from tests.support.paths import ROOT
@@ -128,7 +128,7 @@ def test_command_prints_one_json_object_and_writes_the_plan(
     assert result["gain"] >= 1 and result["num_micro_batches"] == 2
     assert any("131072" in notice for notice in result["notices"])
     model = replace(load_model("tiny"), max_position_embeddings=131072)
-    from hetero_megatron.plan import load_plan
+    from hetero_megatron.plans import load_plan
 
     assert load_plan(out, model).fingerprint() == result["fingerprint"]
     assert plan_context.main(base) == 0

@@ -16,13 +16,13 @@ from hetero_megatron.cli import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.subset import shrink
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import load_plan, plan_from_dict
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import LONG, SearchSpace, why_no_context
 from hetero_megatron.planner.whatif.replan import WarmPlanner
+from hetero_megatron.plans import load_plan, plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
 from tests.support.random_plans import random_context

@@ -17,8 +17,8 @@ from hetero_megatron.cluster.subset import with_more
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.predictor.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hetero_megatron.cluster import load_cluster
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.buckets import make_buckets
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec.presets import load_model

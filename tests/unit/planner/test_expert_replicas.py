@@ -10,9 +10,6 @@ from dataclasses import replace
 import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.plan import Plan, plan_from_dict
-from hetero_megatron.plan.experts import replicated_experts
-from hetero_megatron.plan.routing import Routing
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
 from hetero_megatron.planner.report.text import format_summary, summary_json
@@ -22,6 +19,9 @@ from hetero_megatron.planner.search.expert_price import DivisionPrice
 from hetero_megatron.planner.search.expert_replicas import Intervals, best_divisions
 from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.experts import replicated_experts
+from hetero_megatron.plans.routing import Routing
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict

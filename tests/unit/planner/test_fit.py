@@ -15,7 +15,7 @@ import yaml
 from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml, plan_from_dict
+from hetero_megatron.plans import dump_yaml, plan_from_dict
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.predictor.cost.rates import Rates, load_rates
 from hetero_megatron.predictor.rate_fitting import (

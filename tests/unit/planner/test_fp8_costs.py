@@ -21,15 +21,15 @@ from hetero_megatron.dry_run.products import _quantise as chip_quantise
 from hetero_megatron.dry_run.products import _quantise_whole as chip_quantise_whole
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops.gemm_fp8 import Blockwise, Fp8Gemm, Quantised, Tensorwise, largest_of
-from hetero_megatron.plan import load_plan
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import fp8_fits
-from hetero_megatron.plan.memory.activations import backward_bytes
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.search.incumbent import simulate_template
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.plans import load_plan
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import fp8_fits
+from hetero_megatron.plans.memory.activations import backward_bytes
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.cost.product_cost import quantised_bytes
 from hetero_megatron.predictor.cost.rates import model_fingerprint

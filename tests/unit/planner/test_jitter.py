@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import _why
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.predictor.simulate.uncertainty import STEPS, expected_delay
 from hetero_megatron.schedule import generate

@@ -11,7 +11,6 @@ import yaml
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import dump_yaml, plan_from_dict, validate
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import BRIEF, summarize
@@ -22,6 +21,7 @@ from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.small_clusters import SmallClusters
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.replan import WarmPlanner
+from hetero_megatron.plans import dump_yaml, plan_from_dict, validate
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.spec.flops import parameter_count
 from tests.support.planner_reference import GIB, Case, Exhaustive, random_case

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hetero_megatron.cli.main import main
-from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.report.prediction_page import html_page
 from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace
 from hetero_megatron.predictor.simulate.step import predict

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hetero_megatron.cli.flags.parse import parse
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, plan_from_dict, to_dict
-from hetero_megatron.plan.export import export
-from hetero_megatron.plan.importers.flagscale import FlagScaleParallel, from_flagscale
+from hetero_megatron.plans import Plan, plan_from_dict, to_dict
+from hetero_megatron.plans.export import export
+from hetero_megatron.plans.importers.flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.spec import load_model
 from tests.support.paths import ROOT

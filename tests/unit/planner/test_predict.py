@@ -9,7 +9,7 @@ import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator, predict
 from hetero_megatron.schedule import Costs, generate, lower, simulate

@@ -9,8 +9,6 @@ import pytest
 
 from hetero_megatron.calibration.exchange import fit_phases
 from hetero_megatron.cluster import cluster_from_dict
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.graph_partition import layer_seconds
@@ -22,6 +20,8 @@ from hetero_megatron.planner.template.plan_template import (
     PlanTemplate,
     StageTemplate,
 )
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.simulate.grad_sync import GradSync
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan

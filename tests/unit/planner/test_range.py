@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.predictor.cost.rates_document import as_document
 from hetero_megatron.predictor.report.prediction import as_json, format_prediction, format_step_seconds

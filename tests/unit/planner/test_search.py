@@ -16,7 +16,6 @@ from hetero_megatron.cluster import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.cluster.subset import shrink, with_more, without
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import plan_from_dict, to_dict, validate
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.layer_partition import _bisect, count_splits, splits
 from hetero_megatron.planner.estimate.pipeline_time import Link, closed_form, closed_forms, seconds
@@ -33,6 +32,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.plans import plan_from_dict, to_dict, validate
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
 from tests.support.planner_reference import Case, Exhaustive, random_case, unequal_directions
@@ -312,7 +312,7 @@ def test_export() -> None:
     import json
 
     from hetero_megatron.cli.flags.parse import parse
-    from hetero_megatron.plan.export import export
+    from hetero_megatron.plans.export import export
 
     cluster = cluster_from_dict(
         {
@@ -380,7 +380,7 @@ def test_command(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     import yaml
 
     from hetero_megatron.cli.main import main
-    from hetero_megatron.plan import load_plan
+    from hetero_megatron.plans import load_plan
 
     folder = Path(str(tmp_path))
     data = _mixed()

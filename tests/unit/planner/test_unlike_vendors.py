@@ -11,7 +11,7 @@ import pytest
 from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_SMALLEST_CHUNK, CHIPS, Cluster, cluster_from_dict
 from hetero_megatron.cluster.dump import document
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.islands import add_islands, replicas
+from hetero_megatron.plans.islands import add_islands, replicas
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.predictor.cost.rates import LINK_BANDWIDTH, capped_bridges
 from hetero_megatron.spec import load_model

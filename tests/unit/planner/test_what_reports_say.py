@@ -13,7 +13,7 @@ import pytest
 from hetero_megatron.cli.main import main
 from hetero_megatron.html.page import KIND_COLORS
 from hetero_megatron.html.pictures import COLORS, PART_COLORS, contrast, ink
-from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.report.prediction import holdings
 from hetero_megatron.spec import load_model
 from tests.support.paths import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.platform import CPU, choose_platform
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec.hf_config import from_hf_config

@@ -13,8 +13,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import AdamW
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.platform import CPU, Accelerator, Platform
 from hetero_megatron.platform.conformance import FAIL, check_platform
 from hetero_megatron.platform.plugins import load_plugins

@@ -15,8 +15,8 @@ from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.dry_run.one_rank import _batch
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
 from hetero_megatron.spec import load_model

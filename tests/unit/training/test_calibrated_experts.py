@@ -14,7 +14,7 @@ from hetero_megatron.calibration.layers import Job
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import plan_from_dict
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.predictor.cost.rates_document import as_document

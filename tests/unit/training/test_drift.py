@@ -29,8 +29,8 @@ from hetero_megatron.monitoring.stragglers import (
     StragglerReport,
     read_drift,
 )
-from hetero_megatron.plan import plan_from_dict
 from hetero_megatron.planner.whatif.drift import slower, with_slow_nodes, worst_by_node
+from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.predictor.cost.rates import ChipRates, LayerRow
 from hetero_megatron.predictor.simulate.step import predict
 from tests.support.planner_cases import MODEL, chip_rates, plan, stages

@@ -16,7 +16,7 @@ from hetero_megatron.monitoring.console import COLUMNS, ConsoleLine, format_line
 from hetero_megatron.monitoring.metrics import MetricsWriter, StepMetrics
 from hetero_megatron.monitoring.throughput import ExpertTotals, figures_of
 from hetero_megatron.parallel.balance import StepRouting
-from hetero_megatron.plan.routing import RoutingStats, read_routing_stats, write_routing_stats
+from hetero_megatron.plans.routing import RoutingStats, read_routing_stats, write_routing_stats
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES

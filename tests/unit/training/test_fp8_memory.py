@@ -9,8 +9,8 @@ import pytest
 
 from hetero_megatron.cli.configure import configure
 from hetero_megatron.dry_run.one_rank import run_rank
-from hetero_megatron.plan import dump_yaml, plan_from_dict
-from hetero_megatron.plan.memory.of_plan import estimate_memory
+from hetero_megatron.plans import dump_yaml, plan_from_dict
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec import load_model
 from tests.support.small_plans import pipe, plan, stage
 

@@ -9,7 +9,7 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.comm.islands import BRIDGE, Endpoint, Islands
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, plan_from_dict
+from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.rank_platform import check_chips, communicators, describe_islands, plan_for
 

@@ -17,8 +17,8 @@ from hetero_megatron.model import initial_values
 from hetero_megatron.ops import Kernel, Registry, Signature, resolve, torch_registry
 from hetero_megatron.ops.spec import VENDOR
 from hetero_megatron.ops.stage import stage_signatures
-from hetero_megatron.plan import plan_from_dict
-from hetero_megatron.plan.compile import CompiledPlan
+from hetero_megatron.plans import plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import shares
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.training.config import OptimizerConfig

@@ -15,9 +15,9 @@ from hetero_megatron.cli.configure import configure
 from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.dry_run.one_rank import _batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
-from hetero_megatron.plan import locate, stage_at, unit_at
-from hetero_megatron.plan.memory.activations import RankWork, operand_bytes
-from hetero_megatron.plan.memory.of_plan import ITEM_BYTES
+from hetero_megatron.plans import locate, stage_at, unit_at
+from hetero_megatron.plans.memory.activations import RankWork, operand_bytes
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.training.kernels import shape_kernels
 from hetero_megatron.training.runtime import Runtime

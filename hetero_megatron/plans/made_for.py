@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.fp8 import FORMATS, RECIPES, Fp8
+from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.spec.lora import Lora
 from hetero_megatron.utils.text import format_bytes
 

@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.buckets import Bucket, sync_actions
-from hetero_megatron.plan.canonical import Pipeline, Plan
-from hetero_megatron.plan.context_plan import context_groups
-from hetero_megatron.plan.experts import routing_groups
-from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples
+from hetero_megatron.plans.buckets import Bucket, sync_actions
+from hetero_megatron.plans.canonical import Pipeline, Plan
+from hetero_megatron.plans.context_plan import context_groups
+from hetero_megatron.plans.experts import routing_groups
+from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples
 from hetero_megatron.schedule import (
     Action,
     Held,

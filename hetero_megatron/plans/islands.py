@@ -12,11 +12,11 @@ import numpy as np
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout.layout import IntArray, reduction_elements
-from hetero_megatron.plan.buckets import Bucket, Hop, bucket_crossing, by_islands, islands_of, make_buckets
-from hetero_megatron.plan.canonical import Plan
-from hetero_megatron.plan.compile import CompiledPlan
-from hetero_megatron.plan.experts import Islands, stage_token_hops
-from hetero_megatron.plan.routing import layer_loads
+from hetero_megatron.plans.buckets import Bucket, Hop, bucket_crossing, by_islands, islands_of, make_buckets
+from hetero_megatron.plans.canonical import Plan
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.experts import Islands, stage_token_hops
+from hetero_megatron.plans.routing import layer_loads
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import format_bytes, plural, rank_ranges, word
 

@@ -1,6 +1,6 @@
 """Plans: which ranks hold which layers, heads, tokens and sequences. No torch."""
 
-from hetero_megatron.plan.canonical import (
+from hetero_megatron.plans.canonical import (
     Interval,
     KeyValues,
     Optimizer,
@@ -11,10 +11,10 @@ from hetero_megatron.plan.canonical import (
     Stage,
     Unit,
 )
-from hetero_megatron.plan.capabilities import supports
-from hetero_megatron.plan.dump import dump_yaml, format_plan, to_dict
-from hetero_megatron.plan.schema import load_plan, plan_from_dict
-from hetero_megatron.plan.shares import (
+from hetero_megatron.plans.capabilities import supports
+from hetero_megatron.plans.dump import dump_yaml, format_plan, to_dict
+from hetero_megatron.plans.schema import load_plan, plan_from_dict
+from hetero_megatron.plans.shares import (
     activation_layout,
     locate,
     micro_batch_sizes,
@@ -25,7 +25,7 @@ from hetero_megatron.plan.shares import (
     unit_at,
     unit_sequences,
 )
-from hetero_megatron.plan.validate import idle_ranks, validate
+from hetero_megatron.plans.validate import idle_ranks, validate
 
 __all__ = [
     "Interval",

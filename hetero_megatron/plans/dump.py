@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from hetero_megatron.layout import cut
-from hetero_megatron.plan.canonical import (
+from hetero_megatron.plans.canonical import (
     VERSION,
     ExpertGroup,
     KeyValues,
@@ -21,9 +21,9 @@ from hetero_megatron.plan.canonical import (
     Stage,
     Unit,
 )
-from hetero_megatron.plan.program import stored_schedule
-from hetero_megatron.plan.schema import shifted
-from hetero_megatron.plan.weights import spelled_weights
+from hetero_megatron.plans.program import stored_schedule
+from hetero_megatron.plans.schema import shifted
+from hetero_megatron.plans.weights import spelled_weights
 from hetero_megatron.spec import ModelSpec, shares
 from hetero_megatron.utils.text import plural, rank_ranges
 

@@ -14,10 +14,10 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from hetero_megatron.layout import cut
-from hetero_megatron.plan.canonical import Interval, Pipeline, Plan, Recompute, Stage
-from hetero_megatron.plan.fields import Blame, FlagSource, first_layers, flag_error
-from hetero_megatron.plan.importers.megatron import micro_batches
-from hetero_megatron.plan.importers.megatron_stages import context_flags, context_members, intervals
+from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage
+from hetero_megatron.plans.fields import Blame, FlagSource, first_layers, flag_error
+from hetero_megatron.plans.importers.megatron import micro_batches
+from hetero_megatron.plans.importers.megatron_stages import context_flags, context_members, intervals
 from hetero_megatron.utils.text import plural, word
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def from_flagscale(flags: FlagScaleParallel, spec: ModelSpec) -> Plan:
         UserError: names the flag; expert parallelism and recompute that changes between micro-batches are
             refused by name; also for a plan that breaks a law of ``validate``.
     """
-    from hetero_megatron.plan.validate import validate
+    from hetero_megatron.plans.validate import validate
 
     meshes = _meshes(flags)
     split = _layer_split(flags, meshes, spec.num_layers)

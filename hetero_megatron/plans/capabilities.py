@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetero_megatron.plan.canonical import Plan, Stage
+from hetero_megatron.plans.canonical import Plan, Stage
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_megatron.plan.canonical import Pipeline, Plan, Recompute, Stage, Unit, WeightSharding
-from hetero_megatron.plan.experts import has_experts, without_plain_experts
-from hetero_megatron.plan.fields import Blame, FlagSource, first_layers, flag_error
-from hetero_megatron.plan.importers.megatron_stages import (
+from hetero_megatron.plans.canonical import Pipeline, Plan, Recompute, Stage, Unit, WeightSharding
+from hetero_megatron.plans.experts import has_experts, without_plain_experts
+from hetero_megatron.plans.fields import Blame, FlagSource, first_layers, flag_error
+from hetero_megatron.plans.importers.megatron_stages import (
     VIRTUAL,
     MegatronParallel,
     context_flags,
@@ -35,7 +35,7 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
     Raises:
         UserError: names the flag; also for a plan that breaks a law of ``validate``.
     """
-    from hetero_megatron.plan.validate import validate
+    from hetero_megatron.plans.validate import validate
 
     _refuse_unsupported(flags)
     tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size

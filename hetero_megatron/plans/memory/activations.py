@@ -8,9 +8,9 @@ from functools import lru_cache
 from operator import mul
 from typing import Any
 
-from hetero_megatron.plan.canonical import Recompute, Stage
-from hetero_megatron.plan.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
-from hetero_megatron.plan.fp8 import BLOCK
+from hetero_megatron.plans.canonical import Recompute, Stage
+from hetero_megatron.plans.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
+from hetero_megatron.plans.fp8 import BLOCK
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, shares

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hetero_megatron.layout import Layout, Transfer, transfer
-from hetero_megatron.plan.buckets import BUCKET_BYTES, Bucket, make_buckets, plan_groups, tensor_holders
-from hetero_megatron.plan.canonical import Plan
-from hetero_megatron.plan.program import step_schedules, validate_step
-from hetero_megatron.plan.shares import activation_layout
+from hetero_megatron.plans.buckets import BUCKET_BYTES, Bucket, make_buckets, plan_groups, tensor_holders
+from hetero_megatron.plans.canonical import Plan
+from hetero_megatron.plans.program import step_schedules, validate_step
+from hetero_megatron.plans.shares import activation_layout
 from hetero_megatron.schedule import Schedule
 from hetero_megatron.spec import ModelSpec
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
-from hetero_megatron.plan.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
-from hetero_megatron.plan.capabilities import TABLE, used_features
-from hetero_megatron.plan.fields import Source
-from hetero_megatron.plan.weights import weights_can_be_sharded
+from hetero_megatron.plans.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
+from hetero_megatron.plans.capabilities import TABLE, used_features
+from hetero_megatron.plans.fields import Source
+from hetero_megatron.plans.weights import weights_can_be_sharded
 from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.utils.text import plural
 

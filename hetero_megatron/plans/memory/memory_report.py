@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero_megatron.cluster import format_bytes
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.memory.of_plan import MemoryBytes
+from hetero_megatron.plans.memory.of_plan import MemoryBytes
 from hetero_megatron.utils.text import plural, rank_ranges
 
 

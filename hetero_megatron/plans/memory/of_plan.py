@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
-from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, buffer_bytes, make_buckets, plan_groups
-from hetero_megatron.plan.canonical import Plan, Stage
-from hetero_megatron.plan.experts import Islands, rank_shares
-from hetero_megatron.plan.fp8 import Fp8
-from hetero_megatron.plan.fp8_checks import stage_fp8
-from hetero_megatron.plan.memory.activations import (
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, buffer_bytes, make_buckets, plan_groups
+from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.experts import Islands, rank_shares
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.fp8_checks import stage_fp8
+from hetero_megatron.plans.memory.activations import (
     RankWork,
     activation_bytes,
     chunk_limit,
@@ -25,9 +25,9 @@ from hetero_megatron.plan.memory.activations import (
     operand_bytes,
     working_bytes,
 )
-from hetero_megatron.plan.memory.divided import divided_bytes
-from hetero_megatron.plan.program import held_by_stages
-from hetero_megatron.plan.routing import EVEN, Routing, mean_loads
+from hetero_megatron.plans.memory.divided import divided_bytes
+from hetero_megatron.plans.program import held_by_stages
+from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 

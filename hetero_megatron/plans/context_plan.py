@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hetero_megatron.layout import Box, Layout, Transfer, cut, transfer
-from hetero_megatron.plan.canonical import Interval, Stage, Unit
+from hetero_megatron.plans.canonical import Interval, Stage, Unit
 from hetero_megatron.spec import ModelSpec, Share, shares
 
 

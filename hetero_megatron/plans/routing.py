@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut
-from hetero_megatron.plan.canonical import ExpertGroup, Stage
-from hetero_megatron.plan.experts import (
+from hetero_megatron.plans.canonical import ExpertGroup, Stage
+from hetero_megatron.plans.experts import (
     Islands,
     TokenHops,
     destinations,
@@ -24,7 +24,7 @@ from hetero_megatron.plan.experts import (
     split_by_island,
     stage_token_hops,
 )
-from hetero_megatron.plan.made_for import model_hash
+from hetero_megatron.plans.made_for import model_hash
 from hetero_megatron.spec import ModelSpec, Share
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.utils.files import read_json_object

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.layout import Box, Layout, assign_owners, crossing_elements, representatives
-from hetero_megatron.plan.canonical import Plan, Stage, WeightSharding
-from hetero_megatron.plan.context_plan import context_groups
-from hetero_megatron.plan.experts import (
+from hetero_megatron.plans.canonical import Plan, Stage, WeightSharding
+from hetero_megatron.plans.context_plan import context_groups
+from hetero_megatron.plans.experts import (
     WORTH_A_HOP,
     Islands,
     has_experts,

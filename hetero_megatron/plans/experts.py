@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
-from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
-from hetero_megatron.plan.fields import parse_ranks, reduced
-from hetero_megatron.plan.shares import micro_batch_sizes, pipeline_samples, unit_sequences
+from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
+from hetero_megatron.plans.fields import parse_ranks, reduced
+from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples, unit_sequences
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:

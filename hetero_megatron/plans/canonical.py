@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from hetero_megatron.plan.made_for import MadeFor
+from hetero_megatron.plans.made_for import MadeFor
 
 Interval = tuple[int, int]
 

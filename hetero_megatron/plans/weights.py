@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.plan.canonical import GATHERS, Plan, Stage, WeightSharding
-from hetero_megatron.plan.fields import Source, reduced
+from hetero_megatron.plans.canonical import GATHERS, Plan, Stage, WeightSharding
+from hetero_megatron.plans.fields import Source, reduced
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut
-from hetero_megatron.plan.canonical import ExpertGroup, ExpertMember, Interval, KeyValues, Unit
-from hetero_megatron.plan.fields import flag_error
-from hetero_megatron.plan.shares import nested_zigzag
+from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember, Interval, KeyValues, Unit
+from hetero_megatron.plans.fields import flag_error
+from hetero_megatron.plans.shares import nested_zigzag
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan import Plan, Stage
+from hetero_megatron.plans import Plan, Stage
 
 FORMATS = ("flagscale", "sailor")
 SAILOR_GPUS = {  # our names begin with -> its profiles'; others keep their name

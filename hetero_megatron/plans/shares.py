@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero_megatron.layout import Box, Layout, cut, largest_remainder
-from hetero_megatron.plan.canonical import Interval, Pipeline, Place, Plan, Stage, Unit
-from hetero_megatron.plan.fields import nested_ranks, parse_ranks, tp_splits
+from hetero_megatron.plans.canonical import Interval, Pipeline, Place, Plan, Stage, Unit
+from hetero_megatron.plans.fields import nested_ranks, parse_ranks, tp_splits
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:

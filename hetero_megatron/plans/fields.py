@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_megatron.cluster.cluster import MAX_RANKS
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Interval, Recompute
+from hetero_megatron.plans.canonical import Interval, Recompute
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from hetero_megatron.plan.buckets import IN_FLIGHT, Bucket, buffer_bytes, sharding_stages
-from hetero_megatron.plan.canonical import Plan, Stage
-from hetero_megatron.plan.program import splits_backward
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, buffer_bytes, sharding_stages
+from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.program import splits_backward
 
 Step = int | str
 

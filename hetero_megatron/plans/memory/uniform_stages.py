@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hetero_megatron.plan.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order, buffer_bytes
-from hetero_megatron.plan.memory.activations import RankWork, chunk_limit, kept_bytes, operand_bytes, working_bytes
-from hetero_megatron.plan.memory.of_plan import ADAM_MOMENTS, saved_in_int8, state_bytes
+from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order, buffer_bytes
+from hetero_megatron.plans.memory.activations import RankWork, chunk_limit, kept_bytes, operand_bytes, working_bytes
+from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS, saved_in_int8, state_bytes
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.utils.cached_method import cached_method

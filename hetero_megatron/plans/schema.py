@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import (
+from hetero_megatron.plans.canonical import (
     SCHEDULES,
     STAGE_DTYPES,
     VERSION,
@@ -36,8 +36,8 @@ from hetero_megatron.plan.canonical import (
     Stage,
     Unit,
 )
-from hetero_megatron.plan.experts import read_experts, without_plain_experts
-from hetero_megatron.plan.fields import (
+from hetero_megatron.plans.experts import read_experts, without_plain_experts
+from hetero_megatron.plans.fields import (
     Source,
     first_layers,
     is_nested,
@@ -47,12 +47,12 @@ from hetero_megatron.plan.fields import (
     require_few_ranks,
     tp_splits,
 )
-from hetero_megatron.plan.kernels import EVERY, OPERATORS, operator_problem
-from hetero_megatron.plan.made_for import read_made_for
-from hetero_megatron.plan.program import read_stored_schedule
-from hetero_megatron.plan.shares import context_units
-from hetero_megatron.plan.validate import validate
-from hetero_megatron.plan.weights import read_weights
+from hetero_megatron.plans.kernels import EVERY, OPERATORS, operator_problem
+from hetero_megatron.plans.made_for import read_made_for
+from hetero_megatron.plans.program import read_stored_schedule
+from hetero_megatron.plans.shares import context_units
+from hetero_megatron.plans.validate import validate
+from hetero_megatron.plans.weights import read_weights
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry, from_data, read_document
 
@@ -88,7 +88,7 @@ def load_plan(
     Args:
         path: the file, or what ``read_document`` has made of it.
         cluster: the plan is also checked against it, with the ``dtype`` that its chips must have. It adds nothing to
-            the plan: :func:`~hetero_megatron.plan.islands.add_islands` does, where that is wanted.
+            the plan: :func:`~hetero_megatron.plans.islands.add_islands` does, where that is wanted.
 
     Raises:
         UserError: names the field, the value, what would be accepted, and file:line.

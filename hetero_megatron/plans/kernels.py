@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.plan.canonical import Plan, Stage
+from hetero_megatron.plans.canonical import Plan, Stage
 
 EVERY = "all"  # one provider for every operator that it has
 
