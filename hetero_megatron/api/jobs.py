@@ -23,7 +23,6 @@ from hetero_megatron.errors import UserError
 if TYPE_CHECKING:
     from hetero_megatron.training.runtime import StepStats
 
-_WRITTEN = {"plan": Plan, "cluster": Cluster}  # what is given as an object, and read as a file
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _files(**given: Any) -> Iterator[dict[str, Any]]:
         found = {}
         for name, value in given.items():
             found[name] = value
-            if isinstance(value, _WRITTEN[name]):
+            if isinstance(value, (Plan, Cluster)):
                 found[name] = Path(folder) / f"{name}.yaml"
                 value.write(found[name])
         yield found

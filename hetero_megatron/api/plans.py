@@ -225,7 +225,7 @@ class Prediction:
 
     def trace(self) -> dict[str, Any]:
         """The timeline as a Perfetto trace (ui.perfetto.dev), as JSON data."""
-        return perfetto_trace(self.simulated)
+        return dict(perfetto_trace(self.simulated))
 
     def page(self) -> str:
         """The timeline as HTML, for a file or a notebook's ``IPython.display.HTML``."""

@@ -60,9 +60,10 @@ def try_export(name: str, field: str) -> None:
     if os.path.lexists(final) and not is_free(final):
         raise UserError("exists and is not an empty directory", field=field, value=name, accepted="a new directory")
     place = final if inside(final) else final.absolute().parent
-    try_folder(str(place), field)
     try:
         _try_name(final)
+        _try_name(place)
+        _try_block(next(p for p in (place, *place.parents) if p.exists()))
     except OSError as error:
         problem = f"cannot be made: {error.strerror}"
         raise UserError(problem, field=field, value=name, accepted="a new directory") from None

@@ -63,7 +63,7 @@ class Case:
         return f"{kind}, {self.dropout}, model={self.model}, plan={self.plan}{experts}"
 
 
-def random_case(seed: int, dtype: str = "fp64", most_pipelines: int = 3) -> Case:
+def random_case(seed: int, dtype: str = "fp64", most_pipelines: int = 3, divided: bool = False) -> Case:
     rng, rates = random.Random(seed), random.Random(f"dropout {seed}")
     model = random_model(rng)
     if dtype != "bf16" and model["model_type"] != "gpt2":
@@ -73,7 +73,7 @@ def random_case(seed: int, dtype: str = "fp64", most_pipelines: int = 3) -> Case
     layers = model.get("num_hidden_layers") or model["n_layer"]
     heads = model.get("num_attention_heads") or model["n_head"]
     plan = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=ranks, most_pipelines=most_pipelines)
-    if model["model_type"] not in MIXTURES:
+    if divided and model["model_type"] not in MIXTURES:
         divide_weights(random.Random(f"weights {seed}"), plan, heads)
     return Case(
         seed, ranks, model, plan, dtype,

@@ -31,7 +31,7 @@ def _divided(case: Case) -> bool:
 def _cases() -> Iterator[Case]:
     """Of plans with one pipeline, those that divide some weights, which takes replicas or context groups."""
     for seed in count(SEED):
-        case = random_case(seed, most_pipelines=1)
+        case = random_case(seed, most_pipelines=1, divided=True)
         if _divided(case):
             yield case
 
@@ -49,7 +49,7 @@ def test_random_divided_plan_equals_one_process(index: int) -> None:
     """Every fourth case also runs in fp32, every eighth in bf16."""
     check_case(_case(index), shared_pool())
     for each, dtype in ((4, "fp32"), (8, "bf16")):
-        case = random_case(_case(index).seed, dtype, most_pipelines=1)
+        case = random_case(_case(index).seed, dtype, most_pipelines=1, divided=True)
         if index % each == 0 and _divided(case):
             check_case(case, shared_pool())
 

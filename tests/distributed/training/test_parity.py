@@ -19,11 +19,11 @@ QUICK = range(COUNT if "N" in os.environ else 8)  # in `make test`
 @pytest.mark.parametrize("index", quick(range(COUNT), QUICK))
 def test_random_plan_equals_one_process(index: int) -> None:
     """Every fourth case also runs in fp32, every eighth in bf16."""
-    check_case(random_case(SEED + index), shared_pool())
+    check_case(random_case(SEED + index, divided=True), shared_pool())
     if index % 4 == 0:
-        check_case(random_case(SEED + index, "fp32"), shared_pool())
+        check_case(random_case(SEED + index, "fp32", divided=True), shared_pool())
     if index % 8 == 1:
-        check_case(random_case(SEED + index, "bf16"), shared_pool())
+        check_case(random_case(SEED + index, "bf16", divided=True), shared_pool())
 
 
 HAND_WRITTEN = {
