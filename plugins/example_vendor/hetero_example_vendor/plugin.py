@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hetero_megatron.platform.plugins import PluginApi
-
 from hetero_example_vendor.platform import ExampleVendor
 from hetero_example_vendor.swiglu import KERNEL
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from hetero_megatron.ops import Capability, Kernel
 from hetero_megatron.ops.spec import VENDOR
 
