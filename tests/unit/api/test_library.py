@@ -37,7 +37,7 @@ def cluster() -> hm.Cluster:
 
 @pytest.fixture(scope="module")
 def found(cluster: hm.Cluster) -> hm.Found:
-    return hm.plan("gpt2", cluster, dtype="fp16", more_schedules="never", **ASKED)
+    return hm.plan("tiny", cluster, dtype="fp16", more_schedules="never", **ASKED)
 
 
 def command(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
@@ -51,12 +51,12 @@ def test_it_says_what_the_commands_say(
     file, plan_file = str(tmp_path / "cluster.yaml"), str(tmp_path / "plan.yaml")
     cluster.write(file)
     said = command(
-        capsys, "plan", "--model", "gpt2", "--cluster", file, *FLAGS, "--more-schedules", "never", "--json", "--out",
+        capsys, "plan", "--model", "tiny", "--cluster", file, *FLAGS, "--more-schedules", "never", "--json", "--out",
         plan_file,
     )  # fmt: skip
     assert said["fingerprint"] == found.plan.fingerprint and said["step_seconds"] == found.step_seconds
     plan = hm.Plan.read(plan_file, cluster)
-    assert (plan.fingerprint, plan.dtype, plan.model.name) == (found.plan.fingerprint, "fp16", "gpt2")
+    assert (plan.fingerprint, plan.dtype, plan.model.name) == (found.plan.fingerprint, "fp16", "tiny")
     predicted = hm.predict(plan, cluster)
     said = command(capsys, "predict", "--plan", plan_file, "--cluster", file, "--json")
     assert said == json.loads(json.dumps(predicted.as_json()))
@@ -143,17 +143,28 @@ def test_the_commands_use_it() -> None:
         assert not any(map(behind.match, imported)) and any(m.startswith("hetero_megatron.api") for m in imported)
 
 
-def test_the_recipes_of_the_page_run(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/library.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 11  # the cluster, and ten recipes
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/library.md", 11)])  # there, ten recipes
+def test_the_examples_in_python_run(page: str, count: int, tmp_path: Path) -> None:
+    blocks = python_blocks(page)
+    assert len(blocks) == count
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = [sys.executable, str(ROOT / "examples/small_chat_model.py"), str(tmp_path)]
     subprocess.run(run, check=True, cwd=tmp_path, env=environment, capture_output=True)
-    (tmp_path / "recipes.py").write_text("\n".join(blocks))
+    (tmp_path / "examples.py").write_text("\n".join(blocks))
     done = subprocess.run(
-        [sys.executable, "recipes.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, "examples.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_what_the_page_lists_is_there() -> None:
+    named = set(re.findall(r"^\| `hm\.(\w+)", (ROOT / "docs/library.md").read_text(), re.MULTILINE))
+    assert named and named <= set(hm.__all__)
 
 
 @pytest.mark.slow
