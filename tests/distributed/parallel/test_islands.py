@@ -226,7 +226,7 @@ def test_the_step_as_data() -> None:
     )
     assert format_step(plan, buckets, SPEC).splitlines() == [
         "pipelines 0-3, 1f1b",
-        "  stage 0: F0        B0        REDUCE0   REDUCE0.1 UPDATE0   ALL_GATHER0.1 ALL_GATHER0",
+        "  stage 0: F0            B0            REDUCE0       REDUCE0.1     UPDATE0       ALL_GATHER0.1 ALL_GATHER0",
         "F, B: ranks 0-1 | 2-3 | 4-5 | 6-7 meet",
         "REDUCE0: ranks 0-3 | 4-7 meet",
         "REDUCE0.1: ranks 0-7 meet",
@@ -238,7 +238,7 @@ def test_the_step_as_data() -> None:
     assert meet(0, Action("F", 0)) == ((0, 1),)
     assert meet(0, Action("REDUCE", 0, 0)) == ((0, 1, 2, 3),)
     assert meet(5, Action("REDUCE", 0, 1)) == meet(5, Action("UPDATE", 0)) == (tuple(range(8)),)
-    seconds = simulate(schedules[0], Costs([1.0], [2.0], reduce=[0.5], update=[0.25], spread=[0.125])).step_seconds
+    seconds = simulate(schedules[0], Costs([1.0], [2.0], reduce=[0.5], update=[0.25], gather=[0.125])).step_seconds
     assert seconds == 1 + 2 + 2 * 0.5 + 0.25 + 2 * 0.125
 
 

@@ -203,8 +203,8 @@ def test_the_launcher_drops_what_is_cut_off(policy: str, tmp_path: Path) -> None
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    code = "import os, sys; from datetime import timedelta; from hetero_megatron.comm import join; "
-    code += "join.START_UP = timedelta(seconds=3); from hetero_megatron.cli.pretrain import main; "
+    code = "import os, sys; from datetime import timedelta; from hetero_megatron.comm import rendezvous; "
+    code += "rendezvous.START_UP = timedelta(seconds=3); from hetero_megatron.cli.pretrain import main; "
     code += "os._exit(main(sys.argv[1:]))"
     flags = "--model tiny --mock-data --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
     flags += " --tensor-model-parallel-size 2 --distributed-timeout-minutes 0.05"
