@@ -1,7 +1,8 @@
 """Training and generation from a program: one rank of a job, as its launcher's environment says, or a job of its own.
 
 Keywords are the flags of ``pretrain_gpt.py`` and ``hetero-megatron generate`` by their names (``train_iters=10`` is
-``--train-iters 10``); True is a flag without a value. torch is imported by the first call.
+``--train-iters 10``); True is a flag without a value. torch is imported by the first call. A rank of a launcher's job
+makes one such call; a process on its own any number.
 """
 
 from __future__ import annotations
