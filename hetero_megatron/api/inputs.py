@@ -39,11 +39,13 @@ class Model:
     source: str
 
     def __init__(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        data = isinstance(source, Mapping)
-        name = "" if isinstance(source, Mapping) else os.fspath(source)
-        spec = from_hf_config(source, where="configuration") if isinstance(source, Mapping) else load_model(name)
+        if isinstance(source, Mapping):
+            spec, name = from_hf_config(source, where="configuration"), ""
+        else:
+            name = os.fspath(source)
+            spec = load_model(name)
         object.__setattr__(self, "spec", spec)
-        object.__setattr__(self, "source", "" if data else name)
+        object.__setattr__(self, "source", name)
 
     @staticmethod
     def of(spec: ModelSpec, source: str = "") -> Model:

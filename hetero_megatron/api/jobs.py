@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hetero_megatron.training.runtime import StepStats
 
 
-
 @dataclass(frozen=True)
 class Trained:
     """What became of a run, on this rank.
@@ -126,9 +125,9 @@ def words(flags: Mapping[str, Any]) -> list[str]:
         if value is None or value is False:
             continue
         found.append("--" + key.replace("_", "-"))
+        if value is True:
+            continue
         for one in value if isinstance(value, (list, tuple)) else [value]:
-            if one is True and one is value:
-                continue
             if isinstance(one, bool) or not isinstance(one, (str, int, float, os.PathLike)):
                 accepted = "a word, a number, a path, or a list of these; True for a flag without a value"
                 raise UserError("is no value of a flag", field=key, value=one, accepted=accepted)

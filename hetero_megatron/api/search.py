@@ -25,7 +25,6 @@ from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
 from hetero_megatron.plans.routing import routing_of
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
-from hetero_megatron.predictor.report.prediction import question
 
 Progress = Callable[[str], None]
 OBJECTIVES = ("tokens", "cost", "deadline")
@@ -70,9 +69,9 @@ class Found:
     @cached_property
     def prediction(self) -> Prediction:
         """Step time, memory and timeline of the plan."""
-        asked = question(self.result.scorer.costs, self.problem.global_batch_size)
+        assert self.summary.asked is not None
         compiled = CompiledPlan(self.plan.canonical, self.plan.model.spec)
-        return Prediction(self.plan, self.cluster, self.result.best.prediction, asked, compiled)
+        return Prediction(self.plan, self.cluster, self.result.best.prediction, self.summary.asked, compiled)
 
     @property
     def others(self) -> list[Plan]:

@@ -53,9 +53,7 @@ def main(argv: Sequence[str]) -> int:
     made = made_for_of(document)
     name = model_name(made, args.model)
     model, cluster = Model.of(with_lora(args, load_model(name), made), name), Cluster.read(args.cluster)
-    plan = Plan.read(
-        document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args, made, args.plan)
-    )
+    plan = Plan.read(document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args))
     for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
     less = made.less_memory(cluster.described, plan.ranks, args.plan) if made is not None else None

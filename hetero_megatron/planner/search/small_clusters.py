@@ -237,7 +237,6 @@ def _unequal_shares(problem: PlanningProblem, incumbent: Incumbent) -> bool:
     if incumbent.rows and incumbent.rows[0][2].pipelines > 1:
         most = fit.computed + FITTED
 
-
         def near(template: PlanTemplate) -> Iterator[PlanTemplate]:
             return itertools.chain(
                 neighbours(template, problem.space), _other_chips(template, problem, scorer.pool)

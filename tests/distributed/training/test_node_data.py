@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -126,18 +127,24 @@ def test_one_rank_of_each_node_reads_under_any_plan(kind: Callable[[Path], str],
     check_curves(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_data_that_the_reader_refuses_ends_all_ranks_with_its_message(tmp_path: Path) -> None:
-    words = text(tmp_path)
-    with (tmp_path / "data_valid.jsonl").open("a") as file:
-        file.write('{"text": "cut o')
-    (tmp_path / "plan.yaml").write_text(TWO_STAGES)
-    ranks = start_ranks(2, f"{words} {flags(tmp_path)} --plan {tmp_path}/plan.yaml".split(), nodes="aa")
+def refused(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    """What two ranks say on standard error that both refuse."""
     try:
         said = [rank.communicate(240)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [2, 2], said
+    return said
+
+
+def test_data_that_the_reader_refuses_ends_all_ranks_with_its_message(tmp_path: Path) -> None:
+    words = text(tmp_path)
+    with (tmp_path / "data_valid.jsonl").open("a") as file:
+        file.write('{"text": "cut o')
+    (tmp_path / "plan.yaml").write_text(TWO_STAGES)
+    ranks = start_ranks(2, f"{words} {flags(tmp_path)} --plan {tmp_path}/plan.yaml".split(), nodes="aa")
+    said = refused(ranks)
     assert "data_valid.jsonl" in said[0] and "Traceback" not in "".join(said), said
 
 
@@ -152,10 +159,5 @@ def test_nodes_that_read_unlike_streams_do_not_train_together(kind: Callable[[Pa
     flags = f"{words} --plan {tmp_path}/plan.yaml --dataloader-type streaming --train-iters 2 --lr 1e-3"
     own = {rank: ["--train-data-path", f"{tmp_path}/{name}.jsonl"] for rank, name in enumerate(("data_train", "other"))}
     ranks = start_ranks(2, flags.split(), own, nodes="ab")
-    try:
-        said = [rank.communicate(240)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2], said
+    said = refused(ranks)
     assert "data (train): rank 1 reads " in said[0] and "Traceback" not in "".join(said), said
