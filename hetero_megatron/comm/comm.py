@@ -25,6 +25,7 @@ from hetero_megatron.comm.connectivity import Reach, explain
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
+from hetero_megatron.comm.sockets import Sockets
 from hetero_megatron.comm.watchdog import TransferWatch
 from hetero_megatron.comm.work import CommError, Handle, Works, in_time, within
 from hetero_megatron.environment.launcher import LauncherEnvironment
@@ -56,6 +57,8 @@ class Comm:
         accelerator: streams, events and pinned memory of this rank's device; None: tensors are in host memory.
         watch: detects transfers that never end without blocking the host; None: all transfers block the host.
         load_direct: has a direct backend of this rank's platform registered with torch.
+        sockets: the connections of its groups, where somebody may want to cut them; None: nobody.
+        over: whether this job goes on without these groups, so that connecting is in vain.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Comm:
         self.copies: Copies | None = None
         self.accelerator: Accelerator | None = None
         self.load_direct: Callable[[str], None] = lambda _: None
+        self.sockets: Sockets | None = None
+        self.over: Callable[[], bool] = lambda: False
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
         self._channels: dict[int, tuple[Channel, Channel]] = {}  # by island of the peer: to lower ranks, to higher ones
@@ -177,12 +182,12 @@ class Comm:
         one of them is gone."""
         others, lost, turns = self._others(ranks), list[int](), itertools.count()
 
-        def gone() -> list[int]:
+        def gone() -> Sequence[int]:
             lost.extend(self.reach.gone(others, next(turns)))
-            return lost
+            return lost or (others if self.over() else lost)
 
         def run() -> T:
-            with self.hooks.on_other_cores():
+            with self.hooks.on_other_cores(), self.sockets.noted() if self.sockets is not None else nullcontext():
                 return connect()
 
         start = time.perf_counter()
@@ -251,6 +256,11 @@ class Comm:
                 group.destroy()
         self._groups.clear()
         self._background.clear()
+
+    def sever(self) -> None:
+        """End every transfer of the gloo groups at once, here and on their other members."""
+        if self.sockets is not None:
+            self.sockets.cut()
 
     @property
     def crossed_bytes(self) -> int:

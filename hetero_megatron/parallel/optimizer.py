@@ -130,12 +130,15 @@ class ShardedOptimizer:
         build: makes the optimizer from parameter groups (keys ``params``, ``decay``).
         offload: masters (then always fp32 copies) and moments live in host memory.
         apart: names of parameters that ``build``'s optimizer does not get: their masters change otherwise.
+
+    Attributes:
+        updates: how often the masters were changed; those of all ranks are equal between steps.
     """
 
     def __init__(
         self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = ()
     ) -> None:
-        self.sync, self.offload, self._apart = sync, offload, frozenset(apart)
+        self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
         self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
         groups = self._groups()
         self.inner = build(groups) if groups else None
@@ -201,6 +204,7 @@ class ShardedOptimizer:
             self.inner.step(coefficient if scaling else 1.0)
         elif self.inner is not None:
             self.inner.step()
+        self.updates += 1
         for masters, per in zip(self.masters, grads, strict=True):
             per.clear()
             for master in masters:
