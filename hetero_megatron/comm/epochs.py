@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,7 +104,7 @@ class EpochStore:
 
 
 class EpochWatch:
-    """A member's thread that looks whether its epoch is over, for the main thread may wait for a peer that is gone.
+    """A member's thread that looks whether its epoch is over: whoever waits for a transfer asks it.
 
     Attributes:
         called_off: why the job is to stop; empty: it is not.
@@ -113,19 +113,13 @@ class EpochWatch:
     def __init__(self, store: EpochStore) -> None:
         self._store, self.called_off = store, ""
         self._number, self._broken, self._ended = 0, False, False
-        self._cut: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="epochs").start()
 
     def begin(self, number: int) -> None:
         """Epoch ``number`` is the one that counts."""
         with self._lock:
-            self._number, self._broken, self._cut = number, False, lambda: None
-
-    def follow(self, cut: Callable[[], None]) -> None:
-        """``cut`` ends the transfers of this epoch; called, perhaps often, once it is over."""
-        with self._lock:
-            self._cut = cut
+            self._number, self._broken = number, False
 
     def broken(self) -> bool:
         """Whether a member of this epoch is lost, as far as this process knows."""
@@ -143,7 +137,6 @@ class EpochWatch:
                 with self._lock:
                     if number == self._number and broken:
                         self._broken = True
-                        self._cut()
                 time.sleep(WATCH_SECONDS)
 
 

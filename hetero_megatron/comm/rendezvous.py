@@ -397,3 +397,8 @@ def stop_comm(platform: Platform | None = None) -> None:
         dist.destroy_process_group()
         if platform is not None and platform.accelerator is not None:
             platform.accelerator.stop()
+
+
+def world_group() -> object:
+    """torch's group of all ranks; None: it was not made."""
+    return dist.group.WORLD if dist.is_initialized() else None

@@ -1,50 +1,36 @@
-"""The connections of a rank's gloo groups, so that they can be cut: gloo has no other way to end a transfer whose peer
-is alive and waits for somebody else. Linux only."""
+"""The connections of a rank's gloo groups, so that they can be cut when the job goes on without these groups: gloo does
+not give them back while transfers are under way. Linux only."""
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Sockets:
-    """Connections that were made while groups were created; those of stores and of other libraries are none of them."""
+    """Connections of this process that are younger than this object: those of the groups made since, for stores are
+    connected before and nothing else in a rank opens any."""
 
     def __init__(self) -> None:
-        self._made: dict[int, str] = {}  # by descriptor, the kernel's name of the socket
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """What is connected inside belongs to these."""
-        before = _open_sockets()
-        try:
-            yield
-        finally:
-            made = {number: name for number, name in _open_sockets().items() if before.get(number) != name}
-            with self._lock:
-                self._made |= made
+        self._older = _open_sockets()
 
     def cut(self) -> None:
-        """End all of them, on both sides: every transfer that waits fails at once. From any thread, more than once."""
-        with self._lock:
-            now = _open_sockets()
-            for number, name in self._made.items():
-                if now.get(number) == name:
-                    with suppress(OSError):
-                        _shut(number)
+        """End all of them, on both sides: transfers that wait fail, and gloo closes what it had open."""
+        for number, name in _open_sockets().items():
+            if self._older.get(number) != name:
+                with suppress(OSError):
+                    _shut(number)
 
 
 def _shut(number: int) -> None:
     with socket.socket(fileno=os.dup(number)) as one:
-        listens = one.family == socket.AF_UNIX or one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if not listens:  # gloo ends the process where its listener fails
+        network = one.family in (socket.AF_INET, socket.AF_INET6)
+        listens = network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if network and not listens:  # gloo ends the process where its listener fails
             one.shutdown(socket.SHUT_RDWR)
 
 

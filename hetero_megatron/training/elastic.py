@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm
+from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
 from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, await_epoch
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment
@@ -88,6 +88,7 @@ class ElasticRank:
         self.store = EpochStore.of_member(self.launcher)
         self.watch = EpochWatch(EpochStore.of_member(self.launcher))
         self.node = self.launcher.node or socket.gethostname()
+        self._torn: list[object] = []
 
     def run(self) -> int:
         """Until the run ends, or goes on without this rank. Returns its exit code."""
@@ -133,7 +134,7 @@ class ElasticRank:
             if handed.leaves:
                 self.store.leave(self.member, "it was told to leave")
                 return 0
-        self._tear_down(comm, training)
+        self._tear_down(comm, training, failed)
         self.store.stopped(self.number, self.member, failed)
         return None
 
@@ -147,7 +148,6 @@ class ElasticRank:
         comm = start_comm(
             self.platform, timeout, place, self.launcher, emulation.hooks(), transport, over=self.watch.broken
         )
-        self.watch.follow(comm.sever)
         return comm, emulation
 
     def _set_up(self, comm: Comm, emulation: Emulation) -> Training | None:
@@ -225,7 +225,9 @@ class ElasticRank:
             assert isinstance(training.elastic, ElasticState)
             self.held = training.elastic.held()
 
-    def _tear_down(self, comm: Comm | None, training: Training | None) -> None:
+    def _tear_down(self, comm: Comm | None, training: Training | None, failed: bool) -> None:
+        """Leave an epoch. What was torn is kept: gloo's groups wait, when they end, for messages that never will."""
+        self._torn += [(comm, world_group())] if failed else []
         if comm is not None:
             comm.sever()
             if comm.reach.beacon is not None:
