@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     try:  # the report may take longer than the search did
         companion.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
         if not args.json:
-            print(found.file, found.explain(), "", sep="\n", flush=True)
+            print(_without_packed(found.file), found.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")
         found.compare(baselines=not args.no_baselines, every=args.compare, progress=tell)
         if tell is not None:
@@ -84,6 +85,11 @@ def main(argv: Sequence[str]) -> int:
         exported = found.plan.canonical, found.plan.model.spec, found.cluster.described, found.plan.dtype
         write_text(name, "--export", export(kind, *exported))
     return 0
+
+
+def _without_packed(text: str) -> str:
+    """A plan file for the terminal: schedules that are packed are only named, as the report says what they are."""
+    return re.sub(r"stages: zlib:[\w=-]+", "stages: in the plan file (--out)", text)
 
 
 def _for_runtime(args: Namespace, found: Found) -> int:
