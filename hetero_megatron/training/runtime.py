@@ -161,7 +161,7 @@ class Runtime:
         """Of a stage that divides its weights; they are given up here, but where nothing is trained."""
         if self.stage.weights is None:
             return None
-        require_plain(self.options, self.comm.device.type, f"{self.here.path}.weights")
+        require_plain(self.options, f"{self.here.path}.weights")
         gradients = self.kernels.weight_gradients
         divided = DividedWeights(self.stage, self.spec.tied, self.sync, self.comm, self.boxes, gradients)
         apply_divided_weights(self.model, divided)
