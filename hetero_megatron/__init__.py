@@ -21,6 +21,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Found",
+    "FoundFor",
     "Memory",
     "Model",
     "Plan",
@@ -38,7 +39,7 @@ _MODULES = {
     "api.inputs": ("Cluster", "Model"),
     "api.jobs": ("Answer", "Trained", "generate", "train"),
     "api.plans": ("Comparison", "Memory", "Plan", "Prediction", "memory", "predict"),
-    "api.search": ("Found", "plan"),
+    "api.search": ("Found", "FoundFor", "plan"),
     "errors": ("UserError",),
 }
 _HOME = {name: f"hetero_megatron.{module}" for module, names in _MODULES.items() for name in names}

@@ -166,7 +166,10 @@ def test_adapters_fit_where_full_fine_tuning_fits_nowhere(
         peak = run_rank(run, rank).peak
         assert peak <= run.cluster.chip_of(rank).memory
         assert abs(predicted[rank].total - peak) <= 0.05 * peak
-    # The plan says what it was made for: it is not one for training everything.
+    # The plan says what it was made for: predicted without the flag, as with it, and for no other rank.
     predict = f"predict --plan {tmp_path}/plan.yaml --cluster {tmp_path}/cards.yaml"
-    assert command(predict, capsys)[0] == 2
-    assert command(f"{predict} --lora-rank 16", capsys)[0] == 0
+    code, unsaid, _ = command(predict, capsys)
+    assert code == 0 and "rank 16" in unsaid
+    assert command(f"{predict} --lora-rank 16", capsys)[:2] == (0, unsaid)
+    code, _, err = command(f"{predict} --lora-rank 8", capsys)
+    assert code == 2 and "made with --lora-rank 16" in err
