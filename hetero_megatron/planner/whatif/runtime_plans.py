@@ -51,7 +51,9 @@ class _Candidate:
     order: tuple[int, ...]
 
 
-def best_for(runtime: ForeignRuntime, problem: PlanningProblem, progress: Callable[[str], None] | None = None) -> RuntimePlan:
+def best_for(
+    runtime: ForeignRuntime, problem: PlanningProblem, progress: Callable[[str], None] | None = None
+) -> RuntimePlan:
     """The fastest plan of equal degrees that ``runtime`` can express, on all chips or those of some types.
 
     Raises:
@@ -139,7 +141,9 @@ def _candidates(runtime: ForeignRuntime, problem: PlanningProblem, scorer: Templ
                     yield _Candidate(seconds, flags, order)
 
 
-def _degrees(runtime: ForeignRuntime, problem: PlanningProblem, order: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def _degrees(
+    runtime: ForeignRuntime, problem: PlanningProblem, order: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
     """(tensor, pipeline, data parallel) over these ranks, tensor parallel groups inside nodes."""
     chips, ranks = len(order), problem.cluster.ranks
     for tp in range(1, (min(chips, problem.model.num_heads) if runtime.tensor else 1) + 1):
