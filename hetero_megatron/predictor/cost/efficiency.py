@@ -44,9 +44,10 @@ OTHER = Share(0.75)  # the lower end of what was measured in 16 bit on boards th
 
 
 def share_of_peak(chip: str, dtype: str) -> Share:
-    """Of a chip, by its name; fp32 as 16 bit where nobody measured it, fp64 and fp8 as that."""
+    """Of a chip, by its name; fp32 as 16 bit where nobody measured it, fp64 and fp8 as that: assumed."""
     tables = (FULL, HALF) if dtype == "fp32" else (HALF,)
     for table in tables:
         if names := [name for name in table if chip.startswith(name)]:
-            return table[max(names, key=len)]
+            found = table[max(names, key=len)]
+            return found if table is FULL or dtype in ("bf16", "fp16") else Share(found.value)
     return OTHER
