@@ -14,27 +14,10 @@ import torch
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.work import Handle
 from hetero_megatron.layout import Box
+from hetero_megatron.plans.memory.replicas import choose_holders
 from hetero_megatron.training.held_state import Boxed, Held, Moment, as_bytes
 
 ALIGNED = 8  # bytes: any element may begin there
-
-
-def choose_holders(nodes: Sequence[str], sizes: Sequence[int], staying: Sequence[bool] | None = None) -> list[int]:
-    """For each rank, which other one holds its copy: of another node where there is one, and of those the one that
-    holds least so far, the nearest after it first; itself where no other one may.
-
-    Args:
-        nodes: of the ranks; sizes: what each owns; staying: may hold copies (None: all).
-    """
-    count = len(nodes)
-    stays = [True] * count if staying is None else list(staying)
-    load, found = [0] * count, [0] * count
-    for i in sorted(range(count), key=lambda i: (-sizes[i], i)):
-        others = [j for j in range(count) if j != i and stays[j]] or [i]
-        apart = [j for j in others if nodes[j] != nodes[i]] or others
-        found[i] = min(apart, key=lambda j: (load[j], (j - i) % count))
-        load[found[i]] += sizes[i]
-    return found
 
 
 @dataclass(frozen=True)

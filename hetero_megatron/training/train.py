@@ -22,6 +22,7 @@ from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import StragglerReport, say_joined
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory, check_offload, cpu_adam
+from hetero_megatron.pipeline.stage_model import Initialize
 from hetero_megatron.plans import locate, stage_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
@@ -120,7 +121,8 @@ def set_up(
     )
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
-    runtime = build_runtime(config, comm, platform, plugins, weights, alignment)
+    initialize = weights.values if resume is None else weights.blank
+    runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
     alignment.follow(runtime)
@@ -149,7 +151,7 @@ def set_up(
 
 
 def build_runtime(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, weights: InitialWeights, alignment: Alignment
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, initialize: Initialize, alignment: Alignment
 ) -> Runtime:
     """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
     plan, dtype = config.plan, DTYPES[config.dtype]
@@ -162,7 +164,7 @@ def build_runtime(
     kernels = alignment.wrap(chosen, comm.rank)
     offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
     optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)
-    return Runtime(config.compiled, comm, dtype, weights.values, optimizer, kernels, options)
+    return Runtime(config.compiled, comm, dtype, initialize, optimizer, kernels, options)
 
 
 def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:
