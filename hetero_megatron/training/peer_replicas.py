@@ -21,7 +21,7 @@ ALIGNED = 8  # bytes: any element may begin there
 
 
 @dataclass(frozen=True)
-class Entry:
+class PackedBox:
     """One box in a packed copy."""
 
     name: str
@@ -37,15 +37,15 @@ class Entry:
         return -(-self.bytes // ALIGNED) * ALIGNED
 
 
-def entries_of(tensors: Boxed) -> list[Entry]:
+def entries_of(tensors: Boxed) -> list[PackedBox]:
     return [
-        Entry(name, box, str(values.dtype).removeprefix("torch."))
+        PackedBox(name, box, str(values.dtype).removeprefix("torch."))
         for name, parts in tensors.items()
         for box, values in parts
     ]
 
 
-def pack(tensors: Boxed, entries: Sequence[Entry], into: torch.Tensor) -> None:
+def pack(tensors: Boxed, entries: Sequence[PackedBox], into: torch.Tensor) -> None:
     at = 0
     values = (values for parts in tensors.values() for _, values in parts)
     for entry, value in zip(entries, values, strict=True):
@@ -53,7 +53,7 @@ def pack(tensors: Boxed, entries: Sequence[Entry], into: torch.Tensor) -> None:
         at += entry.padded
 
 
-def unpack(entries: Sequence[Entry], flat: torch.Tensor) -> Boxed:
+def unpack(entries: Sequence[PackedBox], flat: torch.Tensor) -> Boxed:
     """Views of a packed copy."""
     found: Boxed = {}
     at = 0
@@ -65,7 +65,7 @@ def unpack(entries: Sequence[Entry], flat: torch.Tensor) -> Boxed:
 
 
 @dataclass
-class Copies:
+class PackedState:
     """Packed copies of one moment: this rank's own and those of others.
 
     Attributes:
@@ -74,7 +74,7 @@ class Copies:
         complete: all that others send has come.
     """
 
-    entries: list[list[Entry]]
+    entries: list[list[PackedBox]]
     index: int
     own: torch.Tensor
     others: Mapping[int, torch.Tensor]
@@ -110,12 +110,12 @@ class CopyExchange:
     node: str
     tensors: Boxed
     leaving: bool = False
-    entries: list[list[Entry]] = field(init=False)  # by index in the group
+    entries: list[list[PackedBox]] = field(init=False)  # by index in the group
     holders: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         said = self.group.gather_objects(
-            (self.node, self.leaving, entries_of(self.tensors)), tuple[str, bool, list[Entry]]
+            (self.node, self.leaving, entries_of(self.tensors)), tuple[str, bool, list[PackedBox]]
         )
         self.entries = [entries for _, _, entries in said]
         sizes = [self.size(i) for i in range(len(said))]
@@ -129,12 +129,12 @@ class CopyExchange:
         """Whose copies this rank holds."""
         return [i for i, holder in enumerate(self.holders) if holder == self.group.index]
 
-    def memory(self) -> Copies:
+    def memory(self) -> PackedState:
         me = self.group.index
         others = {i: torch.empty(self.size(i), dtype=torch.uint8) for i in self.held}
-        return Copies(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), others)
+        return PackedState(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), others)
 
-    def start(self, copies: Copies, moment: Moment, tensors: Boxed) -> Handle:
+    def start(self, copies: PackedState, moment: Moment, tensors: Boxed) -> Handle:
         """Pack ``tensors``, with boxes as in ``entries``, and send them."""
         me, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
@@ -169,7 +169,7 @@ class PeerReplicas:
     def __init__(self, group: Group, every: int, node: str) -> None:
         self.group, self.every, self.node = group, every, node
         self._exchange: CopyExchange | None = None
-        self._slots: list[Copies] = []
+        self._slots: list[PackedState] = []
         self._stepped: bool | None = None
         self._under_way: Handle | None = None
 
