@@ -95,12 +95,14 @@ def test_lost_and_leaving_ranks_change_nothing(tmp_path: Path) -> None:
     assert {int(rank): int(size) for rank, size in real.items()} == {r: held for r, (held, _) in predicted.items()}
 
 
+# Copies of ranks 0, 1, 2 and 3 of the first plan lie on 1, 2, 3 and 0.
 # Name -> (happenings, flags, what the line of the last epoch says, grace)
 CASES = {
-    "two at once": ([Happening(0, "step", 4), Happening(2, "step", 4)], (), "", 30.0),
+    "two at once": ([Happening(0, "step", 4), Happening(2, "step", 4)], (), "from memory", 30.0),
     "in the update": ([Happening(1, "update", 4)], (), "from memory", 30.0),
     "before its copy": ([Happening(2, "copy", 5)], (), "from memory", 30.0),
-    "while state moves": ([Happening(3, "step", 3), Happening(0, "move", 1)], (), "from memory", 30.0),
+    "while state moves": ([Happening(3, "step", 3), Happening(1, "move", 1)], (), "from memory", 30.0),
+    "with its copy": ([Happening(3, "step", 3), Happening(0, "move", 1)], (), "from a checkpoint", 30.0),
     "while groups are made": ([Happening(3, "step", 3), Happening(1, "join", 1)], (), "from memory", 30.0),
     "three in turn": ([Happening(r, "step", 2 * r + 2) for r in range(3)], (), "from memory", 30.0),
     "frozen": ([Happening(1, "step", 4, "freeze")], (), "from memory", 3.0),
