@@ -24,6 +24,7 @@ __all__ = [
     "FoundFor",
     "Memory",
     "Model",
+    "Offers",
     "Plan",
     "Prediction",
     "Trained",
@@ -33,6 +34,7 @@ __all__ = [
     "memory",
     "plan",
     "predict",
+    "shop",
     "train",
 ]
 _MODULES = {
@@ -40,6 +42,7 @@ _MODULES = {
     "api.jobs": ("Answer", "Trained", "generate", "train"),
     "api.plans": ("Comparison", "Memory", "Plan", "Prediction", "memory", "predict"),
     "api.search": ("Found", "FoundFor", "plan"),
+    "api.shop": ("Offers", "shop"),
     "errors": ("UserError",),
 }
 _HOME = {name: f"hetero_megatron.{module}" for module, names in _MODULES.items() for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -51,6 +52,10 @@ def main(argv: Sequence[str]) -> int:
     notices = [*positions_notice(Model.of(given), args.seq_length), *cluster.notices]
     for notice in notices:
         print(notice_line(notice), file=sys.stderr)
+    if args.shop:
+        from hetero_megatron.cli.plan_shop import main as shop
+
+        return shop(args, model, cluster)
     with WorkLine("search", args.time_limit or 0.0, show=format_seconds) as line:
         say = None if args.json or args.quiet else partial(_say, line=line)
         elapsed = None if args.quiet else lambda seconds: line.add(seconds - line.done)
@@ -62,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     try:  # the report may take longer than the search did
         companion.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
         if not args.json:
-            print(found.file, found.explain(), "", sep="\n", flush=True)
+            print(_without_packed(found.file), found.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")
         found.compare(baselines=not args.no_baselines, every=args.compare, progress=tell)
         if tell is not None:
@@ -84,6 +89,11 @@ def main(argv: Sequence[str]) -> int:
         exported = found.plan.canonical, found.plan.model.spec, found.cluster.described, found.plan.dtype
         write_text(name, "--export", export(kind, *exported))
     return 0
+
+
+def _without_packed(text: str) -> str:
+    """A plan file for the terminal: schedules that are packed are only named, as the report says what they are."""
+    return re.sub(r"stages: zlib:[\w=-]+", "stages: in the plan file (--out)", text)
 
 
 def _for_runtime(args: Namespace, found: Found) -> int:
@@ -164,6 +174,9 @@ def _parser() -> ArgumentParser:
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
     add("--for", dest="runtime", choices=tuple(RUNTIMES),
         help="the best plan that this runtime can express, its file, and what that costs")  # fmt: skip
+    add("--shop", metavar="CARD,CARD", help="what more of these cards would buy, beside --prices and --budget")
+    add("--prices", metavar="FILE", help="prices of cards and hosts, for --shop (docs/planner.md)")
+    add("--budget", type=Number(float, 1e-6, 1e15), metavar="N", help="for --shop, in the currency of --prices")
     return parser
 
 
@@ -180,6 +193,14 @@ def _check(args: Namespace) -> None:
         if args.runtime and args.export.partition(":")[0] != args.runtime:
             raise UserError("it contradicts --for", field="--export", value=args.export,
                             accepted=f"{args.runtime}:FILE")  # fmt: skip
+    for flag in ("prices", "budget"):
+        if bool(args.shop) != (getattr(args, flag) is not None):
+            problem = "missing beside --shop" if args.shop else "it needs --shop"
+            raise UserError(problem, field="--" + flag, accepted="--shop CARD,CARD --prices FILE --budget N")
+    for flag in ("runtime", "compare", "fallbacks", "export", "out", "routing_stats", "time_limit"):
+        if args.shop and getattr(args, flag):
+            name = "--for" if flag == "runtime" else "--" + flag.replace("_", "-")
+            raise UserError("--shop plans for many clusters", field=name, accepted="one of the two")
     for flag in ("compare", "fallbacks", "no_baselines"):
         if args.runtime and getattr(args, flag):
             raise UserError("--for has no such report", field="--" + flag.replace("_", "-"), accepted="one of the two")

@@ -87,9 +87,10 @@ class Reporter:
             logging.save,
             logging.tensorboard_dir,
             logging.wandb,
+            logging.mlflow,
             Resumed(self.first_step - 1, trains, evaluates) if self._goes_on() else None,
             tensorboard_queue_size=logging.tensorboard_queue_size,
-            tensorboard_interval=logging.tensorboard_interval,
+            interval=logging.tensorboard_interval,
             purge_step=begins if trains else None,
         )
 
@@ -212,6 +213,11 @@ class Reporter:
         """Whatever ends the run: what was reported is on disk."""
         if self.writer is not None:
             self.writer.flush()
+
+    def close(self) -> None:
+        """Close the files of a run that another one goes on with."""
+        if self.writer is not None:
+            self.writer.close()
 
     def finish(self, step: int, reason: str) -> None:
         """Say how it ended, and close the files. Called on all ranks."""

@@ -131,13 +131,16 @@ class ShardedOptimizer:
         offload: masters (then always fp32 copies) and moments live in host memory.
         apart: names of parameters that ``build``'s optimizer does not get: their masters change otherwise.
         divided: first values of pieces of weights that the stage divides, which the parameters do not have.
+
+    Attributes:
+        updates: how often the masters were changed; those of all ranks are equal between steps.
     """
 
     def __init__(
         self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = (),
         divided: Callable[[Sequence[str], Sequence[OwnedPiece]], list[torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
-        self.sync, self.offload, self._apart = sync, offload, frozenset(apart)
+        self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
         self.masters = []
         for exchange in sync.exchanges:
             if exchange.bucket.weights is not None:
@@ -210,6 +213,7 @@ class ShardedOptimizer:
             self.inner.step(coefficient if scaling else 1.0)
         elif self.inner is not None:
             self.inner.step()
+        self.updates += 1
         for masters, per in zip(self.masters, grads, strict=True):
             per.clear()
             for master in masters:

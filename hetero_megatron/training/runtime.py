@@ -87,6 +87,7 @@ class Runtime:
         eager_steps: that are still to come before layers run as graphs.
         unwatched: context in which nothing is recorded of what the model does.
         before_update: called before weights change: waits for whoever still reads weights or moments.
+        before_commit: called before all ranks hear of each other that their gradients are complete.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Runtime:
             self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values)
         self.divided = self._divided_weights(built)
         self.before_update: Callable[[], None] = lambda: None
+        self.before_commit: Callable[[], None] = lambda: None
         self.unwatched: Callable[[], AbstractContextManager[object]] = nullcontext
         self._warm: dict[bool, frozenset[tuple[int, int]]] = {}
 
@@ -312,6 +314,7 @@ class Runtime:
                 self.graphs.warmed_up = self.eager_steps == 0
                 self.eager_steps = max(self.eager_steps - 1, 0)
             result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
+            self.before_commit()
             every = self.gather(result, owned_norm(grads, self.kernels.l2norm), stop)
             loss_sum, tokens, square, stops = every[:, :4].sum(0).tolist()
             if tokens == 0:

@@ -90,7 +90,8 @@ def test_a_divided_base_is_in_the_estimate_to_the_byte(tmp_path: Path) -> None:
             for rank in run.plan.ranks:
                 dry, estimate = run_rank(run, rank), estimates[rank]
                 assert dry.parameters == estimate.weights, (kind, dtype, way, rank)
-                assert 0.85 * dry.peak <= estimate.total <= 1.25 * dry.peak, (kind, dtype, way, rank, dry.peak, estimate)
+                ratio = estimate.total / dry.peak
+                assert 0.85 <= ratio <= 1.25, (kind, dtype, way, rank, ratio)
 
 
 EXPERTS = {
