@@ -51,7 +51,8 @@ class DividedStages:
         self.why = str(outcome)
         if outcome.plans:
             best = outcome.plans[0]
-            faster = "nothing fits without" if alone else f"{before / best.step_seconds:.2f} x as fast as the best without"
+            times = before / best.step_seconds
+            faster = "nothing fits without" if alone else f"{times:.2f} x as fast as the best without"
             self.why += "; ".join([f"; chosen: {faster}", *shares_text(best)])
         elif outcome.tried:
             self.why += "; none fits into memory" if alone else "; none is faster than the plan without"
@@ -61,7 +62,8 @@ class DividedStages:
 def _cannot(problem: PlanningProblem) -> bool:
     """What :mod:`hetero_megatron.plans.weights` refuses beside divided weights, or the question rules out."""
     model, space = problem.model, problem.space
-    beside = model.moe is not None or (model.lora is not None and model.lora.dora) or problem.options.costs.fp8 is not None
+    dora = model.lora is not None and model.lora.dora
+    beside = model.moe is not None or dora or problem.options.costs.fp8 is not None
     return beside or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 
@@ -77,7 +79,7 @@ def _short(best: SimulatedPlan) -> bool:
 
 
 def shares_text(best: SimulatedPlan) -> list[str]:
-    """By stage of unlike chips, such as ``4 card48 hold 67 % of the state and 50 % of the tokens, 4 card24 33 % and 50 %``."""
+    """By stage of unlike chips, such as ``1 big hold 65% of the state and 50% of the tokens, 1 small 35% and 50%``."""
     found, size = [], best.plan.pipelines[0].micro_batch_size
     for stage in best.plan.stages:
         chips = dict.fromkeys(best.cluster.ranks[rank].chip for rank in stage.ranks)
@@ -136,10 +138,8 @@ class _DividedSearch(StagedSearch):
         key = (self.alike(ranks), tp, structure.size, head)
         if key not in self._speeds:
             operators = [self.costs.operators(self.cluster.ranks[rank].chip) for rank in ranks[::tp]]
-            length = self.costs.seq_length
-            seconds = [
-                [sum(ops.layer(1 / tp, n, length)) if n else 0.0 for n in range(structure.size + 1)] for ops in operators
-            ]
+            length, sizes = self.costs.seq_length, range(structure.size + 1)
+            seconds = [[sum(ops.layer(1 / tp, n, length)) if n else 0.0 for n in sizes] for ops in operators]
             rows = self._rows[key] = min_max_counts(seconds, structure.size)
             if rows is None:
                 self._speeds[key] = None

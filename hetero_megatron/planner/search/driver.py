@@ -204,7 +204,8 @@ def _search(
     return SearchResult(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(found.incumbent.rejected), found.complete,
         found.method, context.why, context.tried,
-        problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why, divided=divided.why,
+        problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
+        divided=divided.why,
         by_groups=tuple(row[2] for row in found.incumbent.by_groups.values()),
     )  # fmt: skip
 

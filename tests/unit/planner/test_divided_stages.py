@@ -50,7 +50,8 @@ def test_found_where_nothing_else_fits() -> None:
         search(problem(cluster, SearchSpace(inner_dp=False, max_tp=1, offload="never", more_schedules="never")))
     result = search(problem(cluster))
     best = result.best
-    assert "nothing fits without; 1 big hold" in result.divided and "of the state and 50% of the tokens" in result.divided
+    for words in ("nothing fits without; 1 big hold", "of the state and 50% of the tokens"):
+        assert words in result.divided
     assert not best.prediction.over
     for stage in (s for s in best.plan.stages if len(s.units) == 2):
         assert stage.weights is not None
