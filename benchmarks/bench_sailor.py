@@ -29,7 +29,7 @@ from hetero_megatron.planner.search.local_search import EFFORT, LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.template.placement import place, to_plan
 from hetero_megatron.plans import validate
-from hetero_megatron.plans.export import export
+from hetero_megatron.plans.export import sailor
 from hetero_megatron.spec import load_model
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "papers"
@@ -118,7 +118,7 @@ def plan_case(judge: Judge, case: Case) -> tuple[str, str, float, int]:
     validate(plan, model, cluster, dtype="fp32")
     seconds = time.process_time() - started
     described = text_of(chosen, [g.chip for g in scorer.pool.groups])
-    return export("sailor", plan, cluster), described, seconds, scorer.evaluated
+    return sailor(plan, cluster), described, seconds, scorer.evaluated
 
 
 def _first(incumbent: Incumbent, count: int) -> list[Row]:

@@ -21,8 +21,10 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Found",
+    "FoundFor",
     "Memory",
     "Model",
+    "Offers",
     "Plan",
     "Prediction",
     "Trained",
@@ -32,13 +34,15 @@ __all__ = [
     "memory",
     "plan",
     "predict",
+    "shop",
     "train",
 ]
 _MODULES = {
     "api.inputs": ("Cluster", "Model"),
     "api.jobs": ("Answer", "Trained", "generate", "train"),
     "api.plans": ("Comparison", "Memory", "Plan", "Prediction", "memory", "predict"),
-    "api.search": ("Found", "plan"),
+    "api.search": ("Found", "FoundFor", "plan"),
+    "api.shop": ("Offers", "shop"),
     "errors": ("UserError",),
 }
 _HOME = {name: f"hetero_megatron.{module}" for module, names in _MODULES.items() for name in names}

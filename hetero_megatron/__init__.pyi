@@ -11,6 +11,9 @@ from hetero_megatron.api.plans import Prediction as Prediction
 from hetero_megatron.api.plans import memory as memory
 from hetero_megatron.api.plans import predict as predict
 from hetero_megatron.api.search import Found as Found
+from hetero_megatron.api.search import FoundFor as FoundFor
 from hetero_megatron.api.search import plan as plan
+from hetero_megatron.api.shop import Offers as Offers
+from hetero_megatron.api.shop import shop as shop
 from hetero_megatron.errors import UserError as UserError
 from hetero_megatron.utils.version import __version__ as __version__

@@ -19,15 +19,50 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
+from hetero_megatron.planner.whatif.runtime_plans import best_for
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
 from hetero_megatron.plans.routing import routing_of
+from hetero_megatron.plans.runtimes.table import RUNTIMES, written
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.utils.text import format_seconds
 
 Progress = Callable[[str], None]
 OBJECTIVES = ("tokens", "cost", "deadline")
+
+
+@dataclass(frozen=True)
+class FoundFor:
+    """The best plan that another runtime can express.
+
+    Attributes:
+        prediction: of it, by the same cost model.
+        slower: its step time over that of the plan without the runtime's limits.
+        considered: plans that the runtime can express and that were estimated.
+    """
+
+    runtime: str
+    plan: Plan
+    prediction: Prediction
+    slower: float
+    considered: int
+
+    @property
+    def file(self) -> str:
+        """The runtime's configuration file."""
+        return written(
+            self.runtime, self.plan.canonical, self.plan.model.spec, self.prediction.cluster.described, self.plan.dtype
+        )
+
+    def __str__(self) -> str:
+        mine, all_ = self.prediction.step_seconds, self.prediction.step_seconds / self.slower
+        return (
+            f"{self.runtime}'s best of {self.considered} plans: {format_seconds(mine)} per step,"
+            f" {self.prediction.tokens_per_second:,.0f} tokens/s; without its limits {format_seconds(all_)}"
+            f" ({self.slower:.2f}x)"
+        )
 
 
 @dataclass(frozen=True)
@@ -107,6 +142,22 @@ class Found:
         """A plan for the loss of each node, alike ones once."""
         self.summary.losses = WarmPlanner(self.problem.on(self.cluster.described), self.result).losses()
         return self.summary.losses
+
+    def best_for(self, runtime: str, progress: Progress | None = None) -> FoundFor:
+        """The best plan of the same question that another runtime can express: "megatron", "torchtitan", "deepspeed"
+        or "accelerate", with equal degrees on all ranks, and its configuration file.
+
+        Raises:
+            UserError: an unknown runtime, or it can express no plan that fits.
+        """
+        if runtime not in RUNTIMES:
+            raise UserError("unknown runtime", field="runtime", value=runtime, accepted=", ".join(RUNTIMES))
+        found = best_for(RUNTIMES[runtime], self.problem.on(self.cluster.described), progress)
+        made = self.plan.canonical.made_for
+        chosen = replace(self.plan, canonical=replace(found.plan, made_for=made))
+        asked, compiled = self.prediction.asked, CompiledPlan(chosen.canonical, chosen.model.spec)
+        predicted = Prediction(chosen, self.cluster, found.prediction, asked, compiled)
+        return FoundFor(runtime, chosen, predicted, predicted.step_seconds / self.step_seconds, found.considered)
 
     def as_json(self) -> dict[str, Any]:
         """Everything that the report says, as JSON data."""

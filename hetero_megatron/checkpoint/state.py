@@ -86,7 +86,7 @@ def load_tensors(
     check_model(checkpoint, spec)
     if with_optimizer:
         check_moments(checkpoint, spec)
-        _make_states(optimizer, moments(checkpoint), (checkpoint.state["optimizer"] or {}).get("numbers", {}))
+        make_states(optimizer, moments(checkpoint), (checkpoint.state["optimizer"] or {}).get("numbers", {}))
     tensors, _ = owned_tensors(optimizer, spec, with_optimizer)
     checkpoint.read_into(tensors, group)
     optimizer.all_gather()
@@ -114,7 +114,7 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         raise damaged_error(Damaged(checkpoint.path / METADATA, what), checkpoint.field)
 
 
-def _make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:
+def make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:
     """Create optimizer states as at the first step, to be overwritten."""
     inner = optimizer.inner
     if inner is None or not names:

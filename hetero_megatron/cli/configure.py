@@ -25,7 +25,7 @@ from hetero_megatron.cli.flags.parse import (
     parse_all,
 )
 from hetero_megatron.cli.flags.plan import build_plan, take_defaults
-from hetero_megatron.cli.flags.training import build_checkpoint, build_failure, build_graphs
+from hetero_megatron.cli.flags.training import build_checkpoint, build_elastic, build_failure, build_graphs
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, build_datasets, reads_text, refuse_bytes
 from hetero_megatron.data.tokenizers import choose_type
@@ -134,6 +134,7 @@ def configure_arguments(
     schedule = part(lambda plan: training.build_schedule(args, plan.global_batch_size), plan)
     checkpoint, adapter = part(build_checkpoint, args), part(build_adapter, args)
     failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
+    elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
     graphs, as_rank = part(build_graphs, args, plan, spec, data), part(_as_rank, args, plan)
     parts.done()
@@ -145,6 +146,7 @@ def configure_arguments(
         schedule=schedule,
         cluster=cluster,
         seed=args["seed"],
+        elastic=elastic,
         dtype=dtype,
         fp8=fp8,
         loss_scale=loss_scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
+from hetero_megatron.plans.runtimes.table import RUNTIMES
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.exit_codes import INTERRUPTED
@@ -50,16 +52,22 @@ def main(argv: Sequence[str]) -> int:
     notices = [*positions_notice(Model.of(given), args.seq_length), *cluster.notices]
     for notice in notices:
         print(notice_line(notice), file=sys.stderr)
+    if args.shop:
+        from hetero_megatron.cli.plan_shop import main as shop
+
+        return shop(args, model, cluster)
     with WorkLine("search", args.time_limit or 0.0, show=format_seconds) as line:
         say = None if args.json or args.quiet else partial(_say, line=line)
         elapsed = None if args.quiet else lambda seconds: line.add(seconds - line.done)
         found = search(model, cluster, progress=say, elapsed=elapsed, **_question(args))
+    if args.runtime:
+        return _for_runtime(args, found)
     if args.out:
         write_text(args.out, "--out", found.file)
     try:  # the report may take longer than the search did
         companion.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
         if not args.json:
-            print(found.file, found.explain(), "", sep="\n", flush=True)
+            print(_without_packed(found.file), found.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")
         found.compare(baselines=not args.no_baselines, every=args.compare, progress=tell)
         if tell is not None:
@@ -78,7 +86,33 @@ def main(argv: Sequence[str]) -> int:
         print(found.comparisons(), flush=True)
     if args.export:  # last: what the format cannot say is refused, and the plan and its report are there
         kind, _, name = args.export.partition(":")
-        write_text(name, "--export", export(kind, found.plan.canonical, found.cluster.described))
+        exported = found.plan.canonical, found.plan.model.spec, found.cluster.described, found.plan.dtype
+        write_text(name, "--export", export(kind, *exported))
+    return 0
+
+
+def _without_packed(text: str) -> str:
+    """A plan file for the terminal: schedules that are packed are only named, as the report says what they are."""
+    return re.sub(r"stages: zlib:[\w=-]+", "stages: in the plan file (--out)", text)
+
+
+def _for_runtime(args: Namespace, found: Found) -> int:
+    """The plan that ``--for`` asks for, and what it costs beside the one without its limits."""
+    best = found.best_for(args.runtime, None if args.json or args.quiet else partial(_say, what=args.runtime))
+    if args.out:
+        write_text(args.out, "--out", f"# {best}.\n{best.plan.text()}")
+    if args.html:
+        write_text(args.html, "--html", best.prediction.page())
+    if args.export:
+        write_text(args.export.partition(":")[2], "--export", best.file)
+    if args.json:
+        print_json({
+            "runtime": best.runtime, "slower": best.slower, "considered": best.considered, "file": best.file,
+            "plan": best.plan.text(), "without_limits": {"step_seconds": found.step_seconds},
+            **best.prediction.as_json(),
+        })  # fmt: skip
+    else:
+        print(best.file, best.plan.explain(found.cluster), best, sep="\n")
     return 0
 
 
@@ -138,6 +172,11 @@ def _parser() -> ArgumentParser:
         help="also search each chip type alone and predict all good uniform plans: longer than the search")  # fmt: skip
     add("--no-baselines", action="store_true", help="no uniform plan and single chip types for comparison")
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
+    add("--for", dest="runtime", choices=tuple(RUNTIMES),
+        help="the best plan that this runtime can express, its file, and what that costs")  # fmt: skip
+    add("--shop", metavar="CARD,CARD", help="what more of these cards would buy, beside --prices and --budget")
+    add("--prices", metavar="FILE", help="prices of cards and hosts, for --shop (docs/planner.md)")
+    add("--budget", type=Number(float, 1e-6, 1e15), metavar="N", help="for --shop, in the currency of --prices")
     return parser
 
 
@@ -151,6 +190,20 @@ def _check(args: Namespace) -> None:
         raise UserError("it contradicts --compare", field="--no-baselines", accepted="one of the two")
     if args.export:
         _check_export(args.export)
+        if args.runtime and args.export.partition(":")[0] != args.runtime:
+            raise UserError("it contradicts --for", field="--export", value=args.export,
+                            accepted=f"{args.runtime}:FILE")  # fmt: skip
+    for flag in ("prices", "budget"):
+        if bool(args.shop) != (getattr(args, flag) is not None):
+            problem = "missing beside --shop" if args.shop else "it needs --shop"
+            raise UserError(problem, field="--" + flag, accepted="--shop CARD,CARD --prices FILE --budget N")
+    for flag in ("runtime", "compare", "fallbacks", "export", "out", "routing_stats", "time_limit"):
+        if args.shop and getattr(args, flag):
+            name = "--for" if flag == "runtime" else "--" + flag.replace("_", "-")
+            raise UserError("--shop plans for many clusters", field=name, accepted="one of the two")
+    for flag in ("compare", "fallbacks", "no_baselines"):
+        if args.runtime and getattr(args, flag):
+            raise UserError("--for has no such report", field="--" + flag.replace("_", "-"), accepted="one of the two")
     check_writable(args.out, "--out")
     check_writable(args.html, "--html")
     if args.fallbacks:
@@ -171,7 +224,7 @@ _EXPORTED: dict[str, Any] = {"more_schedules": "never", "context": "never", "off
 
 def _exportable(args: Namespace) -> dict[str, Any]:
     """The choices that ``--export``'s format leaves; flags that ask for what it cannot say are refused."""
-    if not args.export:
+    if not args.export or args.runtime:
         return {}
     kind = args.export.partition(":")[0]
     only = _EXPORTED | ({"recompute": "none"} if kind == "sailor" else {})

@@ -12,6 +12,8 @@ from hetero_megatron.cli.arguments import SHARE, ArgumentParser, count
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
+from hetero_megatron.cli.predict_from import SIZES, read_plan
+from hetero_megatron.errors import UserError
 from hetero_megatron.plans.made_for import made_for_of
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.layer_cost import CostOptions
@@ -23,7 +25,15 @@ from hetero_megatron.utils.yaml_document import read_document
 def main(argv: Sequence[str]) -> int:
     """Print the prediction; returns 1 if the plan does not fit into memory, which is also printed on stderr."""
     parser = ArgumentParser("predict", "Step time, memory and timeline of one plan, without running it.")
-    parser.add_argument("--plan", required=True, metavar="FILE", help="plan file")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--plan", metavar="FILE", help="plan file")
+    source.add_argument("--from", dest="source", metavar="FILE",
+                        help="launch script or flags of Megatron-LM or FlagScale, .toml of torchtitan, .json of "
+                        "DeepSpeed, .yaml of Accelerate")  # fmt: skip
+    for size in SIZES:
+        parser.add_argument("--" + size.replace("_", "-"), type=count(), metavar="N",
+                            help="where --from's file does not say it")  # fmt: skip
+    parser.add_argument("--nodes", metavar="A,B", help="on which --from's file runs, in the order of their ranks (all)")
     parser.add_argument(
         "--cluster", required=True, metavar="FILE", help="cluster file; its rates are used if it has any"
     )
@@ -49,11 +59,18 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(list(argv))
     check_writable(args.html, "--html")
     check_writable(args.trace, "--trace")
-    document = read_document(args.plan)
-    made = made_for_of(document)
-    name = model_name(made, args.model)
-    model, cluster = Model.of(with_lora(args, load_model(name), made), name), Cluster.read(args.cluster)
-    plan = Plan.read(document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args))
+    cluster, made = Cluster.read(args.cluster), None
+    if args.source:
+        plan = read_plan(args, cluster)
+    else:
+        for name in (*SIZES, "nodes"):
+            if getattr(args, name) is not None:
+                raise UserError("the plan file says it", field="--" + name.replace("_", "-"), accepted="--from FILE")
+        document = read_document(args.plan)
+        made = made_for_of(document)
+        name = model_name(made, args.model)
+        model = Model.of(with_lora(args, load_model(name), made), name)
+        plan = Plan.read(document, cluster, model, dtype=args.dtype, optimizer=args.optimizer, fp8=fp8_of(args))
     for notice in plan.notices:
         print(notice_line(notice), file=sys.stderr)
     less = made.less_memory(cluster.described, plan.ranks, args.plan) if made is not None else None

@@ -47,11 +47,26 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
                 return dry_run(config, launcher)
             # Only now: importing torch takes seconds, and a refusal should not.
             over_memory(config, launcher.rank == 0)
+            if config.elastic is not None:
+                from hetero_megatron.training.elastic import train_elastic
+
+                return train_elastic(config, launcher, partial(under_plan, argv, environment))
             from hetero_megatron.training.train import train
 
             return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
     except (Exception, KeyboardInterrupt) as error:
         return end_rank(error, launcher, environment)
+
+
+def under_plan(argv: Sequence[str], environment: Mapping[str, str], plan: str, cluster: str, ranks: int) -> RunConfig:
+    """The run of ``argv`` under another plan, and cluster (files; empty: none), on so many ranks."""
+    from hetero_megatron.cli.configure import configure
+    from hetero_megatron.launch.supervise import without_flag
+
+    words = without_flag(without_flag(argv, "--plan"), "--cluster")
+    more = ["--plan", plan, *(["--cluster", cluster] if cluster else [])]
+    alone = {key: value for key, value in environment.items() if key not in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")}
+    return configure([*more, *words], {**alone, "WORLD_SIZE": str(ranks), "RANK": "0"})
 
 
 def write_config(argv: Sequence[str], environment: Mapping[str, str], launcher: LauncherEnvironment) -> int:

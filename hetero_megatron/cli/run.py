@@ -15,7 +15,7 @@ from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.hosts import read_cluster_document
 from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.errors import UserError
-from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
+from hetero_megatron.launch.jobs import LocalJob, Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
 from hetero_megatron.monitoring.record import expectation
 from hetero_megatron.monitoring.stragglers import diagnoses_at
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|replan] [--fallback-plan F ...]
-                           [--max-restarts N] [--max-replans N] [--grace SECONDS]
+                           [--elastic] [--max-restarts N] [--max-replans N] [--grace SECONDS]
                            [--testbed] [--chips …] [--links …] [--via ssh …] -- FLAGS OF pretrain_gpt.py
 
   starts one process per rank on this host (each node of the cluster file is a label); ranks resume from --load
@@ -39,6 +39,9 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                replan    drop the nodes of ranks that died by a signal or hung, and where nodes cannot reach each
                          other as few as will do; the first --fallback-plan that fits what is left goes on (without
                          any, the planner searches one: needs --cluster); ranks that only crashed are restarted
+  --elastic              replan without ending a process: ranks that are left go on from what is in their memories
+                         (with --peer-replicas-every K among the flags a loss costs at most K steps), and one that
+                         gets SIGTERM hands over at the step's end and leaves; on this host, without --testbed
   --max-restarts N       give up after so many restarts (default 3)
   --grace SECONDS        how long the other ranks may take to end after one failed (default 30)
   --max-replans N        with --replan-on-drift FACTOR among the flags: how often to plan again because ranks drift
@@ -73,8 +76,12 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     refuse_copies("hetero-megatron run", "starts all ranks by itself")
     options, fallbacks, words = _parse(argv)
+    if "--elastic" in words:
+        raise UserError("belongs before --", field="--elastic", accepted="hetero-megatron run --elastic ... -- FLAGS")
     refuse_empty(argv[: argv.index("--")])
-    policy = options.get("--on-failure", "restart")
+    elastic = _elastic(options)
+    words += ["--elastic"] if elastic else []
+    policy = options.get("--on-failure", "replan" if elastic else "restart")
     if policy not in _POLICIES:
         raise UserError("unknown value", field="--on-failure", value=policy, accepted=", ".join(_POLICIES))
     if policy == "replan" and not fallbacks and "--cluster" not in options:
@@ -89,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     for plan in fallbacks:
         _same_work(_configure(words, plan, None, None), config, plan)
     again = ("--on-failure", policy) if policy != "stop" else (DRIFT_FLAG, config.failure.replan_on_drift)
-    if again[1] is not None and not config.checkpoint.goes_on:
+    if again[1] is not None and not elastic and not config.checkpoint.goes_on:
         raise UserError(
             "needs checkpoints to go on from", field=again[0], value=again[1],
             accepted="--save DIR and --load DIR, the same, without --finetune (to begin with other weights: "
@@ -101,6 +108,11 @@ def main(argv: Sequence[str]) -> int:
     log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     restarts, grace = _number(options, "--max-restarts", 3), _number(options, "--grace", 30)
     planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
+    if elastic:
+        from hetero_megatron.launch.in_place import InPlaceSupervisor
+
+        start = lambda host, port: LocalJob(setup, words, host, port, 0, diagnoses_at(scratch, 0))  # noqa: E731
+        return InPlaceSupervisor(setup, start, planner, int(restarts), grace, scratch, log).run()
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     replans = int(_number(options, "--max-replans", 2))
     if replanner is not None and not replans:
@@ -122,6 +134,24 @@ def main(argv: Sequence[str]) -> int:
     return Supervisor(
         setup, words, policy, planner, int(restarts), grace, scratch, log, replanner, replans, launch, watch
     ).run()
+
+
+def _elastic(options: dict[str, str]) -> bool:
+    """Whether the ranks stay when some are lost."""
+    if "--elastic" not in options:
+        return False
+    for name, problem in (
+        ("--testbed", "a testbed's nodes are made for one round"),
+        ("--via", "the agents on other hosts end all their ranks with one"),
+        ("--max-replans", "ranks that drift are not replanned in place yet"),
+    ):
+        if name in options:
+            raise UserError(f"contradicts --elastic: {problem}", field=name, value=options[name] or None,
+                            accepted=f"without {name}, or without --elastic")  # fmt: skip
+    if options.get("--on-failure", "replan") != "replan":
+        raise UserError("contradicts --elastic, which plans again", field="--on-failure",
+                        value=options["--on-failure"], accepted="replan, or without --elastic")  # fmt: skip
+    return True
 
 
 def _access(options: dict[str, str], cluster: Path | None) -> Access | None:
@@ -294,11 +324,12 @@ def _parse(argv: Sequence[str]) -> tuple[dict[str, str], list[Path], list[str]]:
     words = list(argv[:split])
     while words:
         name, separator, value = words.pop(0).partition("=")
-        if name == "--testbed" and not separator:
+        if name in ("--testbed", "--elastic") and not separator:
             options[name] = ""
             continue
         if name not in (*_SINGLE, "--fallback-plan"):
-            raise UserError("unknown flag", field=name, accepted=", ".join((*_SINGLE, "--fallback-plan", "--testbed")))
+            known = (*_SINGLE, "--fallback-plan", "--testbed", "--elastic")
+            raise UserError("unknown flag", field=name, accepted=", ".join(known))
         found = [value] if separator else []
         while not separator and words and not words[0].startswith("--") and (not found or name == "--fallback-plan"):
             found.append(words.pop(0))

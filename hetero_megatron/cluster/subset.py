@@ -155,10 +155,10 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
         raise UserError(
             "no such node group or chip", field="--add", value=text, accepted=", ".join(known), where=cluster.file
         )
-    new = NodeGroup(_fresh(name.lower(), cluster), count, chips[0], DEFAULT_PER_NODE)
+    new = NodeGroup(fresh_name(name.lower(), cluster), count, chips[0], DEFAULT_PER_NODE)
     return replace(cluster, nodes=(*cluster.nodes, new), chips={**cluster.chips, chips[0]: CHIPS[chips[0]]})
 
 
-def _fresh(name: str, cluster: Cluster) -> str:
+def fresh_name(name: str, cluster: Cluster) -> str:
     taken = {group.name for group in cluster.nodes}
     return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +26,9 @@ from hetero_megatron.comm.connectivity import Reach, explain
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
+from hetero_megatron.comm.sockets import Sockets
 from hetero_megatron.comm.watchdog import TransferWatch
-from hetero_megatron.comm.work import CommError, Handle, Works, in_time, within
+from hetero_megatron.comm.work import CommError, Handle, Waiter, Works, in_time, within
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.accelerator import Accelerator
@@ -56,6 +58,8 @@ class Comm:
         accelerator: streams, events and pinned memory of this rank's device; None: tensors are in host memory.
         watch: detects transfers that never end without blocking the host; None: all transfers block the host.
         load_direct: has a direct backend of this rank's platform registered with torch.
+        sockets: the connections of its groups, where somebody may want to cut them; None: nobody.
+        over: whether the job goes on without these groups, so that waiting is in vain.
     """
 
     def __init__(
@@ -77,6 +81,9 @@ class Comm:
         self.copies: Copies | None = None
         self.accelerator: Accelerator | None = None
         self.load_direct: Callable[[str], None] = lambda _: None
+        self.sockets: Sockets | None = None
+        self.over: Callable[[], bool] = lambda: False
+        self._waiters = threading.local()  # a thread waits for one transfer at a time
         self._groups: dict[tuple[int, ...], list[Group]] = {}
         self._background: dict[tuple[int, ...], Group | None] = {}
         self._channels: dict[int, tuple[Channel, Channel]] = {}  # by island of the peer: to lower ranks, to higher ones
@@ -177,9 +184,9 @@ class Comm:
         one of them is gone."""
         others, lost, turns = self._others(ranks), list[int](), itertools.count()
 
-        def gone() -> list[int]:
+        def gone() -> Sequence[int]:
             lost.extend(self.reach.gone(others, next(turns)))
-            return lost
+            return lost or (others if self.over() else lost)
 
         def run() -> T:
             with self.hooks.on_other_cores():
@@ -251,6 +258,20 @@ class Comm:
                 group.destroy()
         self._groups.clear()
         self._background.clear()
+
+    def wait_for(self, work: Work) -> None:
+        """See :class:`Transport`."""
+        if self.sockets is None:
+            work.wait()
+            return
+        if not hasattr(self._waiters, "mine"):
+            self._waiters.mine = Waiter(self.over)
+        self._waiters.mine.wait(work)
+
+    def sever(self) -> None:
+        """Cut the connections of the gloo groups, which are not used any more."""
+        if self.sockets is not None:
+            self.sockets.cut()
 
     @property
     def crossed_bytes(self) -> int:

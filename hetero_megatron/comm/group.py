@@ -327,7 +327,9 @@ class Group:
         out = [torch.empty_like(mine) for _ in self.ranks]
         start = time.perf_counter()
         try:
-            dist.all_gather(out, mine, group=self._handle)
+            work = dist.all_gather(out, mine, group=self._handle, async_op=True)
+            if work is not None:
+                self.comm.wait_for(work)
         except RuntimeError as error:
             raise self.comm.failure(self._others(), time.perf_counter() - start, error) from error
         return torch.stack(out)

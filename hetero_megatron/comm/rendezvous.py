@@ -22,6 +22,7 @@ from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Re
 from hetero_megatron.comm.group import Group, decode, encode
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
+from hetero_megatron.comm.sockets import Sockets
 from hetero_megatron.comm.work import CommError, copies_of, within
 from hetero_megatron.environment.launcher import (
     SECRET,
@@ -43,6 +44,10 @@ class JobStore:
         listener = socket.create_server((host, 0), backlog=4096)
         self.host, self.port = host, int(listener.getsockname()[1])
         self._store = serve(listener, host, timedelta(seconds=30))
+
+    def keys(self, prefix: str) -> dist.Store:
+        """For this process's own records."""
+        return dist.PrefixStore(prefix, self._store)
 
 
 def serve(listener: socket.socket, host: str, timeout: timedelta) -> dist.TCPStore:
@@ -165,10 +170,13 @@ class Rendezvous:
     Args:
         rank: in the plan; a cluster file may have changed the launcher's.
         timeout: for all ranks to join.
+        over: whether nobody is to wait any longer.
     """
 
-    def __init__(self, launcher: LauncherEnvironment, rank: int, timeout: timedelta) -> None:
-        self.launcher, self.rank, self.timeout = launcher, rank, timeout
+    def __init__(
+        self, launcher: LauncherEnvironment, rank: int, timeout: timedelta, over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.launcher, self.rank, self.timeout, self.over = launcher, rank, timeout, over
         self.others = [r for r in range(launcher.world_size) if r != rank]
         self.started = time.monotonic()
         self._records: Records | None = None
@@ -251,6 +259,8 @@ class Rendezvous:
         pause = 0.01  # asked again and again: torch's own waiting cannot be interrupted, and warns when it is over
         while not records.store.check(keys):
             self._look(records, me)
+            if self.over():
+                raise RuntimeError("a rank was lost meanwhile")
             if time.monotonic() - self.started > self.timeout.total_seconds():
                 raise RuntimeError("not all ranks came")
             time.sleep(pause)
@@ -320,6 +330,7 @@ def start_comm(
     hooks: Hooks | None = None,
     transport: str = AUTO,
     lost: Callable[[Exception], None] | None = None,
+    over: Callable[[], bool] | None = None,
 ) -> Comm:
     """Join the job described by the launcher's environment (RANK, WORLD_SIZE, …), or run alone without it.
 
@@ -331,6 +342,8 @@ def start_comm(
         hooks: None: no emulation.
         transport: ``auto``, or ``bridge``: islands only communicate by the bridge.
         lost: called in a thread when a device waits for a transfer that does not end; the host may hang anywhere.
+        over: whether the job goes on without these ranks; then they must be able to be torn from what they wait for
+            (``Comm.sever``). None: it never does.
 
     Raises:
         UserError: two processes claim one position, or the launcher cannot renumber ranks (torchrun and srun can).
@@ -351,10 +364,12 @@ def start_comm(
         if launcher.one_host:
             _gloo_on_loopback()
         beacon = listen(launcher.address, launcher.one_host)
-        meeting = Rendezvous(launcher, rank, max(timeout, START_UP))
+        meeting = Rendezvous(launcher, rank, max(timeout, START_UP), over or (lambda: False))
         store, members = meeting.join(beacon.address if beacon is not None else None)
         reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
     comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
+    if over is not None:
+        comm.sockets, comm.over = Sockets(), over
     if store is not None:
         comm.join(store, total, max(timeout, START_UP))
     copies = copies_of(platform)
@@ -382,3 +397,8 @@ def stop_comm(platform: Platform | None = None) -> None:
         dist.destroy_process_group()
         if platform is not None and platform.accelerator is not None:
             platform.accelerator.stop()
+
+
+def world_group() -> object:
+    """torch's group of all ranks; None: it was not made."""
+    return dist.group.WORLD if dist.is_initialized() else None

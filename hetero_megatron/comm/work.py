@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -107,6 +108,9 @@ class Transport(Protocol):
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
         """Receive into a contiguous tensor."""
 
+    def wait_for(self, work: Work) -> None:
+        """Until a transfer has ended; RuntimeError: it has failed, or is in vain."""
+
     def failure(
         self, peers: tuple[int, ...], seconds: float, error: Exception, activity: str | None = None
     ) -> CommError | UserError:
@@ -137,13 +141,52 @@ class Handle:
         if self._work is not None:
             began, start = self._comm.clock.wait_begins(), time.perf_counter()
             try:
-                self._work.wait()
+                self._comm.wait_for(self._work)
             except RuntimeError as error:
                 raise self._comm.failure(self._peers, time.perf_counter() - start, error) from error
             self._comm.clock.wait_ends(began, self._collective)
             self._work = None
         self._keep = None
         return self._result
+
+
+class Waiter:
+    """Waits for one transfer at a time in a thread of its own, which is left behind when nobody wants it any more: gloo
+    never ends the waiting for a message that was half sent when its connection was cut.
+
+    Args:
+        over: whether all transfers are in vain.
+    """
+
+    LOOK_SECONDS = 0.05
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self._over = over
+        self._works: SimpleQueue[Work] = SimpleQueue()
+        self._ended: SimpleQueue[RuntimeError | None] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="waiting").start()
+
+    def wait(self, work: Work) -> None:
+        self._works.put(work)
+        while True:
+            try:
+                error = self._ended.get(timeout=self.LOOK_SECONDS)
+            except Empty:
+                if self._over():
+                    raise RuntimeError("a rank was lost meanwhile") from None
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def _run(self) -> None:
+        while True:
+            error = None
+            try:
+                self._works.get().wait()
+            except RuntimeError as failed:
+                error = failed
+            self._ended.put(error)
 
 
 class TorchDevice(Accelerator):

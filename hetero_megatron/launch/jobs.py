@@ -70,6 +70,9 @@ class LocalJob:
 
     Args:
         diagnoses: where ranks that lose a peer say so.
+
+    Attributes:
+        secret: of the job.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class LocalJob:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._errors = Path(tempfile.mkdtemp(prefix="hetero-megatron-"))  # what ranks say as they end, by rank
         secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        self.secret = secret.encode()
         command = rank_command(setup, words)
         try:
             for rank, seat in enumerate(setup.seats):
@@ -104,6 +108,11 @@ class LocalJob:
         for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(number)
+
+    def end(self, rank: int) -> None:
+        """SIGKILL to one rank."""
+        if self._processes[rank].poll() is None:
+            self._processes[rank].kill()
 
     def kill(self) -> None:
         for process in self._processes.values():

@@ -193,7 +193,7 @@ class Supervisor:
                     ended.codes[rank] = code
                     if code and first_failure is None:
                         first_failure = time.monotonic()
-                        self.log(f"rank {rank} ({self._where(rank)}) ended with {_say(code)}")
+                        self.log(f"rank {rank} ({self._where(rank)}) ended with {say_code(code)}")
                 ended.hung = job.hung()
                 if not ended.returned and not passed and first_failure is None and (back := self._back()):
                     ended.returned = back
@@ -285,14 +285,18 @@ class Supervisor:
 
     def _left(self, lost: set[str], number: int | str, base: Setup | None = None) -> tuple[list[Seat], Path | None]:
         """(seats, cluster file) of ``base``, the present setup, without some nodes."""
-        base = base or self.setup
-        seats = [s for s in base.seats if s.node not in lost]
-        if base.cluster is None or not seats:
-            return seats, None
-        document = without_nodes(read_cluster_document(base.cluster).plain(), lost)
-        path = self.scratch / f"cluster-round-{number}.yaml"
-        path.write_text(yaml.safe_dump(document, sort_keys=False))
-        return seats, path
+        return left_without(base or self.setup, lost, self.scratch, f"round-{number}")
+
+
+def left_without(setup: Setup, lost: set[str], scratch: Path, name: str) -> tuple[list[Seat], Path | None]:
+    """(seats, cluster file) of a setup without some nodes; the file is ``cluster-NAME.yaml`` in ``scratch``."""
+    seats = [s for s in setup.seats if s.node not in lost]
+    if setup.cluster is None or not seats:
+        return seats, None
+    document = without_nodes(read_cluster_document(setup.cluster).plain(), lost)
+    path = scratch / f"cluster-{name}.yaml"
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return seats, path
 
 
 def _code(ended: Round) -> int:
@@ -304,7 +308,7 @@ def _code(ended: Round) -> int:
     return USER_ERROR if USER_ERROR in own else own[0] if own else PEER_ERROR
 
 
-def _say(code: int) -> str:
+def say_code(code: int) -> str:
     return f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
 

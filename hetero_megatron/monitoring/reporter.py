@@ -213,6 +213,11 @@ class Reporter:
         if self.writer is not None:
             self.writer.flush()
 
+    def close(self) -> None:
+        """Close the files of a run that another one goes on with."""
+        if self.writer is not None:
+            self.writer.close()
+
     def finish(self, step: int, reason: str) -> None:
         """Say how it ended, and close the files. Called on all ranks."""
         mine = torch.tensor([self.platform.peak_memory() / 2**20, bool(reason)], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 * ``flagscale``: the flags of its heterogeneous training (process meshes, layers per stage). It knows one pipeline shape
   whose meshes are of one chip type each, with equal micro-batches.
+* ``megatron``, ``torchtitan``, ``deepspeed``, ``accelerate``: :mod:`hetero_megatron.plans.runtimes`.
 * ``sailor``: the plan dictionary of its simulator (one data-parallel degree for all stages, GPU type, GPUs and TP of
   each replica, every replica in the zone of its published inputs). It divides the batch equally and rounds the number
   of micro-batches up, so that shares that differ by one micro-batch are equal to it.
@@ -12,12 +13,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan, Stage
+from hetero_megatron.plans.runtimes.degrees import unequal
+from hetero_megatron.plans.runtimes.table import RUNTIMES, written
 
-FORMATS = ("flagscale", "sailor")
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+
+FORMATS = ("flagscale", "sailor", *RUNTIMES)
 SAILOR_GPUS = {  # our names begin with -> its profiles'; others keep their name
     "A100-40": "A100-40", "A100-80": "A100-80", "V100-16": "V100-16", "GH200": "GH-96", "RTX3090": "RTX-3090",
     "RTX2080": "RTX-2080", "TitanRTX": "Titan-RTX",
@@ -25,12 +32,14 @@ SAILOR_GPUS = {  # our names begin with -> its profiles'; others keep their name
 SAILOR_ZONE = "us-central1-a"
 
 
-def export(kind: str, plan: Plan, cluster: Cluster) -> str:
-    """The text of a file in another format.
+def export(kind: str, plan: Plan, spec: ModelSpec, cluster: Cluster, dtype: str) -> str:
+    """The text of a file in another format, of a plan made for ``dtype``.
 
     Raises:
         UserError: a plan that the format cannot say.
     """
+    if kind in RUNTIMES:
+        return written(kind, plan, spec, cluster, dtype)
     return {"flagscale": flagscale, "sailor": sailor}[kind](plan, cluster)
 
 
@@ -58,16 +67,9 @@ def _unsayable(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:
     """What a stage has that is in neither format, and how to plan without it."""
     if len(stage.layers) > 1:
         yield "several ranges of layers", "one range (plan --more-schedules never)"
-    if len({u.tp for u in stage.units}) > 1:
-        yield "replicas with unlike tensor parallelism in one stage", "equal degrees"
-    if any(len(set(u.tp_split)) > 1 for u in stage.units):
-        yield "uneven tensor-parallel shares", "equal shares"
-    if any(u.num_tokens != seq_length for u in stage.units):
-        yield "context groups", "whole sequences (plan --context never)"
-    if stage.experts:
-        yield "divided experts", "experts on the ranks of a tensor-parallel group"
-    if stage.optimizer.offload:
-        yield "an offloaded optimizer", "optimizers on the chips (plan --offload never)"
+    yield from unequal(stage, seq_length)
+    if stage.weights is not None:
+        yield "divided weights", "whole weights"
     if stage.recompute.kind == "selective":
         yield "selective recomputation of one stage", "none or full (plan --recompute none, or full)"
 

@@ -1,8 +1,12 @@
-"""Schedules as a plan keeps them: a few letters per stage, with repeats counted."""
+"""Schedules as a plan keeps them: a few letters per stage, with repeats counted; where they are long, packed in one
+word."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +25,9 @@ from hetero_megatron.schedule.stage_orders import (
 )
 from hetero_megatron.schedule.validate import ScheduleError, format_rows, validate
 
-VERSION = 1
+VERSION, PACKED_VERSION = 1, 2
+PACKED = "zlib:"
+LONGEST = 240  # letters of all stages that are written as they are
 KEYS = ("version", "name", "made_for", "num_micro_batches", "stages")
 _ACTION = r"[FIWB](?:[1-9][0-9]{0,3})?"
 _ITEM = re.compile(rf"((?:{_ACTION})+)(?:\*([1-9][0-9]{{0,8}}))?")
@@ -115,8 +121,37 @@ def schedule_to_dict(name: str, orders: Sequence[str], num_micro_batches: int, m
         orders: of its stages, from :func:`stored_orders`.
         made_for: what it was made for, e.g. the fingerprint of the plan without its schedules.
     """
-    values = VERSION, name, made_for, num_micro_batches, list(orders)
+    plain = sum(map(len, orders)) <= LONGEST
+    stages = list(orders) if plain else pack(orders)
+    values = VERSION if plain else PACKED_VERSION, name, made_for, num_micro_batches, stages
     return dict(zip(KEYS, values, strict=True))
+
+
+def pack(orders: Sequence[str]) -> str:
+    """The orders of all stages as one word."""
+    return PACKED + base64.urlsafe_b64encode(zlib.compress("\n".join(orders).encode(), 9)).decode()
+
+
+def unpack(text: str, most: int, field: str) -> list[str]:
+    """What :func:`pack` packed.
+
+    Args:
+        most: letters that the orders may have.
+
+    Raises:
+        UserError: it is no such word, or holds more.
+    """
+    try:
+        reader = zlib.decompressobj()
+        data = reader.decompress(base64.b64decode(text.removeprefix(PACKED), b"-_", validate=True), most + 1)
+        orders = data.decode("ascii").split("\n")
+        whole = reader.eof and len(data) <= most
+    except (binascii.Error, zlib.error, ValueError):
+        whole = False
+    if not whole or not text.startswith(PACKED):
+        accepted = "as it was written, whole; plan again"
+        raise UserError("cannot be unpacked", field=field, value=text[:40], accepted=accepted)
+    return orders
 
 
 def schedule_from_dict(
@@ -140,6 +175,7 @@ def schedule_from_dict(
             activations than the memory of a stage holds; with the place marked.
     """
     _check_keys(stored, field)
+    stored = {**stored, "stages": stages_of(stored, num_stages, num_micro_batches * num_chunks, field)}
     for key, value, here in (
         ("num_micro_batches", stored["num_micro_batches"], num_micro_batches),
         ("stages", len(stored["stages"]), num_stages),
@@ -164,25 +200,40 @@ def schedule_from_dict(
     return schedule
 
 
+def stages_of(stored: Mapping[str, Any], num_stages: int, passes: int, field: str = "schedule") -> list[str]:
+    """The orders of a stored schedule, unpacked.
+
+    Args:
+        passes: micro-batches times chunks, each of which has at most three actions of five letters on a stage.
+    """
+    if stored["version"] == VERSION:
+        return list(stored["stages"])
+    return unpack(stored["stages"], num_stages * (24 * passes + 64), f"{field}.stages")
+
+
 def _check_keys(stored: Any, field: str) -> None:
     if not isinstance(stored, Mapping):
         raise UserError("is no stored schedule", field=field, value=stored, accepted=f"the keys {', '.join(KEYS)}")
-    if stored.get("version") != VERSION or isinstance(stored["version"], bool):
+    if stored.get("version") not in (VERSION, PACKED_VERSION) or isinstance(stored["version"], bool):
         raise UserError(
             "is another version of stored schedules; plan again",
             field=f"{field}.version",
             value=stored.get("version"),
-            accepted=str(VERSION),
+            accepted=f"{VERSION} or {PACKED_VERSION}",
         )
+    packed = stored["version"] == PACKED_VERSION
     for key in stored:
         if key not in KEYS:
             raise UserError("unknown key", field=f"{field}.{key}", accepted=", ".join(KEYS))
-    for key, kind in (("name", str), ("made_for", str), ("num_micro_batches", int), ("stages", Sequence)):
+    stages = str if packed else Sequence
+    for key, kind in (("name", str), ("made_for", str), ("num_micro_batches", int), ("stages", stages)):
         value = stored.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool) or (key == "stages" and isinstance(value, str)):
-            accepted = {"name": "text", "made_for": "text", "num_micro_batches": "a number"}.get(key, "a list of texts")
-            raise UserError("is missing or no such value", field=f"{field}.{key}", value=value, accepted=accepted)
-    for s, text in enumerate(stored["stages"]):
+        text = key == "stages" and isinstance(value, str)
+        if not isinstance(value, kind) or isinstance(value, bool) or (text and not packed):
+            accepted = {"name": "text", "made_for": "text", "num_micro_batches": "a number"}
+            accepted["stages"] = f"{PACKED}..." if packed else "a list of texts"
+            raise UserError("is missing or no such value", field=f"{field}.{key}", value=value, accepted=accepted[key])
+    for s, text in enumerate(() if packed else stored["stages"]):
         if not isinstance(text, str):
             raise UserError("is no text", field=f"{field}.stages[{s}]", value=text, accepted="e.g. F*4 IFW*2 IW")
 

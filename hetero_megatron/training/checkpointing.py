@@ -148,9 +148,13 @@ class Checkpointing:
         }
 
     def wait(self) -> None:
-        """Until everything is written; the directory is then free for the next run."""
+        """Until everything is written; then :meth:`release`."""
         if self.saver is not None:
             self.saver.wait()
+        self.release()
+
+    def release(self) -> None:
+        """The directory is free for the next run."""
         if self._lock is not None:
             self._lock.release()
 
@@ -201,6 +205,10 @@ class Checkpointing:
         known = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
         scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale
+
+    def go_on(self) -> None:
+        """Weights and optimizer came from elsewhere: only what travels along is still to be found."""
+        together(self.runtime.world, lambda: self._take_along(None))
 
     def _say_other_rates(self, saved: Mapping[str, Any]) -> None:
         """Of the same optimizer: with them its moments mean something else, or weights move otherwise."""

@@ -176,6 +176,14 @@ class FailureConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """The run goes on in its processes when some are lost or leave. ``replicas_every``: steps between copies of
+    optimizer states and masters in another rank's memory; None: there are none."""
+
+    replicas_every: int | None = None
+
+
+@dataclass(frozen=True)
 class DistributedConfig:
     """``backend``: of torch.distributed (None: the device's own); ``timeout_minutes``: how long a rank waits;
     ``transport``: between chips of unlike vendors, see :mod:`~hetero_megatron.comm.islands`."""
@@ -226,6 +234,7 @@ class RunConfig:
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.
         graphs_after: steps after which layers run as device graphs; None: they never do.
+        elastic: None: the job ends when a rank does.
         logits_bytes: where the logits of a micro-batch on a rank would be more, head and loss go through it in chunks.
         balancing: of the experts, where the model has some.
         as_rank: with ``dry_run``: the rank of the plan to run alone, with fake tensors; None: only print the plan.
@@ -254,6 +263,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     adapter: AdapterConfig = AdapterConfig()
     failure: FailureConfig = FailureConfig()
+    elastic: ElasticConfig | None = None
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True

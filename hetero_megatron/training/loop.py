@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from hetero_megatron.data.batch import BatchLoader
 from hetero_megatron.emulation import Emulation
@@ -32,6 +33,21 @@ from hetero_megatron.utils.text import notice_line
 OnStep = Callable[[int, StepStats], None]  # number of the step, and how it went
 
 
+class Elastic(Protocol):
+    """What an elastic run does beside its steps."""
+
+    @property
+    def called_off(self) -> str:
+        """Why the launcher wants the job to stop; empty: it does not."""
+
+    def after_step(self, training: Training, stop: bool) -> bool:
+        """Called on all ranks when a step is complete (``stop``: some rank wants to stop), but for the last one.
+
+        Returns:
+            whether the run ends here.
+        """
+
+
 @dataclass
 class Training:
     """A run on one rank of the plan: its parts, and how far it has come.
@@ -42,6 +58,7 @@ class Training:
         loss_scale: of the next step.
         trained: some step of this run changed the weights, or there was none to do.
         on_step: told of every step.
+        elastic: what survives lost ranks; None: nothing does.
     """
 
     config: RunConfig
@@ -61,6 +78,7 @@ class Training:
     consumed: int
     loss_scale: LossScale
     on_step: OnStep | None = None
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         self.trained = self.step >= self.config.steps
@@ -112,7 +130,7 @@ class Training:
             with self.profiler.step(step):
                 stats = self.guard.step(
                     self.runtime, loader, step, self.consumed, size, lr, decay, config.optimizer.clip_grad,
-                    self.loss_scale.scale, stop=self.exit.check(step) or self.checkpoints.failed,
+                    self.loss_scale.scale, stop=self._wants_to_stop(step),
                 )  # fmt: skip
             last = stats.stop or step == config.steps
             if not last:
@@ -128,6 +146,12 @@ class Training:
                 self._save()
             if evaluation.iterations and step % evaluation.interval == 0 and not last:
                 self._evaluate("validation")
+            if self.elastic is not None and step < config.steps:
+                last = self.elastic.after_step(self, stats.stop)
+
+    def _wants_to_stop(self, step: int) -> bool:
+        called_off = self.elastic is not None and self.elastic.called_off
+        return self.exit.check(step) or self.checkpoints.failed or bool(called_off)
 
     def _report(self, stats: StepStats, size: int, lr: float, begin: float, last: bool) -> None:
         """Log a step of ``size`` sequences, and adapt the loss scale to how it went.

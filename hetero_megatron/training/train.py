@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -27,13 +28,14 @@ from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import check_agreement, check_program, run_facts
 from hetero_megatron.training.alignment.session import Alignment
-from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing
+from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.kernels import agree_on_kernels, check_kernels, rank_kernels
 from hetero_megatron.training.loop import OnStep, Training
+from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.profile import profiler_of
 from hetero_megatron.training.rank_platform import (
@@ -78,13 +80,25 @@ def optimizer_factory(
     return build
 
 
+class Resume(Protocol):
+    """A run that goes on in this process, from what ranks have in their memories; ``exit``: None on a rank that is new
+    in it."""
+
+    exit: ExitConditions | None
+
+    def load(self, checkpoints: Checkpointing, runtime: Runtime) -> tuple[RunConfig, ConsumedSamples, LossScale]:
+        """In place of :meth:`Checkpointing.load`."""
+
+
 def set_up(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation
-) -> Training:
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation,
+    resume: Resume | None = None,
+) -> Training:  # fmt: skip
     """The run of this rank, up to its first step: model built, checkpoint loaded. Called on all ranks of the plan.
 
     Args:
         comm: in which the groups of ``config.compiled`` are created.
+        resume: None: the weights are those of the seed, of --load-hf or of a checkpoint.
 
     Raises:
         UserError: something in the configuration cannot be honoured; all ranks raise it.
@@ -107,13 +121,15 @@ def set_up(
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
     runtime = build_runtime(config, comm, platform, plugins, weights, alignment)
-    weights.complete(runtime)
+    if resume is None:
+        weights.complete(runtime)
     alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
-    config, done, loss_scale = checkpoints.load()
-    exit = _exit_conditions(config, comm, checkpoints.active)
+    config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
+    exit = resume.exit if resume is not None else None
+    exit = exit or _exit_conditions(config, comm, checkpoints.active)
     reporter = Reporter(config, runtime, platform, done.step + 1, emulation)
     check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
     failure = config.failure
@@ -151,7 +167,7 @@ def build_runtime(
 
 def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:
     """Where there is something to save, being told to stop means saving first."""
-    asked = config.exit.signal or ("SIGTERM" if saves else "SIGINT")
+    asked = config.exit.signal or ("SIGTERM" if saves or config.elastic is not None else "SIGINT")
     signals = {asked, "SIGINT", *(("SIGHUP",) if asked == "SIGTERM" else ())}
     return ExitConditions(config.exit.minutes, config.exit.interval, signals, comm.launcher.rank == 0)
 
@@ -193,13 +209,13 @@ def train(
     say_joined(comm.rank, launcher.diagnoses)
     if comm.accelerator is not None and type(comm.clock) is Clock:  # a device queues its work: the host's seconds
         comm.clock = DeviceClock(comm.accelerator)  # would say nothing about it
-    with _leaving(comm, platform):
+    with leaving(comm, platform):
         config = agree(config, comm, platform, plugins, emulation)
         if comm.rank not in config.plan.ranks:
             return 0
         training = set_up(config, comm, platform, plugins, emulation)
         training.on_step = on_step
-        return _run(training)
+        return run_training(training)
 
 
 def agree(
@@ -230,7 +246,7 @@ def agree(
     return config
 
 
-def _run(training: Training) -> int:
+def run_training(training: Training) -> int:
     """Train; whatever ends it, what is reported and saved is whole."""
     try:
         return training.run()
@@ -247,7 +263,7 @@ def _run(training: Training) -> int:
 
 
 @contextmanager
-def _leaving(comm: Comm, platform: Platform) -> Iterator[None]:
+def leaving(comm: Comm, platform: Platform) -> Iterator[None]:
     """Leave the job at the end, and after an error where no peer can be waiting for a transfer."""
     try:
         yield

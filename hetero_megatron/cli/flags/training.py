@@ -17,6 +17,7 @@ from hetero_megatron.training.config import (
     AlignmentConfig,
     CheckpointConfig,
     DistributedConfig,
+    ElasticConfig,
     EvaluationConfig,
     ExitConfig,
     FailureConfig,
@@ -270,6 +271,33 @@ def build_failure(args: Arguments, supervised: bool) -> FailureConfig:
         check_kernels=not args["no_kernel_check"],
         replica_interval=args["check_weight_hash_across_dp_replicas_interval"],
     )  # fmt: skip
+
+
+def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) -> ElasticConfig | None:
+    """What cannot be left and taken up again inside a process is refused by name."""
+    if not args["elastic"]:
+        return None
+    if not supervised:
+        problem = "nobody is here to say who is left (torchrun ends all ranks of a host with one)"
+        raise flag_error("elastic", True, problem, "hetero-megatron run --elastic ... -- these flags")
+    every, goes_on = args["peer_replicas_every"], args["save"] is not None and args["save"] == args["load"]
+    if every is None and not goes_on:
+        raise flag_error("elastic", True, "what a lost rank owns would be lost with it",
+                         "--peer-replicas-every K, or --save DIR and --load DIR, the same")  # fmt: skip
+    if args["save"] is not None and (not goes_on or args["finetune"]):
+        raise flag_error("elastic", True, "each epoch writes to --save, and must go on from what is there",
+                         "--load DIR, the same as --save, without --finetune")  # fmt: skip
+    if data is not None and data.reads_stream:
+        problem = "a data set that is read as a stream has one reader on each node, which may be lost"
+        raise flag_error("elastic", True, problem, "data by sample: --data-path of .bin and .idx files, --mock-data")
+    for key in ("replan_on_drift", "profile", "wandb_project", "dump_layers", "capture_operators", "skip_train"):
+        if args[key]:
+            raise flag_error(key, args[key], "it belongs to one run of the processes, and --elastic makes several",
+                             "without it, or without --elastic")  # fmt: skip
+    if args["exit_signal_handler"]:
+        raise flag_error("exit_signal_handler", True, "with --elastic SIGTERM to a rank makes that rank leave",
+                         "SIGTERM or Ctrl-C to hetero-megatron run, by which all stop")  # fmt: skip
+    return ElasticConfig(every)
 
 
 def build_graphs(

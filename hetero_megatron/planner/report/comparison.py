@@ -262,7 +262,7 @@ def variants(result: SearchResult, problem: PlanningProblem) -> list[Variant]:
     for other in result.others:
         if (other.text, _make_up(other.template)) not in seen and len(found) < 6:
             seen.add((other.text, _make_up(other.template)))
-            found.append(Variant(choice_text(other, chips), other.step_seconds, _why(best, other)))
+            found.append(Variant(choice_text(other, chips), other.step_seconds, why_slower(best, other)))
     return [v for v in found if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
 
 
@@ -279,10 +279,10 @@ def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: P
     if choice.prediction.over:
         worst = max(choice.prediction.over, key=lambda o: o.over)
         return Variant(text, 0.0, f"does not fit: {worst}")
-    return Variant(text, choice.step_seconds, _why(result.best, choice))
+    return Variant(text, choice.step_seconds, why_slower(result.best, choice))
 
 
-def _why(best: SimulatedPlan, other: SimulatedPlan) -> str:
+def why_slower(best: SimulatedPlan, other: SimulatedPlan) -> str:
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
     part = max(grown, key=lambda k: grown[k])
     words = {

@@ -15,6 +15,7 @@ from hetero_megatron.plans import Plan, dump_yaml, load_plan, plan_from_dict, to
 from hetero_megatron.plans.program import pipeline_schedule, splits_backward
 from hetero_megatron.schedule import in_flight, simulate
 from hetero_megatron.schedule.simulate import Costs
+from hetero_megatron.schedule.stored import pack, schedule_to_dict, unpack
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.random_plans import adapt
@@ -56,6 +57,22 @@ def test_the_file_keeps_the_schedule(plan: Plan, spec: ModelSpec, tmp_path: Path
     assert timeline.schedule.name == "adaptive" and timeline.step_seconds > 0
 
 
+def test_a_long_schedule_is_one_word(spec: ModelSpec, tmp_path: Path) -> None:
+    """In the file; its orders, and so the fingerprint, are those of the letters."""
+    orders = tuple(" ".join("FB" if (i * s) % 3 else f"F F{'B' * 2}" for i in range(60)) for s in range(1, 5))
+    word = pack(orders)
+    assert unpack(word, sum(map(len, orders)) + 4, "stages") == list(orders)
+    assert schedule_to_dict("adaptive", orders, 60, "x")["stages"] == word and len(word) < sum(map(len, orders)) / 4
+    data = plan_data()
+    stored = data["pipelines"][0]["schedule"]
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    letters = load_plan(path, spec)
+    stored |= {"version": 2, "stages": pack(stored["stages"])}
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    assert load_plan(path, spec).fingerprint() == letters.fingerprint()
+
+
 def test_the_schedule_is_part_of_the_plan(plan: Plan) -> None:
     other = replace(plan, schedule="1f1b", pipelines=(replace(plan.pipelines[0], orders=()),))
     assert other.fingerprint() != plan.fingerprint()
@@ -64,7 +81,14 @@ def test_the_schedule_is_part_of_the_plan(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("change", "field", "says"),
     [
-        ({"version": 2}, "version", "another version"),
+        ({"version": 3}, "version", "another version"),
+        ({"version": True}, "version", "another version"),
+        ({"version": 2}, "stages", "zlib:"),
+        ({"version": 2, "stages": "zlib:AAAA"}, "stages", "unpacked"),
+        ({"version": 2, "stages": "zlib:ü"}, "stages", "unpacked"),
+        ({"version": 2, "stages": pack(["F*6 B*6"] * 3)[:-6]}, "stages", "unpacked"),
+        ({"version": 2, "stages": pack(["F*6 B*6" + " " * 10**7] * 3)}, "stages", "unpacked"),  # 30 MB of blanks
+        ({"version": 2, "stages": pack(["F*6 B*6"] * 2)}, "stages", "another plan"),
         ({"made_for": "0" * 12}, "made_for", "another plan"),
         ({"num_micro_batches": 5}, "num_micro_batches", "another plan"),
         ({"stages": ["FFFFFFBBBBBB"]}, "stages", "another plan"),

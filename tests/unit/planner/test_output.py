@@ -129,7 +129,10 @@ def test_a_plan_that_does_not_fit_fails_the_command(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["predict"], "--plan, --cluster"),
+        (["predict"], "--cluster"),
+        (["predict", "--cluster", "c.yaml"], "one of the arguments --plan --from is required"),
+        ([*WORDS, "--from", "x.toml"], "not allowed with argument --plan"),
+        ([*WORDS, "--seq-length", "8"], "--seq-length: the plan file says it"),
         ([*WORDS[:5], *WORDS[7:]], "--model: missing, and the plan names none"),
         ([*WORDS, "--jsn"], "unrecognized arguments: --jsn"),
         ([*WORDS, "--memory-margin", "1"], "--memory-margin = 1: is too large"),

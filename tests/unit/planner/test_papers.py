@@ -20,7 +20,7 @@ from hetero_megatron.cli.flags.parse import parse
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan, plan_from_dict, to_dict
-from hetero_megatron.plans.export import export
+from hetero_megatron.plans.export import flagscale, sailor
 from hetero_megatron.plans.importers.flagscale import FlagScaleParallel, from_flagscale
 from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.spec import load_model
@@ -65,7 +65,7 @@ def test_flagscale_flags_read_back_are_the_same_plan(data: Any) -> None:
     model = dataclasses.replace(MODEL, num_heads=8, num_kv_heads=4)
     plan = from_flagscale(flags, model)
     stages_of = [[dataclasses.replace(s, chip=None) for s in p.stages] for p in plan.pipelines]
-    again = read_flagscale(export("flagscale", plan, placed(meshes, types)), model)
+    again = read_flagscale(flagscale(plan, placed(meshes, types)), model)
     assert [[dataclasses.replace(s, chip=None) for s in p.stages] for p in again.pipelines] == stages_of
     assert again.fingerprint() == plan.fingerprint()
 
@@ -111,29 +111,29 @@ def test_recompute_survives_flagscale() -> None:
         rows = [
             {"micro_batch_size": 1, "num_micro_batches": 4, "stages": stages(p, recompute=recompute)} for p in (0, 1)
         ]
-        again = read_flagscale(export("flagscale", written(rows, 8), two_kinds()), MODEL)
+        again = read_flagscale(flagscale(written(rows, 8), two_kinds()), MODEL)
         assert [s.recompute for s in again.pipelines[1].stages] == [
             s.recompute for s in written(rows, 8).pipelines[1].stages
         ]
         with pytest.raises(UserError, match="no recomputation"):
-            export("sailor", written(rows, 8), two_kinds())
+            sailor(written(rows, 8), two_kinds())
 
 
 def test_what_the_formats_cannot_say_is_refused() -> None:
     row = {"micro_batch_size": 1, "num_micro_batches": 4}
-    for kind in ("flagscale", "sailor"):
+    for export in (flagscale, sailor):
         with pytest.raises(UserError, match="uneven tensor-parallel"):
-            export(kind, written([{**row, "stages": stages(0, tp_split=[3, 1])}], 4), two_kinds())
+            export(written([{**row, "stages": stages(0, tp_split=[3, 1])}], 4), two_kinds())
         with pytest.raises(UserError, match="selective"):
-            export(kind, written([{**row, "stages": stages(0, recompute="selective")}], 4), two_kinds())
+            export(written([{**row, "stages": stages(0, recompute="selective")}], 4), two_kinds())
         with pytest.raises(UserError, match="schedule"):
-            export(kind, written([{**row, "stages": stages(0)}], 4, schedule="gpipe"), two_kinds())
+            export(written([{**row, "stages": stages(0)}], 4, schedule="gpipe"), two_kinds())
 
 
 def test_sailor_divides_the_batch_and_rounds_up() -> None:
     """Shares that differ by one micro-batch are its equal division; others are refused."""
     rows = [{"micro_batch_size": 2, "num_micro_batches": m, "stages": stages(p)} for p, m in enumerate((3, 2, 3))]
-    data = json.loads(export("sailor", written(rows, 16), two_kinds()))
+    data = json.loads(sailor(written(rows, 16), two_kinds()))
     (found,) = data["pipeline_list"]
     assert found["layers_per_stage"] == [list(range(7)), list(range(7, 13))]
     assert found["tmp_per_stage"][0] == [[[["A100-80", 2, "us-central1-a"]], 2]] * 3
@@ -141,7 +141,7 @@ def test_sailor_divides_the_batch_and_rounds_up() -> None:
     assert data["used_gpus"] == {"A100-80": 6, "L40S": 3}
     rows[0]["num_micro_batches"], rows[1]["num_micro_batches"] = 4, 1
     with pytest.raises(UserError, match="one share of the batch"):
-        export("sailor", written(rows, 16), two_kinds())
+        sailor(written(rows, 16), two_kinds())
 
 
 def judge_module() -> ModuleType:
@@ -222,4 +222,4 @@ def test_models_of_papers_are_there() -> None:
 def test_exported_plans_keep_their_sizes() -> None:
     row = {"micro_batch_size": 1, "num_micro_batches": 4, "stages": stages(0)}
     plan = written([row], 4)
-    assert to_dict(read_flagscale(export("flagscale", plan, two_kinds()), MODEL))["global_batch_size"] == 4
+    assert to_dict(read_flagscale(flagscale(plan, two_kinds()), MODEL))["global_batch_size"] == 4

@@ -312,7 +312,7 @@ def test_export() -> None:
     import json
 
     from hetero_megatron.cli.flags.parse import parse
-    from hetero_megatron.plans.export import export
+    from hetero_megatron.plans.export import flagscale, sailor
 
     cluster = cluster_from_dict(
         {
@@ -334,19 +334,19 @@ def test_export() -> None:
     ]
     pipelines = [{"micro_batch_size": 1, "num_micro_batches": 4, "stages": s} for s in (stages, other)]
     plan = plan_from_dict({"seq_length": 64, "global_batch_size": 8, "pipelines": pipelines}, model, cluster)
-    words = export("flagscale", plan, cluster).split()
+    words = flagscale(plan, cluster).split()
     args = parse(words)
     assert list(args["hetero_process_meshes"]) == [2, 1, 1, 2, 1, 1, 1, 1, 2, 1]
     assert list(args["hetero_pipeline_layer_split"]) == [5, 3]
-    data = json.loads(export("sailor", plan, cluster))
+    data = json.loads(sailor(plan, cluster))
     assert data["used_gpus"] == {"A100-80": 4, "L40S": 2}
     assert data["pipeline_list"][0]["dp"] == [2, 2]
     assert sum(map(len, data["pipeline_list"][0]["layers_per_stage"])) == model.num_layers + 2
     pipelines[1]["num_micro_batches"] = 2
     uneven = plan_from_dict({"seq_length": 64, "global_batch_size": 6, "pipelines": pipelines}, model, cluster)
-    for kind in ("flagscale", "sailor"):
+    for export in (flagscale, sailor):
         with pytest.raises(UserError, match="one share of the batch"):
-            export(kind, uneven, cluster)
+            export(uneven, cluster)
 
 
 def test_objectives() -> None:

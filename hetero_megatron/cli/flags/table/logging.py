@@ -17,7 +17,7 @@ _PROFILE = "profiles are not built yet"
 _WITHOUT = "the trace holds steps, actions and transfers"
 _PROFILED = needs("--profile", harmless=True)
 _BOARD, _WANDB = needs("--tensorboard-dir"), needs("--wandb-project")
-_ELASTIC = "restarts inside a process are not supported"
+_IN_PLACE = "restarts inside a process are not supported"
 
 FLAGS = (
     count("--log-interval", 100, "steps between lines on the console"),
@@ -98,16 +98,21 @@ FLAGS = (
     count("--check-weight-hash-across-dp-replicas-interval", None,
           "steps between comparisons of all weights that several ranks hold, by hashes over all their holders; a rank "
           "that differs is named, and ends the run"),
+    switch("--elastic", "ranks stay when others are lost or leave, and go on under another plan from what is in their "
+           "memories; of hetero-megatron run, which gives this flag to its ranks"),
+    count("--peer-replicas-every", None,
+          "steps between copies of each rank's optimizer state in another host's memory, so that a lost host costs at "
+          "most so many steps and no checkpoint is read", needs=needs("--elastic")),
     switch("--no-kernel-check", "leave out the check at start of every kernel against its operator's definition"),
-    refused("--inprocess-restart", _ELASTIC, "torchrun --max-restarts"),
-    refused("--enable-ft-package", _ELASTIC, "torchrun --max-restarts"),
+    refused("--inprocess-restart", _IN_PLACE, "torchrun --max-restarts"),
+    refused("--enable-ft-package", _IN_PLACE, "torchrun --max-restarts"),
     *family(refused, "--inprocess-max-iterations= --inprocess-monitor-thread-interval= "
             "--inprocess-monitor-process-interval= --inprocess-progress-watchdog-interval= "
             "--inprocess-heartbeat-interval= --inprocess-soft-timeout= --inprocess-hard-timeout= "
             "--inprocess-heartbeat-timeout= --inprocess-barrier-timeout= --inprocess-completion-timeout= "
             "--inprocess-last-call-wait= --inprocess-termination-grace-time= --inprocess-granularity= "
             "--inprocess-active-world-size= --inprocess-empty-cuda-cache --calc-ft-timeouts --ft-num-warmup-iters= "
-            "--adlr-autoresume --adlr-autoresume-interval=", _ELASTIC, "torchrun --max-restarts"),
+            "--adlr-autoresume --adlr-autoresume-interval=", _IN_PLACE, "torchrun --max-restarts"),
     *family(refused, "--error-injection-type= --fault-injector-ranks= --fault-injector-num-ranks= "
             "--fault-injector-fault-types= --fault-injector-fault-probabilities= --fault-injector-fault-delay= "
             "--fault-injector-delay-start-iteration= --fault-injector-mtti-seconds= --fault-injector-offset-seconds= "

@@ -1,0 +1,171 @@
+"""What a runtime can express, and what its files say: the records that the formats of this package share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.plans.importers.megatron_stages import MegatronParallel, layout_stages
+from hetero_megatron.utils.foreign_keys import KeyTable
+from hetero_megatron.utils.yaml_document import Entry
+
+
+def replicas(flags: MegatronParallel) -> int:
+    """Data-parallel degree."""
+    return flags.world_size // (flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is written for a runtime.
+
+    Attributes:
+        flags: the degrees of the plan.
+        dtype: of weights and activations.
+        num_layers: of the model.
+        nodes: in the order in which they have to be started; empty: that of the cluster file.
+        per_node: ranks of each node; 0: unlike numbers.
+    """
+
+    flags: MegatronParallel
+    dtype: str
+    num_layers: int
+    nodes: tuple[str, ...] = ()
+    per_node: int = 0
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel degree."""
+        return replicas(self.flags)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each data-parallel replica in a step."""
+        assert self.flags.global_batch_size is not None
+        return self.flags.global_batch_size // (self.replicas * self.flags.micro_batch_size)
+
+    @property
+    def layers(self) -> list[int]:
+        """Decoder layers of each (virtual) stage, in the order of the model."""
+        stages = self.flags.pipeline_model_parallel_size
+        if self.flags.pipeline_model_parallel_layout is None:
+            return [self.num_layers // stages] * stages
+        return layout_stages(self.flags.pipeline_model_parallel_layout, stages, self.num_layers)[0]
+
+    def heading(self) -> str:
+        """How to start it, as comments of a file that has some."""
+        each = f"--nproc-per-node {self.per_node} " if self.per_node else ""
+        lines = [f"# {self.flags.world_size} ranks: torchrun {each}--nnodes {len(self.nodes) or 1}"]
+        if self.nodes:
+            lines.append(NODES + ", ".join(self.nodes))
+        return "\n".join(lines) + "\n"
+
+
+NODES = "# nodes in the order of their ranks: "
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is known beside a file: of the command line, the cluster and the model. None: not said."""
+
+    world_size: int
+    num_layers: int
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+
+    def size(self, name: str, written: int | None, where: str) -> int:
+        """A size that the file says or the command line: ``name`` as a field of this record.
+
+        Raises:
+            UserError: neither says it, or they disagree.
+        """
+        asked, flag = getattr(self, name), "--" + name.replace("_", "-")
+        if written is None and asked is None:
+            raise UserError("missing: the file does not say it", field=flag, accepted="an integer >= 1", where=where)
+        if None not in (written, asked) and written != asked:
+            raise UserError(f"the file says {written}", field=flag, value=asked, accepted="the same", where=where)
+        return int(written if written is not None else asked)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a runtime's file says; ``dtype``: None: nothing."""
+
+    flags: MegatronParallel
+    dtype: str | None = None
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime and its file format.
+
+    Attributes:
+        tensor, pipeline: it can divide layers, and the model's depth.
+        uneven: its stages may have unlike numbers of layers.
+        recompute: kinds of recomputation.
+        weights: whether every replica has all weights (None), or its part: given up after forward (True) or not.
+        dtypes: of weights and activations.
+        write: the text of a file.
+        read: what a file says; None: the command line's own table reads it.
+    """
+
+    name: str
+    tensor: bool
+    pipeline: bool
+    uneven: bool
+    recompute: tuple[str, ...]
+    weights: tuple[bool | None, ...]
+    dtypes: tuple[str, ...]
+    write: Callable[[Launch], str]
+    read: Callable[[str, str, Given], Loaded] | None = None
+
+    def check(self, flags: MegatronParallel, dtype: str) -> None:
+        """Refuse degrees that it has not.
+
+        Raises:
+            UserError: names the flag.
+        """
+        kind = {None: "none", "full": "full" if flags.recompute_method != "block" else "first"}.get(
+            flags.recompute_granularity, "selective"
+        )
+        sharded = None if not flags.use_torch_fsdp2 else not flags.torch_fsdp2_no_reshard_after_forward
+        held = "every replica has all weights" if sharded is None else "each replica has its part of the weights"
+        held += {None: "", True: ", given up after forward", False: ", kept until backward"}[sharded]
+        rules: list[tuple[bool, str, Any, str]] = [
+            (self.tensor, "tensor parallelism", flags.tensor_model_parallel_size, "1"),
+            (self.pipeline, "pipeline parallelism", flags.pipeline_model_parallel_size, "1"),
+            (self.uneven, "stages of unlike layers", flags.pipeline_model_parallel_layout or 1, "equal layers"),
+        ]
+        for able, what, value, accepted in rules:
+            if not able and value != 1:
+                raise UserError(f"{self.name} has no {what}", field="plan", value=value, accepted=accepted)
+        for what, found, options in (
+            ("recompute", kind, self.recompute), ("dtype", dtype, self.dtypes),
+            ("schedule", flags.schedule or "1f1b", ("1f1b",)),
+        ):  # fmt: skip
+            if found not in options:
+                problem = f"{self.name} cannot say this {what}"
+                raise UserError(problem, field=what, value=found, accepted=", ".join(options))
+        if flags.world_size > 1 and sharded not in self.weights and replicas(flags) > 1:
+            raise UserError(f"{self.name} cannot say that {held}", field="weights", accepted="plan --for " + self.name)
+
+
+def nodes_of(text: str) -> tuple[str, ...]:
+    """The order of nodes that :meth:`Launch.heading` wrote; empty: none."""
+    line = next((line for line in text.splitlines() if line.startswith(NODES)), "")
+    return tuple(name.strip() for name in line.removeprefix(NODES).split(",") if name.strip())
+
+
+def check_keys(keys: dict[str, Entry], table: KeyTable, where: str, section: str = "") -> None:
+    """Refuse unknown keys and values that only another runtime has."""
+    plain = {key: entry.plain() for key, entry in keys.items()}
+    table.check_fixed(plain, where)
+    if unknown := table.unknown(plain):
+        raise UserError(
+            f"unknown: {table.named(unknown)}", field=section or "key", where=where,
+            accepted=", ".join(sorted(table.known)),
+        )  # fmt: skip

@@ -1,0 +1,267 @@
+"""A run whose processes stay when others are lost, leave or are cut off.
+
+Each epoch (see :mod:`~hetero_megatron.comm.epochs`) is a job of its own as far as groups, plan and model are concerned;
+what lasts is the process, with all that it has imported and compiled, and the state in the memories of its ranks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
+from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, await_epoch
+from hetero_megatron.emulation import Emulation
+from hetero_megatron.environment.launcher import LauncherEnvironment
+from hetero_megatron.errors import UserError
+from hetero_megatron.platform import Platform
+from hetero_megatron.platform.plugins import Plugins, load_plugins
+from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
+from hetero_megatron.training.config import RunConfig, ScheduleConfig
+from hetero_megatron.training.elastic_state import ElasticState, HandOver, Phases, scale_at
+from hetero_megatron.training.exit import ExitConditions
+from hetero_megatron.training.held_state import Held, Holding, Source, newest, restore
+from hetero_megatron.training.loop import OnStep, Training
+from hetero_megatron.training.lr_schedule import LossScale
+from hetero_megatron.training.peer_replicas import PeerReplicas
+from hetero_megatron.training.rank_platform import check_device, check_world, platform_at, position, transport_of
+from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.training.train import agree, leaving, run_training, set_up
+from hetero_megatron.utils.text import plural
+
+# (plan file, cluster file or an empty string, number of ranks) -> the same run under that plan
+Configure = Callable[[str, str, int], RunConfig]
+PATIENCE = 600.0  # seconds for the launcher to say what comes next; a search may take long
+
+
+@dataclass
+class Restored:
+    """See :class:`~hetero_megatron.training.train.Resume`."""
+
+    config: RunConfig
+    exit: ExitConditions | None
+    source: Source
+    held: list[Held]
+    comm: Comm
+    moved: int = 0
+
+    def load(self, checkpoints: Checkpointing, runtime: Runtime) -> tuple[RunConfig, ConsumedSamples, LossScale]:
+        checkpoints.go_on()
+        self.comm.activity = "moving the state"
+        everyone = self.comm.group(range(self.comm.launcher.world_size))
+        self.moved = restore(self.source, self.held, runtime.optimizer, self.config.compiled, everyone)
+        moment = self.source.moment
+        return self.config, ConsumedSamples(moment.step, moment.consumed), scale_at(self.config, moment)
+
+
+@dataclass
+class ElasticRank:
+    """A member of the job, in one epoch after the other.
+
+    Args:
+        configure: the same run under another plan.
+
+    Attributes:
+        held: what this process has of the state since the epoch before.
+        furthest: the last step that this rank completed.
+        before: the run in the epoch before, for what is the same in all epochs; None: there was none.
+        epoch: None: the first.
+    """
+
+    config: RunConfig
+    launcher: LauncherEnvironment
+    platform: Platform
+    plugins: Plugins
+    configure: Configure
+    on_step: OnStep | None = None
+    held: list[Held] = field(default_factory=list)
+    furthest: int = 0
+    before: _Kept | None = None
+    epoch: Epoch | None = None
+
+    def __post_init__(self) -> None:
+        self.member, self.number = self.launcher.rank, self.launcher.restarts
+        self.store = EpochStore.of_member(self.launcher)
+        self.watch = EpochWatch(EpochStore.of_member(self.launcher))
+        self.node = self.launcher.node or socket.gethostname()
+        self._torn: list[object] = []
+
+    def run(self) -> int:
+        """Until the run ends, or goes on without this rank. Returns its exit code."""
+        while (code := self._one_epoch()) is None:
+            found = await_epoch(self.store, self.number + 1, PATIENCE)
+            if found is None or self.member not in found.members:
+                said = "the launcher says nothing" if found is None else f"the job goes on without it: {found.lost}"
+                raise CommError(f"rank {self.launcher.rank} ends: {said}", self.launcher.rank)
+            self._enter(found)
+        self.watch.close()
+        return code
+
+    def _enter(self, epoch: Epoch) -> None:
+        self.epoch, self.number = epoch, epoch.number
+        rank, count = epoch.members.index(self.member), len(epoch.members)
+        self.launcher = replace(
+            self.launcher, rank=rank, world_size=count, restarts=epoch.number, local_world_size=None
+        )
+        config = self.configure(epoch.plan, epoch.cluster, count)
+        # Its length and curves may be a checkpoint's.
+        self.config = config if self.before is None else replace(config, schedule=self.before.schedule)
+
+    def _one_epoch(self) -> int | None:
+        """Exit code of this rank; None: there is a next epoch."""
+        self.watch.begin(self.number)
+        comm, training, failed = None, None, True
+        try:
+            comm, emulation = self._join()
+            with leaving(comm, self.platform):
+                training = self._set_up(comm, emulation)
+                if training is None:
+                    self.store.leave(self.member, "the plan does not use it")
+                    return 0
+                return run_training(training)
+        except CommError as error:
+            self._keep(training)
+            if not self.watch.broken():
+                print(f"elastic: {error}", flush=True)
+        except HandOver as handed:
+            failed = False
+            self._keep(training)
+            self.held += handed.held
+            if handed.leaves:
+                self.store.leave(self.member, "it was told to leave")
+                return 0
+        self._tear_down(comm, training, failed)
+        self.store.stopped(self.number, self.member, failed)
+        return None
+
+    def _join(self) -> tuple[Comm, Emulation]:
+        config, self._began = self.config, time.perf_counter()
+        check_world(config, self.launcher.world_size)
+        place = position(config.cluster, self.launcher)
+        timeout = 60 * config.distributed.timeout_minutes
+        emulation = Emulation.of(self.launcher, place, timeout)
+        transport = transport_of(config.distributed.transport, config.cluster)
+        comm = start_comm(
+            self.platform, timeout, place, self.launcher, emulation.hooks(), transport, over=self.watch.broken
+        )
+        return comm, emulation
+
+    def _set_up(self, comm: Comm, emulation: Emulation) -> Training | None:
+        """The run, ready for its next step; None on a rank that the plan does not use."""
+        if comm.islands is not None and comm.islands.has_devices:
+            raise UserError(
+                "the groups of a device's library cannot be left and made anew yet", field="--elastic",
+                accepted="ranks that communicate by gloo; or --on-failure replan alone",
+            )  # fmt: skip
+        config = agree(self.config, comm, self.platform, self.plugins, emulation)
+        replicas = self._replicas(comm, config)
+        seconds, at = {"groups": time.perf_counter() - self._began}, time.perf_counter()
+        everyone = comm.group(range(self.launcher.world_size))
+        comm.activity = "agreeing on a step"
+        said = everyone.gather_objects([held.said() for held in self.held], list[Holding])
+        furthest = max(everyone.gather_objects(self.furthest, int))
+        source = newest(said, config.spec)
+        if source is None and self.epoch is not None and not config.checkpoint.goes_on:
+            raise UserError(
+                f"lost the state of every step: {self.epoch.lost}, and with that the only copies", field="--elastic",
+                accepted="--save DIR and --load DIR, the same, to go on from the last checkpoint then",
+            )  # fmt: skip
+        seconds["agree"], at = time.perf_counter() - at, time.perf_counter()
+        if comm.rank not in config.plan.ranks:
+            if source is not None:
+                restore(source, self.held, None, config.compiled, everyone)
+            return None
+        exit = self.before.exit if self.before is not None else None
+        resume = Restored(config, exit, source, self.held, comm) if source is not None else None
+        training = set_up(config, comm, self.platform, self.plugins, emulation, resume)
+        training.on_step = self._on_step
+        if resume is not None and self.before is not None:
+            training.checkpoints.source_dtypes = self.before.source_dtypes
+        self.before = _Kept(training.config.schedule, training.exit, training.checkpoints.source_dtypes)
+        moved = training.runtime.world.gather_objects(resume.moved if resume is not None else 0, int)
+        phases = self._phases(training, source, furthest, sum(moved))
+        elastic = ElasticState(training, replicas, self.node, lambda: self.watch.called_off, phases)
+        training.elastic = elastic
+        elastic.first_copies()
+        self.held = []
+        if phases is not None:
+            phases.seconds |= seconds | {"move": time.perf_counter() - at}
+        elastic.begin = time.perf_counter()
+        return training
+
+    def _replicas(self, comm: Comm, config: RunConfig) -> PeerReplicas | None:
+        """Called on all ranks of the job."""
+        assert config.elastic is not None
+        ranks = tuple(sorted(config.plan.ranks))
+        if config.elastic.replicas_every is None or len(ranks) == 1:
+            return None
+        comm.create_groups([ranks] * (max(config.compiled.groups.count(ranks), 1) + 1))
+        if comm.rank not in ranks:
+            return None
+        return PeerReplicas(comm.group(ranks, -1), config.elastic.replicas_every, self.node)
+
+    def _phases(self, training: Training, source: Source | None, furthest: int, moved: int) -> Phases | None:
+        epoch, step = self.epoch, training.step
+        if epoch is None:
+            return None
+        where = "from memory" if source is not None else "from a checkpoint, as no step is complete in memory"
+        again = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
+        count = plural(len(training.config.plan.ranks), "rank")
+        text = f"epoch {epoch.number}: {epoch.lost}; {count} went on after step {step} {where}{again}"
+        return Phases(text, {"notice": epoch.notice, "plan": epoch.plan_seconds}, moved)
+
+    def _on_step(self, step: int, stats: StepStats) -> None:
+        self.furthest = max(self.furthest, step)
+        if self.on_step is not None:
+            self.on_step(step, stats)
+
+    def _keep(self, training: Training | None) -> None:
+        """Keep what this rank has of the state; what it has from before it is ready to train counts instead."""
+        if training is not None and not self.held:
+            assert isinstance(training.elastic, ElasticState)
+            self.held = training.elastic.held()
+
+    def _tear_down(self, comm: Comm | None, training: Training | None, failed: bool) -> None:
+        """Leave an epoch. What was torn is kept: gloo's groups wait, when they end, for messages that never will."""
+        self._torn += [(comm, world_group())] if failed else []
+        if comm is not None:
+            comm.sever()
+            if comm.reach.beacon is not None:
+                comm.reach.beacon.close()
+        if training is not None:
+            with suppress(UserError, RuntimeError):  # a save that is cut off: there is an older one
+                training.checkpoints.wait()
+            training.checkpoints.release()
+            training.reporter.close()
+        stop_comm(self.platform)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is the same in all epochs of a run."""
+
+    schedule: ScheduleConfig
+    exit: ExitConditions
+    source_dtypes: dict[str, torch.dtype] | None
+
+
+def train_elastic(
+    config: RunConfig, launcher: LauncherEnvironment, configure: Configure, on_step: OnStep | None = None
+) -> int:
+    """As :func:`~hetero_megatron.training.train.train`, of a run that goes on when ranks are lost or leave.
+
+    Raises:
+        UserError: something cannot be honoured (all ranks raise it).
+        CommError: the job goes on without this rank, or its launcher is gone.
+    """
+    plugins = load_plugins()
+    place = position(config.cluster, launcher)
+    platform = platform_at(
+        place, config.cluster, launcher, plugins, config.platform, config.distributed.backend, config.deterministic
+    )
+    check_device(platform, launcher)
+    return ElasticRank(config, launcher, platform, plugins, configure, on_step).run()

@@ -1,0 +1,146 @@
+"""What one rank of an elastic run does beside its steps: copies for its peers, and leaving at a step's end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.held_state import Held, Moment, owned_state
+from hetero_megatron.training.loop import Training
+from hetero_megatron.training.lr_schedule import LossScale
+from hetero_megatron.training.peer_replicas import PeerReplicas, hand_over
+
+STOP, LEAVE = "stop", "leave"
+LEAVING = "received SIGTERM"  # reason of a rank's ``ExitConditions`` by which only that rank leaves
+
+
+class HandOver(Exception):
+    """Raised on all ranks at the end of a step: the run goes on in another epoch.
+
+    Attributes:
+        leaves: this rank is not in it.
+        held: what others gave to this rank.
+    """
+
+    def __init__(self, leaves: bool, held: Sequence[Held]) -> None:
+        super().__init__("the job goes on in another epoch")
+        self.leaves, self.held = leaves, list(held)
+
+
+@dataclass
+class Phases:
+    """What it took until this epoch's first step was done, by phase, in seconds; and what happened."""
+
+    text: str
+    seconds: dict[str, float]
+    moved: int = 0
+
+
+class ElasticState:
+    """Of one epoch, on a rank of its plan.
+
+    Args:
+        replicas: None: no copies are kept.
+        node: this rank's host, for choosing who takes over.
+        called_off: why the launcher wants the job to stop; empty: it does not.
+        phases: told once the first step is done; None: nothing is to be told.
+    """
+
+    def __init__(
+        self, training: Training, replicas: PeerReplicas | None, node: str, called_off: Callable[[], str],
+        phases: Phases | None,
+    ) -> None:  # fmt: skip
+        self.training, self.replicas, self.node, self._called_off = training, replicas, node, called_off
+        self.phases, self.begin = phases, time.perf_counter()
+        optimizer = training.runtime.optimizer
+        assert optimizer is not None
+        self.optimizer, self._updates = optimizer, optimizer.updates
+        self._had_states = bool(optimizer.inner is not None and optimizer.inner.state)
+        if replicas is not None:
+            training.runtime.before_commit = replicas.wait
+
+    @property
+    def called_off(self) -> str:
+        return self._called_off()
+
+    def first_copies(self) -> None:
+        """Before the first step: then a loss during it costs nothing. Called on all ranks of the plan."""
+        if self.replicas is not None and self.replicas.group.size > 1:
+            self._copy()
+            self.replicas.wait()
+        self.training.runtime.world.gather_objects(True, bool)  # all have theirs: what was held before is not needed
+
+    def after_step(self, training: Training, stop: bool) -> bool:
+        """Called on all ranks when a step is complete, and saved where that was due.
+
+        Returns:
+            whether the run ends here.
+
+        Raises:
+            HandOver: it goes on in another epoch.
+        """
+        self._updates = self.optimizer.updates
+        self._tell()
+        if stop:
+            self._stop(training)
+            return True
+        if self.replicas is not None and self.replicas.due(training.step):
+            self._copy()
+        return False
+
+    def held(self) -> list[Held]:
+        """What this rank has after it was torn from whatever it did: copies, and the live state, which is that of the
+        step under way if the optimizer has taken it."""
+        training = self.training
+        step, consumed, scale = training.step, training.consumed, training.loss_scale
+        if self.optimizer.updates > self._updates:
+            step, consumed, scale = step + 1, consumed + training.config.batch_size.at(consumed), scale.update(False)
+        copies = self.replicas.held() if self.replicas is not None else []
+        tensors, numbers = owned_state(self.optimizer, training.config.spec)
+        return [*copies, Held(Moment(step, consumed, scale.state_dict(), numbers), tensors)]
+
+    def _stop(self, training: Training) -> None:
+        """Whether some leave, or all stop."""
+        runtime = training.runtime
+        runtime.comm.activity = "handing over"
+        wishes = runtime.world.gather_objects(self._wish(training), str)
+        if STOP in wishes or LEAVE not in wishes or all(wish == LEAVE for wish in wishes):
+            return
+        training.checkpoints.wait()
+        leaves = wishes[runtime.world.index] == LEAVE
+        tensors, numbers = owned_state(self.optimizer, training.config.spec)
+        moment = Moment(training.step, training.consumed, training.loss_scale.state_dict(), numbers)
+        raise HandOver(leaves, hand_over(runtime.world, self.node, moment, tensors, leaves))
+
+    def _wish(self, training: Training) -> str:
+        if training.checkpoints.failed or self.called_off:
+            return STOP
+        reason = training.exit.reason
+        return LEAVE if reason == LEAVING else STOP if reason else ""
+
+    def _copy(self) -> None:
+        training, replicas = self.training, self.replicas
+        assert replicas is not None
+        training.runtime.comm.activity = "copying the optimizer's state to a peer"
+        tensors, numbers = owned_state(self.optimizer, training.config.spec)
+        moment = Moment(training.step, training.consumed, training.loss_scale.state_dict(), numbers)
+        replicas.start(moment, tensors, self._had_states or self.optimizer.updates > 0)
+
+    def _tell(self) -> None:
+        phases, self.phases = self.phases, None
+        if phases is None:
+            return
+        phases.seconds["first step"] = time.perf_counter() - self.begin
+        took = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.seconds.items())
+        text = f"{phases.text}: {took}; {phases.moved / 1e6:.1f} MB moved"
+        reporter = self.training.reporter
+        reporter.say(f"elastic: {text}")
+        reporter.event("elastic", text, step=self.training.step, seconds=phases.seconds, bytes=phases.moved)
+
+
+def scale_at(config: RunConfig, moment: Moment) -> LossScale:
+    """The loss scale of the step after ``moment``."""
+    return config.loss_scale.with_state(moment.scale) if config.loss_scale.dynamic else config.loss_scale
+

@@ -1,0 +1,223 @@
+"""Copies of what each rank owns, in its own and in another rank's host memory: what survives a lost host.
+
+After every K-th step each rank packs what it owns and sends it to its holder, while the next step computes. Two moments
+are kept: the newest one counts only once all ranks have what they hold of it, which each knows when it has passed the
+next step's exchange of losses; until then the one before is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hetero_megatron.comm import Group
+from hetero_megatron.comm.work import Handle
+from hetero_megatron.layout import Box
+from hetero_megatron.training.held_state import Boxed, Held, Moment, as_bytes
+
+ALIGNED = 8  # bytes: any element may begin there
+
+
+def choose_holders(nodes: Sequence[str], sizes: Sequence[int], staying: Sequence[bool] | None = None) -> list[int]:
+    """For each rank, which other one holds its copy: of another node where there is one, and of those the one that
+    holds least so far, the nearest after it first; itself where no other one may.
+
+    Args:
+        nodes: of the ranks; sizes: what each owns; staying: may hold copies (None: all).
+    """
+    count = len(nodes)
+    stays = [True] * count if staying is None else list(staying)
+    load, found = [0] * count, [0] * count
+    for i in sorted(range(count), key=lambda i: (-sizes[i], i)):
+        others = [j for j in range(count) if j != i and stays[j]] or [i]
+        apart = [j for j in others if nodes[j] != nodes[i]] or others
+        found[i] = min(apart, key=lambda j: (load[j], (j - i) % count))
+        load[found[i]] += sizes[i]
+    return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One box in a packed copy."""
+
+    name: str
+    box: Box
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return self.box.size * getattr(torch, self.dtype).itemsize
+
+    @property
+    def padded(self) -> int:
+        return -(-self.bytes // ALIGNED) * ALIGNED
+
+
+def entries_of(tensors: Boxed) -> list[Entry]:
+    return [
+        Entry(name, box, str(values.dtype).removeprefix("torch."))
+        for name, parts in tensors.items()
+        for box, values in parts
+    ]
+
+
+def pack(tensors: Boxed, entries: Sequence[Entry], into: torch.Tensor) -> None:
+    at = 0
+    values = (values for parts in tensors.values() for _, values in parts)
+    for entry, value in zip(entries, values, strict=True):
+        into[at : at + entry.bytes].copy_(as_bytes(value))
+        at += entry.padded
+
+
+def unpack(entries: Sequence[Entry], flat: torch.Tensor) -> Boxed:
+    """Views of a packed copy."""
+    found: Boxed = {}
+    at = 0
+    for entry in entries:
+        values = flat[at : at + entry.bytes].view(getattr(torch, entry.dtype)).view(entry.box.shape)
+        found.setdefault(entry.name, []).append((entry.box, values))
+        at += entry.padded
+    return found
+
+
+@dataclass
+class Copies:
+    """Packed copies of one moment: this rank's own and those of others.
+
+    Attributes:
+        entries: by index in the group; index: this rank's.
+        moment: None: nothing is in them yet.
+        complete: all that others send has come.
+    """
+
+    entries: list[list[Entry]]
+    index: int
+    own: torch.Tensor
+    others: Mapping[int, torch.Tensor]
+    moment: Moment | None = None
+    complete: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.own.nbytes + sum(flat.nbytes for flat in self.others.values())
+
+    def held(self, own: bool = True) -> list[Held]:
+        """What can be gone on from."""
+        if self.moment is None:
+            return []
+        found = [Held(self.moment, unpack(self.entries[self.index], self.own))] if own else []
+        if self.complete:
+            found += [Held(self.moment, unpack(self.entries[i], flat)) for i, flat in self.others.items()]
+        return found
+
+
+@dataclass
+class CopyExchange:
+    """Who sends what to whom; made by all ranks of ``group``, at the end of a step.
+
+    Args:
+        group: ascending ranks; nobody else uses it while copies travel.
+        node: this rank's.
+        tensors: what this rank wants to be copied.
+        leaving: this rank will hold nothing, because it is about to end.
+    """
+
+    group: Group
+    node: str
+    tensors: Boxed
+    leaving: bool = False
+    entries: list[list[Entry]] = field(init=False)  # by index in the group
+    holders: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        said = self.group.gather_objects(
+            (self.node, self.leaving, entries_of(self.tensors)), tuple[str, bool, list[Entry]]
+        )
+        self.entries = [entries for _, _, entries in said]
+        sizes = [self.size(i) for i in range(len(said))]
+        self.holders = choose_holders([node for node, _, _ in said], sizes, [not leaves for _, leaves, _ in said])
+
+    def size(self, index: int) -> int:
+        return sum(entry.padded for entry in self.entries[index])
+
+    @property
+    def held(self) -> list[int]:
+        """Whose copies this rank holds."""
+        return [i for i, holder in enumerate(self.holders) if holder == self.group.index]
+
+    def memory(self) -> Copies:
+        me = self.group.index
+        others = {i: torch.empty(self.size(i), dtype=torch.uint8) for i in self.held}
+        return Copies(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), others)
+
+    def start(self, copies: Copies, moment: Moment, tensors: Boxed) -> Handle:
+        """Pack ``tensors``, with boxes as in ``entries``, and send them."""
+        me, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
+        copies.moment, copies.complete = moment, False
+        pack(tensors, self.entries[me], copies.own)
+        send = [copies.own if i == self.holders[me] else nothing for i in range(self.group.size)]
+        receive = [copies.others.get(i, nothing) for i in range(self.group.size)]
+        return self.group.exchange(send, receive)
+
+
+def hand_over(group: Group, node: str, moment: Moment, tensors: Boxed, leaving: bool) -> list[Held]:
+    """Ranks that are about to end give what they own to others. Called on all ranks of ``group``.
+
+    Returns:
+        what this rank was given.
+    """
+    exchange = CopyExchange(group, node, tensors if leaving else {}, leaving)
+    copies = exchange.memory()
+    exchange.start(copies, moment, tensors if leaving else {}).wait()
+    copies.complete = True
+    return copies.held(own=False)
+
+
+class PeerReplicas:
+    """The copies that a run keeps.
+
+    Args:
+        group: of the plan's ranks; only for this.
+        every: steps between copies.
+        node: this rank's host.
+    """
+
+    def __init__(self, group: Group, every: int, node: str) -> None:
+        self.group, self.every, self.node = group, every, node
+        self._exchange: CopyExchange | None = None
+        self._slots: list[Copies] = []
+        self._stepped: bool | None = None
+        self._under_way: Handle | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Host memory of all copies here."""
+        return sum(slot.bytes for slot in self._slots)
+
+    def due(self, step: int) -> bool:
+        return self.group.size > 1 and step % self.every == 0
+
+    def start(self, moment: Moment, tensors: Boxed, stepped: bool) -> None:
+        """Begin to copy. Called on all ranks, with none under way.
+
+        Args:
+            stepped: whether the optimizer has states, of which it has none before its first step; equal on all ranks.
+        """
+        assert self._under_way is None
+        if self._exchange is None or stepped != self._stepped:
+            self._exchange, self._stepped = CopyExchange(self.group, self.node, tensors), stepped
+        older = self._slots[0] if len(self._slots) == 2 else None
+        again = older is not None and older.entries is self._exchange.entries
+        self._slots = [*self._slots[-1:], older if older is not None and again else self._exchange.memory()]
+        self._under_way = self._exchange.start(self._slots[-1], moment, tensors)
+
+    def wait(self) -> None:
+        """Until the copies that this rank holds are here, and its own is gone."""
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way, self._slots[-1].complete = None, True
+
+    def held(self) -> list[Held]:
+        """What is in this rank's memory."""
+        return [held for slot in self._slots for held in slot.held()]

@@ -1,0 +1,109 @@
+"""Elastic runs: whatever happens to ranks, the loss curve and the weights are, bit for bit in fp64, those of a run that
+was stopped at the same steps and begun anew under the same plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.elastic_jobs import ElasticRun, Happening, final_state, run_elastic, run_segments
+
+HEAD = "version: 1\nseq_length: 16\nglobal_batch_size: 4\npipelines:\n"
+# By number of ranks: pipelines, TP and unequal shares, so that what each rank owns is another set of boxes in each.
+PLANS = {
+    4: """
+  - {micro_batch_size: 1, num_micro_batches: 3, stages: [{ranks: [0, 1], layers: [0, 4], tp: 2, tp_split: [3, 1]},
+     {ranks: 2, layers: [4, 6]}]}
+  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 3, layers: [0, 6]}]}
+""",
+    3: """
+  - {micro_batch_size: 1, num_micro_batches: 4, stages: [{ranks: 0, layers: [0, 2]},
+     {ranks: [1, 2], layers: [2, 6], tp: 2}]}
+""",
+    2: """
+  - {micro_batch_size: 1, num_micro_batches: 3, stages: [{ranks: 0, layers: [0, 6]}]}
+  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 1, layers: [0, 6]}]}
+""",
+    1: """
+  - {micro_batch_size: 2, num_micro_batches: 2, stages: [{ranks: 0, layers: [0, 6]}]}
+""",
+}
+STEPS = 9
+
+
+def _plans(directory: Path) -> dict[int, Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = {count: directory / f"plan-{count}.yaml" for count in PLANS}
+    for count, path in paths.items():
+        path.write_text(HEAD + PLANS[count].lstrip("\n"))
+    return paths
+
+
+def _words(directory: Path, *more: str) -> list[str]:
+    run = str(directory / "run")
+    return [
+        *("--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3", "--train-iters", str(STEPS)),
+        *("--save", run, "--load", run, "--distributed-timeout-minutes", "0.5", "--no-kernel-check", *more),
+    ]
+
+
+def run(directory: Path, ranks: int, happenings: Sequence[Happening], *more: str, grace: float = 30.0) -> ElasticRun:
+    plans = _plans(directory)
+    words = _words(directory, *(more or ("--peer-replicas-every", "1")))
+    return run_elastic(directory, [plans[ranks]], words, ranks, happenings, plans.get, grace)
+
+
+def check(directory: Path, ranks: int, found: ElasticRun) -> list[int]:
+    """The run against one that is begun anew at the same steps; returns after which steps these were."""
+    assert found.code == 0, found.output
+    assert [s["step"] for s in found.steps] == list(range(1, STEPS + 1)), found.output
+    counts = [int(re.search(r"; (\d+) ranks? went on", text)[1]) for text, _ in found.epochs]  # type: ignore[index]
+    switched = [step for _, step in found.epochs]
+    apart = directory / "undisturbed"
+    plans = _plans(apart)
+    segments = zip([ranks, *counts], [*switched, STEPS], strict=True)
+    steps = run_segments(apart, _words(apart), [(plans[n], n, last) for n, last in segments if last])
+    for key in ("loss", "grad_norm", "consumed_samples"):
+        assert [s[key] for s in found.steps] == [s[key] for s in steps], key
+    mine, theirs = final_state(directory), final_state(apart)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+    return switched
+
+
+def test_lost_and_leaving_ranks_change_nothing(tmp_path: Path) -> None:
+    """One is killed after a step, one leaves: three plans, and the last step of the lost one is in its neighbour."""
+    found = run(tmp_path, 4, [Happening(2, "step", 3), Happening(0, "step", 6, "leave")])
+    assert len(found.epochs) == 2, found.output
+    switched = check(tmp_path, 4, found)
+    assert switched[0] in (2, 3) and switched[1] == 7, found.output
+    assert "from memory" in found.epochs[0][0] and "from memory" in found.epochs[1][0]
+
+
+# Name -> (happenings, flags, what the line of the last epoch says, grace)
+CASES = {
+    "two at once": ([Happening(0, "step", 4), Happening(2, "step", 4)], (), "", 30.0),
+    "in the update": ([Happening(1, "update", 4)], (), "from memory", 30.0),
+    "before its copy": ([Happening(2, "copy", 5)], (), "from memory", 30.0),
+    "while state moves": ([Happening(3, "step", 3), Happening(0, "move", 1)], (), "from memory", 30.0),
+    "while groups are made": ([Happening(3, "step", 3), Happening(1, "join", 1)], (), "from memory", 30.0),
+    "three in turn": ([Happening(r, "step", 2 * r + 2) for r in range(3)], (), "from memory", 30.0),
+    "frozen": ([Happening(1, "step", 4, "freeze")], (), "from memory", 3.0),
+    "one leaves as another dies": ([Happening(1, "step", 4, "leave"), Happening(2, "step", 4)], (), "", 30.0),
+    "no copies": ([Happening(1, "step", 5)], ("--save-interval", "2"), "from a checkpoint", 30.0),
+    "copies of every third step": ([Happening(1, "step", 5)], ("--peer-replicas-every", "3"), "from memory", 30.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_happens(name: str, tmp_path: Path) -> None:
+    happenings, flags, said, grace = CASES[name]
+    found = run(tmp_path, 4, happenings, *flags, grace=grace)
+    check(tmp_path, 4, found)
+    assert found.epochs and said in found.epochs[-1][0], found.output

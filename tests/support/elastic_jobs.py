@@ -1,0 +1,232 @@
+"""Elastic runs with ranks forked from a process that has imported torch, and events at chosen moments in them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron.checkpoint.boxes import BoxedTensor
+from hetero_megatron.checkpoint.native import open_checkpoint
+from hetero_megatron.comm import Comm
+from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.launch.in_place import InPlaceSupervisor
+from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.layout import Box
+from tests.support.paths import ROOT
+from tests.support.pool import PRELOAD
+from tests.support.programs import ENVIRONMENT
+
+DEADLINE = 240.0
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Something that a member does to itself.
+
+    Attributes:
+        member: who.
+        when: ``step``: its step ``at`` is complete; ``update``: its optimizer has taken step ``at``, and sent nothing;
+            ``copy``: a copy of step ``at`` is about to travel; ``join`` and ``move``: it connects, and moves state, in
+            epoch ``at``.
+        what: ``kill``, ``leave`` (SIGTERM) or ``freeze``.
+    """
+
+    member: int
+    when: str
+    at: int
+    what: str = "kill"
+
+    def happen(self) -> None:
+        number = {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "freeze": signal.SIGSTOP}[self.what]
+        os.kill(os.getpid(), number)
+
+
+def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
+    """Make them happen in this process; returns what is to be told of every step."""
+    from hetero_megatron.parallel.optimizer import ShardedOptimizer
+    from hetero_megatron.training import elastic, held_state, peer_replicas
+
+    def due(when: str, at: int) -> None:
+        for one in mine:
+            if (one.when, one.at) == (when, at):
+                one.happen()
+
+    progress = {"step": 0, "epoch": 0}
+    gather, move, start, join = (
+        ShardedOptimizer.all_gather, held_state._move, peer_replicas.PeerReplicas.start, elastic.ElasticRank._join,
+    )  # fmt: skip
+
+    def all_gather(self: Any, copied: bool = False) -> None:
+        if self.updates:  # not when state is restored
+            due("update", progress["step"] + 1)
+        gather(self, copied)
+
+    def moving(*arguments: Any) -> int:
+        due("move", progress["epoch"])
+        return move(*arguments)
+
+    def copying(self: Any, moment: Any, *more: Any) -> None:
+        due("copy", moment.step)
+        start(self, moment, *more)
+
+    def joining(self: Any) -> Any:
+        progress["epoch"] = self.number
+        due("join", self.number)
+        return join(self)
+
+    def on_step(step: int, _: Any) -> None:
+        progress["step"] = step
+        due("step", step)
+
+    ShardedOptimizer.all_gather = all_gather  # type: ignore[method-assign]
+    held_state._move, peer_replicas.PeerReplicas.start = moving, copying  # type: ignore[assignment, method-assign]
+    elastic.ElasticRank._join = joining  # type: ignore[method-assign]
+    return on_step
+
+
+def _rank(words: list[str], environment: dict[str, str], output: str, mine: Sequence[Happening]) -> None:
+    """In a forked process: what ``hetero-megatron pretrain`` does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(1, 2)
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
+    os.chdir(ROOT)
+    from hetero_megatron.cli.configure import configure
+    from hetero_megatron.cli.pretrain import under_plan
+    from hetero_megatron.cli.rank_errors import end_rank
+    from hetero_megatron.environment.launcher import read_launcher
+    from hetero_megatron.training.elastic import train_elastic
+    from hetero_megatron.training.train import train
+
+    launcher = read_launcher()
+    try:
+        config = configure(words, environment)
+        if config.elastic is None:
+            code = train(config, launcher)
+        else:
+            code = train_elastic(config, launcher, partial(under_plan, words, environment), _instrument(mine))
+    except Exception as error:
+        code = end_rank(error, launcher, environment)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+class ForkedRanks:
+    """See :class:`~hetero_megatron.launch.in_place.ElasticJob`."""
+
+    def __init__(
+        self, words: list[str], ranks: int, happenings: Sequence[Happening], log: Path, host: str, port: int
+    ) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        secret = secrets.token_hex(32)
+        self.secret, self.deadline = secret.encode(), time.monotonic() + DEADLINE
+        shared = {
+            "WORLD_SIZE": str(ranks), "MASTER_ADDR": host, "MASTER_PORT": str(port), "HETERO_JOB_SECRET": secret,
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "HETERO_LAUNCHER": "1", "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+        self.processes = []
+        for rank in range(ranks):
+            mine = [one for one in happenings if one.member == rank]
+            environment = {**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment["HETERO_NODE"] = f"rank{rank}"
+            process = context.Process(target=_rank, args=(words, environment, str(log), mine), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def poll(self) -> dict[int, int]:
+        assert time.monotonic() < self.deadline, "the run hangs"
+        return {i: p.exitcode for i, p in enumerate(self.processes) if p.exitcode is not None}
+
+    def end(self, rank: int) -> None:
+        self.processes[rank].kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@dataclass(frozen=True)
+class ElasticRun:
+    """How a run went.
+
+    Attributes:
+        code: of its launcher; output: of ranks and launcher.
+        steps: of metrics.jsonl, in order; epochs: (text, steps that were done when it began) of the elastic events.
+    """
+
+    code: int
+    output: str
+    steps: list[dict[str, Any]]
+    epochs: list[tuple[str, int]]
+
+
+def run_elastic(
+    directory: Path, plans: Sequence[Path], words: Sequence[str], ranks: int, happenings: Sequence[Happening],
+    fits: Callable[[int], Path | None], grace: float = 30.0, losses: int = 10,
+) -> ElasticRun:  # fmt: skip
+    """A run that begins with ``plans[0]``, to its end.
+
+    Args:
+        fits: the plan for so many ranks.
+    """
+    log, said = directory / "output", list[str]()
+    flags = ["--plan", str(plans[0]), *words, "--elastic"]
+    setup = Setup(plans[0], tuple(Seat(f"rank{r}", 0, device=r) for r in range(ranks)))
+    (directory / "run").mkdir(exist_ok=True)
+    supervisor = InPlaceSupervisor(
+        setup, lambda host, port: ForkedRanks(flags, ranks, happenings, log, host, port),
+        lambda seats, _: fits(len(seats)), losses, grace, directory / "run", said.append,
+    )  # fmt: skip
+    code = supervisor.run()
+    steps, events = (_lines(directory / "run" / name) for name in ("metrics.jsonl", "events.jsonl"))
+    epochs = [(e["text"], e["step"] - 1) for e in events if e["kind"] == "elastic"]
+    output = (log.read_text() if log.exists() else "") + "\n".join(said)
+    return ElasticRun(code, output, [s for s in steps if "loss" in s], epochs)
+
+
+def run_segments(
+    directory: Path, words: Sequence[str], segments: Sequence[tuple[Path, int, int]]
+) -> list[dict[str, Any]]:
+    """The same run without an event, metrics of its steps: each (plan, its ranks, last step) begins anew, from the
+    checkpoint of the one before."""
+    for i, (plan, ranks, last) in enumerate(segments):
+        flags, store = ["--plan", str(plan), *words, "--exit-interval", str(last)], JobStore()
+        job = ForkedRanks(flags, ranks, (), directory / f"output-{i}", store.host, store.port)
+        try:
+            while len(codes := job.poll()) < ranks:
+                time.sleep(0.02)
+            assert set(codes.values()) == {0}, (directory / f"output-{i}").read_text()
+        finally:
+            job.kill()
+    return [s for s in _lines(directory / "run" / "metrics.jsonl") if "loss" in s]
+
+
+def final_state(directory: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the latest checkpoint, whole."""
+    found = open_checkpoint(str(directory / "run"), None)
+    assert found is not None
+    shapes = {name: found.shape(name) for name in found.metadata.state_dict_metadata}
+    tensors = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in shapes.items() if shape}
+    boxed = {n: BoxedTensor(tuple(t.shape), [(Box.whole(tuple(t.shape)), t)]) for n, t in tensors.items()}
+    found.read_into(boxed, Comm(0, torch.device("cpu"), timedelta(seconds=1)).group([0]))
+    return tensors
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
