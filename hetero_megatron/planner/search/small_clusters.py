@@ -10,12 +10,11 @@ for as if such states took no memory, and then fitted exactly (:mod:`memory_fit`
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-
-import numpy as np
 
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, Row, simulate_best
@@ -24,13 +23,14 @@ from hetero_megatron.planner.search.local_search import LocalSearch, climb, neig
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.search.memory_fit import MemoryFit
 from hetero_megatron.planner.search.stage_sequences import StageSequence, StageSequences, Usage
-from hetero_megatron.planner.shares import water_level
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 from hetero_megatron.planner.template.search_space import options
 
-STRUCTURES, BESIDE = 40, 4  # scored: single pipelines, and several; of the latter, on each set of chips
+STRUCTURES = 40  # scored: single pipelines, and several
+BESIDE = 3  # of the latter, on the same chips, and one of each other micro-batch size
+HALVINGS = 12  # of the interval in which their time lies
 SLOW = 1.5  # estimates above this multiple of the best are not scored
 UNLIKE = 300  # of unlike pipelines that are fitted with unequal shares
 STARTS, EFFORT, NEAR = 8, 240, 1.25  # climbed from, if so near to the best; neighbours tried from each
@@ -89,7 +89,7 @@ def _pipelines(
 def _beside(sequences: StageSequences) -> list[tuple[float, tuple[StageSequence, ...]]]:
     """(seconds, pipelines beside each other on disjoint chips), fastest first; memory has room for so many."""
     inputs, found = sequences.inputs, list[tuple[float, tuple[StageSequence, ...]]]()
-    costs, batch = inputs.scorer.costs, inputs.batch
+    costs = inputs.scorer.costs
     weights, gradients, states = costs.memory.whole
     chips = [group.chip for group in inputs.pool.groups]
     room = sum(n * (costs.memory_limit(chip) - costs.overhead(chip)) for n, chip in zip(inputs.counts, chips))
@@ -97,8 +97,10 @@ def _beside(sequences: StageSequences) -> list[tuple[float, tuple[StageSequence,
     for pipelines in range(2, most + 1):
         by_usage: dict[Usage, list[StageSequence]] = {}
         for x in sequences.fastest(pipelines):
-            by_usage.setdefault(x.usage, []).append(x)
-        found += [(_seconds(x, batch), x) for x in _disjoint(list(by_usage.items()), inputs.counts, pipelines)]
+            rows = by_usage.setdefault(x.usage, [])
+            if len(rows) < BESIDE or all(row.size != x.size for row in rows):
+                rows.append(x)
+        found += [(_seconds(x, inputs), x) for x in _disjoint(list(by_usage.items()), inputs.counts, pipelines)]
     return sorted(found, key=lambda row: row[0])
 
 
@@ -114,14 +116,20 @@ def _disjoint(
         return
     for i, (usage, rows) in enumerate(by_usage):
         rest = tuple(a - b for a, b in zip(left, usage))
-        for row in (rows[:BESIDE] if len(taken) < 2 else rows[:1]) if min(rest) >= 0 else ():
+        for row in (rows if len(taken) < 2 else rows[:1]) if min(rest) >= 0 else ():
             yield from _disjoint(by_usage[i:], rest, pipelines - 1, (*taken, row))
 
 
-def _seconds(chosen: Sequence[StageSequence], batch: float) -> float:
-    """In which pipelines compute the batch, divided without whole numbers."""
-    rate = np.array([x.size / x.tau for x in chosen])
-    return water_level(batch, rate, np.full(len(chosen), batch), np.array([x.delay for x in chosen]))
+def _seconds(chosen: Sequence[StageSequence], inputs: ProgramInputs) -> float:
+    """In which pipelines compute the batch in whole micro-batches."""
+    near = len({x.main for x in chosen}) == 1
+    rows = [(x.size, x.tau, x.delay + (x.near if near else x.far)) for x in chosen]
+    low, high = 0.0, min(delay + tau * math.ceil(inputs.batch / size) for size, tau, delay in rows)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        done = sum(size * int((middle - delay) / tau) for size, tau, delay in rows if middle > delay)
+        low, high = (low, middle) if done >= inputs.batch else (middle, high)
+    return high
 
 
 def _other_chips(template: PlanTemplate, problem: PlanningProblem, pool: DevicePool) -> Iterator[PlanTemplate]:

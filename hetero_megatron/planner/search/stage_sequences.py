@@ -35,8 +35,10 @@ class StageSequence:
 
     Attributes:
         size: sequences of a micro-batch.
-        seconds: of its share of the batch, at least; tau: of a micro-batch in the slowest stage.
+        seconds: of its share of the batch; tau: of a micro-batch in the slowest stage.
         delay: of what comes before the slowest stage begins and after it ends.
+        main: group with most of the layers.
+        near, far: of gradient reduction with pipelines of the same main group, of others.
     """
 
     stages: tuple[StageTemplate, ...]
@@ -45,6 +47,9 @@ class StageSequence:
     seconds: float
     tau: float
     delay: float
+    main: int
+    near: float
+    far: float
 
 
 @dataclass(frozen=True)
@@ -129,21 +134,24 @@ class StageSequences:
 
     @cached_method
     def _reduction(self, size: int, pipelines: int, embed: bool, head: bool) -> Floats:
-        """[options, layers, reducing and spreading] seconds, as :meth:`ProgramInputs.sync_seconds`; affine in the
-        layers."""
+        """[options, layers, near and far, reducing and spreading] seconds, as :meth:`ProgramInputs.sync_seconds`;
+        affine in the layers. Near: if the holders of a stage are in one node where so many fit."""
         memory, most, found = self.inputs.scorer.costs.memory, self.layers, []
         for x in self._options(size):
-            ends = []
-            for n in (0, most):
-                held, holders = memory.trained(x.tp, n, embed, head), np.full(1, float(pipelines * x.dp))
-                ends.append(np.concatenate(self.inputs.sync_seconds(held, holders, [x.group])))
-            per = (ends[1] - ends[0]) / most * (pipelines * x.dp > 1)
-            found.append(ends[0] * (pipelines * x.dp > 1) + per * np.arange(most + 2)[:, None])
+            copies = pipelines * x.dp
+            holders = np.array([copies, max(copies, self.inputs.pool.groups[x.group].per_node + 1.0)])
+            none, all_layers = (
+                np.stack(self.inputs.sync_seconds(memory.trained(x.tp, n, embed, head), holders, [x.group]), axis=1)
+                for n in (0, most)
+            )
+            layers = np.arange(most + 2)[:, None, None] / most
+            found.append((none + (all_layers - none) * layers) * (copies > 1))
         return np.stack(found)
 
     def _timed(self, rows: _Rows, size: int, pipelines: int) -> Iterator[StageSequence]:
         share = 1.0 if pipelines == 1 else rows.usage @ self._speeds / (np.array(self.inputs.counts) @ self._speeds)
-        count = np.maximum(1.0, share * np.full(len(rows.options), self.inputs.batch / size))
+        part = share * np.full(len(rows.options), self.inputs.batch / size)
+        count = np.maximum(1.0, part)
         last, every = rows.options.shape[1] - 1, np.arange(len(count))
         tables, links = [], np.zeros((len(count), last, 2))
         for s in range(last + 1):
@@ -154,14 +162,16 @@ class StageSequences:
         split = self._divided(tables, links.sum(axis=2), count)
         times = np.stack([table[every, split[:, s]] for s, table in enumerate(tables)], axis=1)
         seconds = closed_forms_of_each(times, links.sum(axis=2), count, round_trips=True)
-        taus, late = np.maximum(times.max(axis=1), links.max(axis=(1, 2), initial=0.0)), np.zeros(len(count))
+        taus, late = np.maximum(times.max(axis=1), links.max(axis=(1, 2), initial=0.0)), np.zeros((len(count), 2))
         for s in range(last + 1):
             sync = self._reduction(size, pipelines, s == 0, s == last)[rows.options[:, s], split[:, s]]
-            late = np.maximum(late, added_seconds((sync[:, 0], sync[:, 1]), times[:, s]))
-        options, seconds = self._options(size), seconds + late
+            late = np.maximum(late, added_seconds((sync[:, :, 0], sync[:, :, 1]), times[:, s, None]))
+        options, longest = self._options(size), split.argmax(axis=1)
         for i in np.flatnonzero(np.isfinite(seconds)).tolist():
-            stages, tau, total = tuple(options[j] for j in rows.options[i].tolist()), float(taus[i]), float(seconds[i])
-            yield StageSequence(stages, tuple(rows.usage[i].tolist()), size, total, tau, total - float(count[i]) * tau)
+            stages, (near, far) = tuple(options[j] for j in rows.options[i].tolist()), late[i].tolist()
+            total, tau, usage = float(seconds[i]), float(taus[i]), tuple(rows.usage[i].tolist())
+            delay, main = total - float(count[i]) * tau, stages[longest[i]].group
+            yield StageSequence(stages, usage, size, delay + near + float(part[i]) * tau, tau, delay, main, near, far)
 
     def _divided(self, tables: list[Floats], links: Floats, count: Floats) -> Integers:
         """[sequences, stages] layers; some for which a table has inf where they do not fit."""
