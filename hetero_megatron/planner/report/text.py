@@ -298,6 +298,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "hethub_bound_tokens_per_second": summary.hethub_tokens_per_second,
         "hetero_speedup_ratio": summary.speedup_ratio,
         "context": result.context,
+        "divided": result.divided,
         "experts": summary.experts.as_json() if summary.experts is not None else None,
         "uniform": vars(summary.uniform) if summary.uniform else None,
         "alone": [vars(b) for b in summary.alone],
