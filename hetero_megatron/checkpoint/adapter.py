@@ -21,6 +21,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.empty_stage import BaseWeights
+from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
 from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
 from hetero_megatron.spec.hf_names import HFSource
 from hetero_megatron.spec.tensors import expert_tensor
@@ -201,3 +202,18 @@ def merged(
         for box in parts:
             inside = tuple(slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, held.lo))
             yield name, box, found[inside]
+
+
+def merged_pieces(
+    spec: ModelSpec, params: BaseWeights, pieces: Iterable[tuple[OwnedPiece, torch.Tensor]]
+) -> Iterator[Owned]:
+    """The same of what a rank owns of matrices that its stage divides: pieces, and their values as they are stored."""
+    assert spec.lora is not None
+    for piece, values in pieces:
+        rows = piece.slices[0]
+        found, module = params.rows(piece.name, values, rows), piece.name.removesuffix(".weight")
+        if (a := params.get(f"{module}.lora_A.weight")) is not None:
+            wide = torch.promote_types(found.dtype, torch.float32)
+            a, b = a[:, piece.slices[1]].to(wide), params[f"{module}.lora_B.weight"][rows].to(wide)
+            found = found.to(wide).add(b @ a, alpha=spec.lora.scale)
+        yield piece.name, piece.box, found

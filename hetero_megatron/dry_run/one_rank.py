@@ -75,8 +75,9 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
         memory.host = False
-        whole = [p for n, p in runtime.model.named_parameters() if n not in runtime.sync.divided_names]
-        parameters = _bytes([*whole, *runtime.scales.values()])
+        apart = runtime.divided.names if runtime.divided is not None else ()
+        whole = [p for n, p in runtime.model.named_parameters() if n not in apart]
+        parameters = _bytes([*whole, *runtime.scales.values(), *_frozen_rows(runtime.divided)])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.
@@ -110,6 +111,12 @@ def _observed(divided: DividedWeights | None, memory: MemoryTracker) -> list[int
 
         divided.observe(resized)
     return found
+
+
+def _frozen_rows(divided: DividedWeights | None) -> list[torch.Tensor]:
+    """What the rank owns of frozen weights that the stage divides."""
+    parts = [] if divided is None else [part for part in divided.parts.values() if not part.trained]
+    return [master for part in parts for masters in part.masters.values() for master in masters]
 
 
 def _make_moments(optimizer: Optimizer | None, config: OptimizerConfig) -> None:

@@ -89,9 +89,10 @@ class Reporter:
             logging.save,
             logging.tensorboard_dir,
             logging.wandb,
+            logging.mlflow,
             Resumed(self.first_step - 1, trains, evaluates) if self._goes_on() else None,
             tensorboard_queue_size=logging.tensorboard_queue_size,
-            tensorboard_interval=logging.tensorboard_interval,
+            interval=logging.tensorboard_interval,
             purge_step=begins if trains else None,
         )
 

@@ -17,12 +17,12 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.model.gpt import GPTStage, ResidualStream
+from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.ops.gemm import WeightGradients
+from hetero_megatron.parallel.grad_sync.divided_sums import DividedSums
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
-from hetero_megatron.parallel.grad_sync.flat_memory import flatten_parameters
-from hetero_megatron.parallel.grad_sync.gradients import GradientSync
-from hetero_megatron.parallel.grad_sync.routes import HopRoutes
+from hetero_megatron.parallel.grad_sync.flat_memory import FlatTensors, flatten_parameters
+from hetero_megatron.parallel.grad_sync.routes import HopRoutes, OwnedPiece
 from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.canonical import Stage
 
@@ -34,12 +34,13 @@ class GatheredPart:
 
     Args:
         exchanges: of its buckets, for gathering only.
-        params: of the rank, by logical name; those of the buckets are moved to one piece of memory.
-        resized: called with that memory when its size has changed.
+        params: of the rank, by logical name; those of the buckets are moved to one piece of memory per dtype. Where
+            they have none, neither do they get any before they are gathered.
+        resized: called with such memory when its size has changed.
 
     Attributes:
-        buckets: their indices, in backward order.
-        memory: of all its weights.
+        buckets: their indices, in backward order; trained: whether they have gradients.
+        memories: of all its weights.
         masters: by bucket, values of the rows that this rank owns; until there are some, the weights stay whole.
     """
 
@@ -48,24 +49,33 @@ class GatheredPart:
         resized: Callable[[torch.Tensor], None],
     ) -> None:  # fmt: skip
         self._exchanges, self._resized = exchanges, resized
-        self.buckets = [exchange.bucket.index for exchange in exchanges]
-        self._flat = flatten_parameters(params, [exchange.bucket for exchange in exchanges], together=True)
-        self.memory = self._flat[self.buckets[0]].memory
-        self._bytes = self.memory.untyped_storage().nbytes()
+        self.buckets, self.trained = [e.bucket.index for e in exchanges], exchanges[0].bucket.trained
+        held = [params[name] for e in exchanges for name in e.bucket.names]
+        self._whole = all(param.untyped_storage().nbytes() or not param.numel() for param in held)
+        self._flat: dict[int, FlatTensors] = {}
+        self.memories: list[torch.Tensor] = []
+        for dtype in dict.fromkeys(params[e.bucket.names[0]].dtype for e in exchanges):
+            alike = [e.bucket for e in exchanges if params[e.bucket.names[0]].dtype == dtype]
+            self._flat |= flatten_parameters(params, alike, together=True)
+            self.memories.append(self._flat[alike[0].index].memory)
+        self._bytes = [memory.untyped_storage().nbytes() for memory in self.memories]
+        if not self._whole:
+            self._resize([0] * len(self._bytes))
         # Not the parameters: what is gathered would be a change of what autograd has kept.
         self._views = {name: view for flat in self._flat.values() for name, view in flat.views.items()}
         self.masters: Mapping[int, Sequence[torch.Tensor]] = {}
-        self._users, self._whole, self._coming = 0, True, False
+        self._users, self._coming = 0, False
 
     def release(self) -> None:
         """Give the memory back."""
         if self.masters:
-            self._resize(0)
+            self._resize([0] * len(self._bytes))
             self._whole = False
 
-    def _resize(self, size: int) -> None:
-        self.memory.untyped_storage().resize_(size)
-        self._resized(self.memory)
+    def _resize(self, sizes: Sequence[int]) -> None:
+        for memory, size in zip(self.memories, sizes, strict=True):
+            memory.untyped_storage().resize_(size)
+            self._resized(memory)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -108,32 +118,32 @@ class DividedWeights:
 
     Args:
         tied: the head has the embedding's matrix.
-        sync: of all parameters of the rank.
+        buckets: that this rank has a part of; params: of the rank, by logical name.
+        sums: of the gradients.
         gradients: of the kernel plan, which knows whether products wait for their W.
 
     Attributes:
-        parts: of the weights, by step.
+        parts: of the weights, by step; names: logical ones of all of them.
+        pieces: what this rank owns, by bucket.
         reshard: weights are given up between forward and backward.
     """
 
     def __init__(
-        self, stage: Stage, tied: bool, sync: GradientSync, comm: Comm, boxes: Mapping[str, Box],
-        gradients: WeightGradients,
+        self, stage: Stage, tied: bool, buckets: Iterable[Bucket], params: Mapping[str, torch.nn.Parameter],
+        sums: DividedSums, comm: Comm, boxes: Mapping[str, Box], gradients: WeightGradients,
     ) -> None:  # fmt: skip
         assert stage.weights is not None
         self._gather, self.reshard = stage.weights.gather, stage.weights.reshard_after_forward
-        self._gradients, self._sums = gradients, sync.divided_sums
+        self._gradients, self._sums = gradients, sums
         self._resized: Callable[[torch.Tensor], None] = lambda memory: None
         routes: dict[tuple[object, ...], HopRoutes] = {}
-        buckets: dict[Step, list[Bucket]] = {}
-        for exchange in sync.divided.values():
-            assert exchange.bucket.segment is not None
-            buckets.setdefault(exchange.bucket.segment, []).append(exchange.bucket)
-        self.parts: dict[Step, GatheredPart] = {
-            step: GatheredPart(
-                [BucketExchange(b, comm, boxes, routes) for b in some], sync.params, lambda x: self._resized(x)
-            ) for step, some in buckets.items()
-        }  # fmt: skip
+        exchanges: dict[Step, list[BucketExchange]] = {}
+        for bucket in buckets:
+            assert bucket.segment is not None
+            exchanges.setdefault(bucket.segment, []).append(BucketExchange(bucket, comm, boxes, routes))
+        self.parts = {step: GatheredPart(some, params, lambda x: self._resized(x)) for step, some in exchanges.items()}
+        self.pieces = {e.bucket.index: e.pieces for some in exchanges.values() for e in some}
+        self.names = {piece for some in exchanges.values() for e in some for piece in e.bucket.names}
         self._chunks = [self._steps(stage, number, tied) for number in range(len(stage.chunks))]
         self._chunk_of = {step: number for number, steps in enumerate(self._chunks) for step in steps}
         self._open: list[GatheredPart] = []  # in use by the step that runs
@@ -154,11 +164,18 @@ class DividedWeights:
             part.masters = {bucket: masters[bucket] for bucket in part.buckets}
             part.release()
 
+    def owned(self) -> Iterator[tuple[OwnedPiece, torch.Tensor]]:
+        """What this rank keeps."""
+        for part in self.parts.values():
+            for bucket, masters in part.masters.items():
+                yield from zip(self.pieces[bucket], masters, strict=True)
+
     def observe(self, resized: Callable[[torch.Tensor], None]) -> None:
         """Have ``resized`` called with the memory of each part, and again whenever it is given back or there again."""
         self._resized = resized
         for part in self.parts.values():
-            resized(part.memory)
+            for memory in part.memories:
+                resized(memory)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -252,7 +269,7 @@ class DividedWeights:
         steps = self._chunks[chunk]
         parts = dict.fromkeys(self.parts[s] for s in reversed(steps) if s in self.parts and s != "embed")
         ends = dict.fromkeys(part for used in steps.values() for part in used if part not in parts)
-        return [*parts, *ends]  # the embedding's come last, a tied head's among them
+        return [part for part in (*parts, *ends) if part.trained]  # the embedding's come last, a tied head's among them
 
     def _turn_to(self, used: Sequence[GatheredPart] = (), following: Sequence[GatheredPart] | None = None) -> None:
         before, self._open = self._open, list(used)
@@ -282,23 +299,20 @@ class DividedWeights:
 def apply_divided_weights(model: GPTStage, weights: DividedWeights) -> None:
     """Have the layers and the head of a stage say when they come to their weights."""
     for layer in model.layers():
-        layer.forward = partial(_layer, layer.forward, weights, layer.number)  # type: ignore[method-assign]
+        layer.register_forward_pre_hook(partial(_come_to, weights, layer.number))
+        layer.register_forward_hook(partial(_leave, weights))
     if model.has_head:
-        norm = model.model["norm"]
-        norm.forward = partial(_head, norm.forward, weights)  # type: ignore[method-assign]
+        model.model["norm"].register_forward_pre_hook(partial(_come_to, weights, "head"))
 
 
-def _layer(run: Callable[..., ResidualStream], weights: DividedWeights, number: int, *args: Any) -> ResidualStream:
-    weights.come_to(number)
-    out = run(*args)
+def _come_to(weights: DividedWeights, step: Step, *_: Any) -> None:
+    weights.come_to(step)
+
+
+def _leave(weights: DividedWeights, layer: Layer, _: Any, out: ResidualStream) -> ResidualStream:
     if not torch.is_grad_enabled():
         return out
-    return ResidualStream(*_Border.apply(partial(weights.come_back_to, number), *out))
-
-
-def _head(run: Callable[..., Any], weights: DividedWeights, *args: Any) -> Any:
-    weights.come_to("head")
-    return run(*args)
+    return ResidualStream(*_Border.apply(partial(weights.come_back_to, layer.number), *out))
 
 
 class _Border(torch.autograd.Function):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -51,6 +50,22 @@ def fill(
     scales[tensor.name].copy_(of_channels)
 
 
+def owned_values(
+    tensor: LogicalTensor, held: Box, owned: Sequence[Box], values: Callable[[LogicalTensor, Box], torch.Tensor],
+    like: torch.Tensor, scales: Mapping[str, torch.Tensor],
+) -> list[torch.Tensor]:  # fmt: skip
+    """What :func:`fill` would write into some boxes of a rank's weight, without the weight.
+
+    Args:
+        held: the rank's box; owned: inside it. like: of the weight's dtype and device.
+    """
+    if tensor.name not in scales:
+        return [values(tensor, box).to(like.device, like.dtype, copy=True) for box in owned]
+    whole = torch.empty(held.shape, dtype=like.dtype)  # in host memory
+    fill(tensor, held, values, whole, scales)
+    return [whole[box.slices(held)].to(like.device, copy=True) for box in owned]
+
+
 class BaseWeights:
     """What a rank holds of a model, by logical name: what is in 8 bits as products have it, in at least fp32."""
 
@@ -66,9 +81,11 @@ class BaseWeights:
 
     def get(self, name: str) -> torch.Tensor | None:
         found = self._params.get(name)
-        if found is None or name not in self._scales:
-            return found if found is None else found.detach()
-        return dequantize(found.detach(), self._scales[name], self._wide)
+        return found if found is None else self.rows(name, found.detach(), slice(None))
+
+    def rows(self, name: str, values: torch.Tensor, rows: slice) -> torch.Tensor:
+        """``values`` of some rows of a weight, as it is stored, in that form."""
+        return values if name not in self._scales else dequantize(values, self._scales[name][..., rows, :], self._wide)
 
 
 @dataclass(frozen=True)
@@ -90,19 +107,33 @@ class EmptyStage:
         return found
 
 
+def give_up(module: torch.nn.Module, names: Collection[str], prefix: str = "") -> None:
+    """Take the memory of those parameters of a module whose names, after ``prefix``, are among ``names``."""
+    for name, param in module.named_parameters(prefix):
+        if name in names:
+            param.untyped_storage().resize_(0)
+
+
 def empty_stage(
     spec: ModelSpec, stage: Stage, share: Share, dtype: torch.dtype, device: torch.device, kernels: KernelPlan,
-    seq_length: int, dropout: Dropout = NO_DROPOUT,
+    seq_length: int, dropout: Dropout = NO_DROPOUT, without: Collection[str] = (),
 ) -> EmptyStage:  # fmt: skip
-    """``share``: of the rank in its TP group; ``dtype``: of parameters and activations; ``dropout``: in training."""
+    """``share``: of the rank in its TP group; ``dtype``: of parameters and activations; ``dropout``: in training;
+    ``without``: logical names of weights that get no memory."""
     layers = stage.layer_indices()
     tensors = {t.name: t for t in stage_tensors(spec, layers, stage.embed, stage.head)}
     boxes = {name: tensor_box(tensor, share) for name, tensor in tensors.items()}
     scales: dict[str, torch.Tensor] = {}
+
+    def store(layer: Layer) -> None:
+        store_in_int8(tensors, scales, layer)
+        give_up(layer, without, f"model.layers.{layer.number}")
+
     module = GPTStage(
         spec, share, layers, stage.embed, stage.head, dtype=dtype, device=device, kernels=kernels,
-        seq_length=seq_length, dropout=dropout, store=partial(store_in_int8, tensors, scales),
+        seq_length=seq_length, dropout=dropout, store=store,
     )  # fmt: skip
+    give_up(module, without)
     if spec.lora is not None:
         from hetero_megatron.parallel.lora import apply_lora
 

@@ -130,16 +130,25 @@ class ShardedOptimizer:
         build: makes the optimizer from parameter groups (keys ``params``, ``decay``).
         offload: masters (then always fp32 copies) and moments live in host memory.
         apart: names of parameters that ``build``'s optimizer does not get: their masters change otherwise.
+        divided: first values of pieces of weights that the stage divides, which the parameters do not have.
 
     Attributes:
         updates: how often the masters were changed; those of all ranks are equal between steps.
     """
 
     def __init__(
-        self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = ()
-    ) -> None:
+        self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = (),
+        divided: Callable[[Sequence[str], Sequence[OwnedPiece]], list[torch.Tensor]] | None = None,
+    ) -> None:  # fmt: skip
         self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
-        self.masters = [[self._master(piece) for piece in e.pieces] for e in sync.exchanges]
+        self.masters = []
+        for exchange in sync.exchanges:
+            if exchange.bucket.weights is not None:
+                assert divided is not None
+                values = divided(exchange.bucket.names, exchange.pieces)
+                self.masters.append([x.to(torch.promote_types(x.dtype, torch.float32)) for x in values])
+            else:
+                self.masters.append([self._master(piece) for piece in exchange.pieces])
         groups = self._groups()
         self.inner = build(groups) if groups else None
 
@@ -170,7 +179,7 @@ class ShardedOptimizer:
         view = self._view(piece)
         if self.offload:
             return view.to("cpu", torch.float32, copy=True).contiguous()
-        if in_place(view) and piece.name not in self.sync.divided_names:
+        if in_place(view):
             return view
         return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +16,9 @@ from hetero_megatron.model.layers import Attention, Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
-from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage, fill
+from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage, fill, owned_values
 from hetero_megatron.parallel.experts import apply_expert_parallel
+from hetero_megatron.parallel.grad_sync.routes import OwnedPiece
 from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import RowParallelLinear, apply_tensor_parallel
 from hetero_megatron.parallel.vocab import in_chunks, loss_chunk, vocab_loss, vocab_parallel_cross_entropy
@@ -75,6 +76,7 @@ class StageModel:
         kernels: of this rank.
         initialize: initial values, of every tensor of the stage in turn.
         dropout: in training.
+        divided: logical names of weights that are to have neither memory nor values of their own.
 
     Attributes:
         module: maps tokens [b, s] or a stage's input [b, s, h] to hidden states or logits.
@@ -91,17 +93,21 @@ class StageModel:
         kernels: KernelPlan,
         initialize: Initialize,
         dropout: Dropout,
+        divided: Collection[str] = (),
     ) -> None:
         self.here, self.comm, self.kernels = here, comm, kernels
         stage, spec = here.stage, here.spec
-        empty = empty_stage(spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout)
+        empty = empty_stage(
+            spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout, divided
+        )
         self.module, self.boxes, self.scales = empty.module, empty.boxes, empty.scales
+        self._empty, self._initialize = empty, initialize
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms
 
             self.row_norms = RowNorms(self.module, empty.tensors, spec.lora.scale, comm.group(here.unit.ranks))
-        _fill(empty, initialize)
+        _fill(empty, initialize, divided)
         self._divide()
         apply_recompute(self.module, stage.recompute)
 
@@ -122,6 +128,17 @@ class StageModel:
             kernel = tile_kernel(comm.device, choices["attention"].kernel, here.spec.attn_softcap)
             apply_context_parallel(model, here.context, comm, kernel, choices["attn_merge"].kernel.forward)
         apply_expert_parallel(model, stage, comm, here.plan.islands)
+
+    @torch.no_grad()
+    def owned_values(self, names: Sequence[str], pieces: Sequence[OwnedPiece]) -> list[torch.Tensor]:
+        """Initial values of pieces of divided weights, in their dtype, on the rank's device; of those in 8 bits all
+        scales are written. ``names``: of the weights, in the order of their pieces."""
+        found = list[torch.Tensor]()
+        for name in names:
+            tensor, like = self._empty.tensors[name], self.module.get_parameter(name)
+            boxes = [piece.box for piece in pieces if piece.name == name]
+            found += owned_values(tensor, self.boxes[name], boxes, self._initialize, like, self.scales)
+        return found
 
     def chunk_names(self) -> list[list[str]]:
         """Trained parameters of each chunk; the embedding of a tied head is in the chunk of either."""
@@ -152,8 +169,8 @@ class StageModel:
 
 
 @torch.no_grad()
-def _fill(empty: EmptyStage, initialize: Initialize) -> None:
-    params = empty.parameters()
+def _fill(empty: EmptyStage, initialize: Initialize, divided: Collection[str]) -> None:
+    params = {name: param for name, param in empty.parameters().items() if name not in divided}
     total = sum(param.numel() for param in params.values())
     for name, param in tracked(params.items(), "initial weights", total, lambda p: p[1].numel(), bytes=False):
         fill(empty.tensors[name], empty.boxes[name], initialize, param, empty.scales)

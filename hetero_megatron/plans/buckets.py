@@ -13,11 +13,11 @@ their layer, are gathered and their gradients summed up inside forward and backw
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,8 @@ class Hop:
 class Bucket:
     """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending; ``hops``: one from the
     holders to the owners, or two by way of a representative in each island. ``weights``: how its holders, all of one
-    stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole."""
+    stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole.
+    ``trained``: False of weights that are gathered only; ``int8``: they are in 8 bits."""
 
     index: int
     ranks: tuple[int, ...]
@@ -77,6 +78,8 @@ class Bucket:
     hops: tuple[Hop, ...]
     weights: WeightSharding | None = None
     segment: int | str | None = None
+    trained: bool = True
+    int8: bool = False
 
     @cached_property
     def dense(self) -> bool:
@@ -166,12 +169,12 @@ def owner_weights(plan: Plan) -> dict[int, float]:
     return weights
 
 
-def backward_order(tensors: tuple[LogicalTensor, ...]) -> list[list[LogicalTensor]]:
-    """Segments (head, last layer, …, first layer, embedding), and trained tensors in them, in the order in which their
+def backward_order(tensors: Iterable[LogicalTensor]) -> list[list[LogicalTensor]]:
+    """Segments (head, last layer, …, first layer, embedding), and the tensors in them, in the order in which their
     gradients are complete: a bucket that ends inside a layer need not wait for the rest of it. Joint ones, whose
     gradients come at once, keep the order in which they lie. Last what has a dtype of its own (``wide``)."""
     segments: dict[tuple[bool, float], list[LogicalTensor]] = defaultdict(list)
-    for tensor in (t for t in tensors if t.trained):
+    for tensor in tensors:
         key = {"head": float("-inf"), "embed": float("inf")}.get(str(tensor.layer))
         segments[tensor.wide, -float(tensor.layer) if key is None else key].append(tensor)
     return [_backwards(segments[key]) for key in sorted(segments)]
@@ -188,34 +191,79 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:  # fmt: skip
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known."""
     holders = tensor_holders(plan, spec) if holders is None else holders
-    weights, sharding = owner_weights(plan), sharding_stages(plan)
-    runs: list[tuple[tuple[tuple[int, ...], bool, int | str | None], list[str], int]] = []
-    for segment in backward_order(logical_tensors(spec)):
-        for name, wide, layer in ((t.name, t.wide, t.layer) for t in segment):
-            ranks = holders[name].ranks
-            stage = sharding.get(ranks[0])
-            divided_here = stage is not None and len(ranks) > 1 and set(ranks) <= set(stage.ranks)
-            kind = (ranks, wide, layer if divided_here else None)
-            size = int(holders[name].counts().max()) * itemsize
-            if runs and runs[-1][0] == kind and runs[-1][2] + size <= bucket_bytes:
-                runs[-1][1].append(name)
-                runs[-1] = (kind, runs[-1][1], runs[-1][2] + size)
-            else:
-                runs.append((kind, [name], size))
-    owners: dict[tuple[object, ...], list[Layout]] = {}
-    divided: dict[tuple[object, ...], dict[str, Layout]] = {}
-    buckets = []
-    for i, ((ranks, _, segment_of), names, _) in enumerate(runs):
-        held = {name: holders[name] for name in names}
-        # Buckets of equal layouts are owned alike.
-        key = (tuple(map(id, held.values())), _order(names))
-        if key not in owners:
-            owners[key] = list(_owners(held, weights, WHOLE_BYTES // itemsize, key[1], divided).values())
-        owned = dict(zip(names, owners[key], strict=True))
-        kept = sharding[ranks[0]].weights if segment_of is not None else None
-        hops = (Hop((ranks,), held, owned),)
-        buckets.append(Bucket(i, ranks, tuple(names), held, owned, hops, kept, segment_of))
+    sharding = sharding_stages(plan) if spec.lora is None else {}
+    rows = [
+        [(t.name, (holders[t.name].ranks, t.wide, _dividing(sharding, holders[t.name]) and t.layer)) for t in segment]
+        for segment in backward_order(t for t in logical_tensors(spec) if t.trained)
+    ]
+    make, buckets = _BucketMaker(plan, holders, itemsize), list[Bucket]()
+    for (ranks, _, segment), names in _runs(rows, holders, bucket_bytes // itemsize):
+        kept = sharding[ranks[0]].weights if segment is not None else None
+        buckets.append(make(len(buckets), ranks, names, kept, segment))
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
+
+
+def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout]) -> tuple[Bucket, ...]:
+    """Of the frozen weights that stages divide, which are gathered, and never change."""
+    sharding = sharding_stages(plan)
+    if spec.lora is None or not sharding:
+        return ()
+    order = backward_order(t for t in logical_tensors(spec) if not t.trained)
+    rows = [
+        [(t.name, (holders[t.name].ranks, t.wide, t.int8, t.layer)) for t in segment
+         if _dividing(sharding, holders[t.name])] for segment in order
+    ]  # fmt: skip
+    make, buckets = _BucketMaker(plan, holders, 4), list[Bucket]()
+    for (ranks, _, int8, segment), names in _runs(rows, holders, BUCKET_BYTES // 4):
+        made = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
+        buckets.append(replace(made, trained=False, int8=int8))
+    return tuple(buckets)
+
+
+def _dividing(sharding: Mapping[int, Stage], layout: Layout) -> bool | None:
+    """True: several ranks of one stage that divides its weights hold them, and nobody else; else None."""
+    stage = sharding.get(layout.ranks[0])
+    return stage is not None and len(layout.ranks) > 1 and set(layout.ranks) <= set(stage.ranks) or None
+
+
+Kind = TypeVar("Kind")
+
+
+def _runs(
+    rows: Iterable[Iterable[tuple[str, Kind]]], holders: Mapping[str, Layout], most: int
+) -> Iterator[tuple[Kind, list[str]]]:
+    """Tensors of one kind that follow one another, up to ``most`` elements on a rank. ``rows``: (name, kind)."""
+    run, kind, size = list[str](), None, 0
+    for name, its in (each for row in rows for each in row):
+        more = int(holders[name].counts().max())
+        if run and (its != kind or size + more > most):
+            yield cast(Kind, kind), run
+            run, size = [], 0
+        kind, size = its, size + more
+        run.append(name)
+    if run:
+        yield cast(Kind, kind), run
+
+
+class _BucketMaker:
+    """Divides buckets among owners; those of equal layouts are owned alike."""
+
+    def __init__(self, plan: Plan, holders: Mapping[str, Layout], itemsize: int) -> None:
+        self._holders, self._weights, self._whole_below = holders, owner_weights(plan), WHOLE_BYTES // itemsize
+        self._owners: dict[tuple[object, ...], list[Layout]] = {}
+        self._divided: dict[tuple[object, ...], dict[str, Layout]] = {}
+
+    def __call__(
+        self, index: int, ranks: tuple[int, ...], names: Sequence[str], weights: WeightSharding | None,
+        segment: int | str | None,
+    ) -> Bucket:  # fmt: skip
+        held = {name: self._holders[name] for name in names}
+        key = (tuple(map(id, held.values())), _order(names))
+        if key not in self._owners:
+            owned = _owners(held, self._weights, self._whole_below, key[1], self._divided)
+            self._owners[key] = list(owned.values())
+        owners = dict(zip(names, self._owners[key], strict=True))
+        return Bucket(index, ranks, tuple(names), held, owners, (Hop((ranks,), held, owners),), weights, segment)
 
 
 def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -> tuple[Bucket, ...]:

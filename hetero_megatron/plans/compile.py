@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hetero_megatron.layout import Layout, Transfer, transfer
-from hetero_megatron.plans.buckets import BUCKET_BYTES, Bucket, make_buckets, plan_groups, tensor_holders
+from hetero_megatron.plans.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    frozen_buckets,
+    make_buckets,
+    plan_groups,
+    tensor_holders,
+)
 from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.program import step_schedules, validate_step
 from hetero_megatron.plans.shares import activation_layout
@@ -60,9 +67,19 @@ class CompiledPlan:
         return make_buckets(self.plan, self.spec, self.bucket_bytes, holders=self.holders)
 
     @cached_property
+    def frozen(self) -> tuple[Bucket, ...]:
+        """In which the frozen weights that stages divide are gathered."""
+        return frozen_buckets(self.plan, self.spec, self.holders)
+
+    @cached_property
+    def divided(self) -> tuple[Bucket, ...]:
+        """Of all weights that stages divide, trained or frozen."""
+        return (*(b for b in self.buckets if b.weights is not None), *self.frozen)
+
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups that some ranks exchange data in, for ``Comm.create_groups`` on every rank of the job."""
-        return tuple(plan_groups(self.plan, self.buckets, self.spec))
+        return tuple(plan_groups(self.plan, (*self.buckets, *self.frozen), self.spec))
 
     def schedules(self, batch_size: int | None = None) -> tuple[Schedule, ...]:
         """Per pipeline, all that its stages do in a step of ``batch_size`` sequences (None: the plan's).

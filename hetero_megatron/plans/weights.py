@@ -59,7 +59,7 @@ def weights_can_be_sharded(plan: Plan, stage: Stage, path: str, spec: ModelSpec,
         raise source.error(f"pipeline {other} holds the same layers", field, value, accepted)
     without = (
         (spec.moe is not None, "a mixture of experts", "experts"),
-        (spec.lora is not None, "adapters beside frozen weights", "--lora-rank"),
+        (spec.lora is not None and spec.lora.dora, "DoRA, which measures whole rows in every step", "--use-dora"),
         (stage.optimizer.offload, "an optimizer in host memory", "optimizer.offload"),
         (stage.dtype == "fp8", "products in fp8", "dtype"),
     )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -57,33 +56,38 @@ class _Run:
         self.ends = [0.0] * count
         # By stage and chunk: forwards, backwards and W's done.
         self.forwards, self.backwards, self.weights = ([[0] * chunks for _ in range(count)] for _ in range(3))
-        self.deferred: list[Counter[int]] = [Counter() for _ in range(count)]
+        self.deferred, self.waiting = [[0] * chunks for _ in range(count)], [0] * count  # W's by chunk; of all chunks
         self.held = [0.0] * count
         # Arrivals by direction, receiving stage and chunk, in order of micro-batches.
         self.there = [[[list[float]() for _ in self.chunks] for _ in range(count)] for _ in range(2)]
         self.there[0][0][0] = [0.0] * num_micro_batches
         self.free = [[0.0] * count for _ in range(2)]
-        self.least = [sum(c.activation_bytes for c in x) for x in times.stages]  # of a micro-batch in all chunks
+        self.memory = [x[0].memory_bytes for x in times.stages]
+        self.kept = [[c.activation_bytes for c in x] for x in times.stages]
+        self.least = [sum(kept) for kept in self.kept]  # of a micro-batch in all chunks
+        self.names = {letter: [letter + (str(c) if c else "") for c in self.chunks] for letter in "FBIW"}
         self.idle, self.wake = [True] * count, [math.inf] * count
         self.wake[0] = 0.0
         self.events = [(0.0, 0)]
 
     def start(self, s: int, clock: float) -> None:
         """Stage ``s`` is free at ``clock``: start an action, or wait."""
-        rule, deferred = self.rule, self.deferred[s]
-        waiting = sum(deferred.values())
+        rule, waiting = self.rule, self.waiting[s]
         if waiting > rule.most_deferred:
             self._weight_gradient(s, clock)
             return
-        forward, short = self._next_forward(s, clock)
         backward = self._next_backward(s, clock)
-        if backward[0] <= clock and not (rule.forward_first and forward[0] <= clock):
+        if backward[0] <= clock and not rule.forward_first:
+            self._start_backward(s, backward[1], clock, waiting)
+            return
+        forward, short = self._next_forward(s, clock)
+        if backward[0] <= clock < forward[0]:
             self._start_backward(s, backward[1], clock, waiting)
         elif forward[0] <= clock:
             self._forward(s, forward[1], clock)
         else:
             arrival = min(forward[0], backward[0])
-            first = next((c for c in self.chunks if deferred[c]), 0)
+            first = next((c for c in self.chunks if self.deferred[s][c]), 0)
             gap = rule.patience * self.times.stages[s][first].weight_gradient_seconds
             # Where a gradient would find no room, W's come first whatever arrives: waiting gains nothing.
             if waiting and (short or arrival - clock >= gap or not self._may_split(s, backward[1])):
@@ -96,49 +100,52 @@ class _Run:
     def _next_forward(self, s: int, clock: float) -> tuple[tuple[float, int], bool]:
         """((arrival, chunk) of the forward that may start and is preferred, or arrives first; whether one that has
         arrived only waits for memory)."""
-        best, key, short, rule = (math.inf, 0), (math.inf, 0, math.inf), False, self.rule
-        oldest = min(self.backwards[s])
+        best, at, group, short = math.inf, 0, math.inf, False
+        done, there, size = self.forwards[s], self.there[0][s], self.rule.group
+        most = min(self.backwards[s]) + self.rule.most_ahead
         for c in self.chunks:
-            m, arrivals = self.forwards[s][c], self.there[0][s][c]
-            if m == len(arrivals) or m - oldest > rule.most_ahead:
+            m = done[c]
+            if m == len(there[c]) or m > most:
                 continue
-            arrival, own = arrivals[m], (m // rule.group, c, m)
-            better = own < key if arrival <= clock and best[0] <= clock else arrival < best[0]
-            if not better:
+            arrival = there[c][m]
+            if arrival <= clock and best <= clock:  # both can start: of the first group, then of the first chunk
+                if m // size >= group:
+                    continue
+            elif arrival >= best:
                 continue
-            if not self._fits(s, c):
-                short = short or arrival <= clock
-                continue
-            best, key = (arrival, c), own
-        return best, short
+            if self._fits(s, c):
+                best, at, group = arrival, c, m // size
+            elif arrival <= clock:
+                short = True
+        return (best, at), short
 
     def _fits(self, s: int, c: int) -> bool:
         """There is room for a forward in chunk ``c``, and then still for all that is under way, the oldest first."""
-        chunks, forwards, backwards = self.times.stages[s], self.forwards[s], self.backwards[s]
-        memory = chunks[0].memory_bytes
-        if self.held[s] + chunks[c].activation_bytes > memory:
+        kept, forwards, backwards, memory = self.kept[s], self.forwards[s], self.backwards[s], self.memory[s]
+        if self.held[s] + kept[c] > memory:
             return False
         if (forwards[0] + (c == 0) - min(backwards)) * self.least[s] <= memory:  # all of them in all chunks
             return True
         done = [n + (i == c) for i, n in enumerate(forwards)]
-        room = memory - sum((done[i] - backwards[i]) * x.activation_bytes for i, x in enumerate(chunks))
+        room = memory - sum((done[i] - backwards[i]) * x for i, x in enumerate(kept))
         for m in range(min(backwards), done[0]):
-            room -= sum(x.activation_bytes for i, x in enumerate(chunks) if m >= done[i])
+            room -= sum(x for i, x in enumerate(kept) if m >= done[i])
             if room < 0:
                 return False
-            room += sum(x.activation_bytes for i, x in enumerate(chunks) if m >= backwards[i])
+            room += sum(x for i, x in enumerate(kept) if m >= backwards[i])
         return True
 
     def _next_backward(self, s: int, clock: float) -> tuple[float, int]:
         """(arrival, chunk) of the backward that is preferred of those that can start, or arrives first."""
-        best, key = (math.inf, 0), (math.inf, 0)
+        best, at, group = math.inf, 0, math.inf
+        done, forwards, there, size = self.backwards[s], self.forwards[s], self.there[1][s], self.rule.group
         for c in self.chunks:
-            m, arrivals = self.backwards[s][c], self.there[1][s][c]
-            if m < len(arrivals) and m < self.forwards[s][c]:
-                arrival, own = arrivals[m], (m // self.rule.group, -c)
-                if own < key if arrival <= clock and best[0] <= clock else arrival < best[0]:
-                    best, key = (arrival, c), own
-        return best
+            m = done[c]
+            if m < len(there[c]) and m < forwards[c]:
+                arrival = there[c][m]
+                if m // size <= group if arrival <= clock and best <= clock else arrival < best:
+                    best, at, group = arrival, c, m // size
+        return best, at
 
     def _start_backward(self, s: int, c: int, clock: float, waiting: int) -> None:
         if self._may_split(s, c):
@@ -149,8 +156,7 @@ class _Run:
             self._backward(s, c, clock, "B")
 
     def _may_split(self, s: int, c: int) -> bool:
-        chunks = self.times.stages[s]
-        return self.held[s] - chunks[c].activation_bytes + chunks[c].deferred_bytes <= chunks[0].memory_bytes
+        return self.held[s] - self.kept[s][c] + self.times.stages[s][c].deferred_bytes <= self.memory[s]
 
     def _forward(self, s: int, c: int, clock: float) -> None:
         chunk = self.times.stages[s][c]
@@ -164,6 +170,7 @@ class _Run:
         self.held[s] -= chunk.activation_bytes
         if letter == "I":
             self.deferred[s][c] += 1
+            self.waiting[s] += 1
             self.held[s] += chunk.deferred_bytes
         self._ends(s, c, letter, clock + (chunk.input_gradient_seconds if letter == "I" else chunk.backward_seconds))
 
@@ -172,12 +179,13 @@ class _Run:
         c = min((c for c in self.chunks if self.deferred[s][c]), key=lambda c: (self.weights[s][c], -c))
         chunk = self.times.stages[s][c]
         self.deferred[s][c] -= 1
+        self.waiting[s] -= 1
         self.weights[s][c] += 1
         self.held[s] -= chunk.deferred_bytes
         self._ends(s, c, "W", clock + chunk.weight_gradient_seconds)
 
     def _ends(self, s: int, c: int, letter: str, end: float) -> None:
-        self.rows[s].append(letter + (str(c) if c else ""))
+        self.rows[s].append(self.names[letter][c])
         self.idle[s], self.wake[s], self.ends[s] = False, end, end
         heappush(self.events, (end, s))
         if letter == "W":

@@ -272,7 +272,7 @@ class ReplicaCheck:
         boxes = self.runtime.boxes
         sync = self.runtime.sync
         params = {**dict(self.runtime.model.named_parameters()), **sync.params}
-        for name in sync.divided_names:
+        for name in self.runtime.divided.names if self.runtime.divided is not None else ():
             del params[name]  # nobody has a copy: it is gathered from one owner whenever it is used
         return {n: p for n, p in params.items() if n in boxes and tuple(p.shape) == tuple(boxes[n].shape)}
 

@@ -4,6 +4,7 @@ adapters are written again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +71,7 @@ class Adapters:
 
     def save_merged(self, runtime: Runtime, dtypes: Mapping[str, torch.dtype], along: Companions) -> str:
         """Write --save-hf: the base with the adapters merged into it. Called on all ranks."""
-        from hetero_megatron.checkpoint.adapter import merged
+        from hetero_megatron.checkpoint.adapter import merged, merged_pieces
         from hetero_megatron.checkpoint.hf_save import save_hf
 
         assert self.config.save_hf is not None
@@ -82,7 +83,12 @@ class Adapters:
             name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
         }
         gains = runtime.row_norms.gains() if runtime.row_norms is not None else {}
-        owned = merged(self.spec, held, runtime.boxes, owners, gains)
+        pieces = runtime.divided.owned() if runtime.divided is not None else ()
+        apart = runtime.divided.names if runtime.divided is not None else ()
+        whole = {name: boxes for name, boxes in owners.items() if name not in apart}
+        owned = chain(
+            merged(self.spec, held, runtime.boxes, whole, gains), merged_pieces(self.spec, held, pieces)
+        )
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 
 

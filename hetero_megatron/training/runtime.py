@@ -107,7 +107,11 @@ class Runtime:
         self.loss_chunk = self.here.loss_chunk(dtype, options.logits_bytes)
         self.kernels = kernels or self._default_kernels()
         self.world, self.tp_group = comm.group(plan.ranks), comm.group(self.unit.ranks)
-        built = StageModel(self.here, comm, dtype, self.kernels, initialize, options.dropout)
+        # Where nothing is trained, divided weights stay whole.
+        shared = [b for b in compiled.divided if comm.rank in b.ranks] if optimizer is not None else []
+        built = StageModel(
+            self.here, comm, dtype, self.kernels, initialize, options.dropout, {n for b in shared for n in b.names}
+        )
         self.model, self.boxes, self.scales, self.row_norms = built.module, built.boxes, built.scales, built.row_norms
         self.balance: LoadBalance | None = None
         if spec.moe is not None:
@@ -133,8 +137,10 @@ class Runtime:
             self.graphs = LayerGraphs(self.model, self.stage.chunks, comm.accelerator, self.sync)
         by_load = [t.name for t in logical_tensors(spec) if t.by_load]
         offload = self.stage.optimizer.offload
-        self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load) if optimizer is not None else None
-        self.divided = self._divided_weights()
+        self.optimizer: ShardedOptimizer | None = None
+        if optimizer is not None:
+            self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values)
+        self.divided = self._divided_weights(built)
         self.before_update: Callable[[], None] = lambda: None
         self.before_commit: Callable[[], None] = lambda: None
         self.unwatched: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -159,18 +165,26 @@ class Runtime:
             sync.fuse_head_wgrad(self.model.lm_head.matrix, gradients, again=self.spec.tied and self.stage.embed)
         return sync
 
-    def _divided_weights(self) -> DividedWeights | None:
-        """Of a stage that divides its weights; they are given up here, but where nothing is trained."""
+    def _divided_weights(self, built: StageModel) -> DividedWeights | None:
+        """Of a stage that divides its weights; they have no memory before they are used, but where nothing is
+        trained."""
         if self.stage.weights is None:
             return None
-        require_plain(self.options, self.comm.device.type, f"{self.here.path}.weights")
-        gradients = self.kernels.weight_gradients
-        divided = DividedWeights(self.stage, self.spec.tied, self.sync, self.comm, self.boxes, gradients)
+        require_plain(self.options, f"{self.here.path}.weights")
+        buckets = [bucket for bucket in self.compiled.divided if self.comm.rank in bucket.ranks]
+        params, sync = dict(self.model.named_parameters()), self.sync
+        divided = DividedWeights(
+            self.stage, self.spec.tied, buckets, params, sync.divided_sums, self.comm, self.boxes,
+            self.kernels.weight_gradients,
+        )  # fmt: skip
         apply_divided_weights(self.model, divided)
         self.executor.weights = divided
         if self.optimizer is not None:
-            masters = zip(self.sync.exchanges, self.optimizer.masters, strict=True)
-            divided.attach({exchange.bucket.index: own for exchange, own in masters})
+            trained = {e.bucket.index: own for e, own in zip(sync.exchanges, self.optimizer.masters, strict=True)}
+            divided.attach({
+                bucket.index: trained[bucket.index] if bucket.trained
+                else built.owned_values(bucket.names, divided.pieces[bucket.index]) for bucket in buckets
+            })  # fmt: skip
         return divided
 
     def whole_weights(self) -> AbstractContextManager[None]:

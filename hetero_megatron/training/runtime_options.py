@@ -46,16 +46,12 @@ class RuntimeOptions:
 PLAIN = RuntimeOptions()
 
 
-def require_plain(options: RuntimeOptions, device: str, field: str) -> None:
-    """Refuse what the weights of a stage, on a kind of device, cannot be divided beside. Memory that comes and goes
-    while a device's streams are behind the host is proven on no device.
+def require_plain(options: RuntimeOptions, field: str) -> None:
+    """Refuse what the weights of a stage cannot be divided beside.
 
     Raises:
         UserError: on all ranks alike.
     """
-    if device != "cpu":
-        accepted = "no weights key for stages on it"
-        raise UserError("weights are divided on the CPU only", field=field, value=device, accepted=accepted)
     beside = (
         (options.compile_backend is not None, "compiled layers", "--compile"),
         (options.graphs_after is not None, "layers as device graphs", "--cuda-graph-impl"),

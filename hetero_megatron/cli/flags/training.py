@@ -174,10 +174,10 @@ def build_exit(args: Arguments) -> ExitConfig:
 
 
 def build_logging(args: Arguments) -> LoggingConfig:
-    wandb = None
     names = {"wandb_project": "project", "wandb_entity": "entity", "wandb_exp_name": "name", "wandb_save_dir": "dir"}
-    if args["wandb_project"] is not None:
-        wandb = {name: args[key] for key, name in names.items() if args[key] is not None}
+    wandb = {name: args[key] for key, name in names.items() if args[key] is not None}
+    names = {"mlflow_experiment": "experiment", "mlflow_run_name": "run_name", "mlflow_tracking_uri": "tracking_uri"}
+    mlflow = {name: args[key] for key, name in names.items() if args[key] is not None}
     return LoggingConfig(
         args["log_interval"],
         args["save"],
@@ -185,11 +185,12 @@ def build_logging(args: Arguments) -> LoggingConfig:
         args["tensorboard_queue_size"],
         args["tensorboard_log_interval"],
         args["log_validation_ppl_to_tensorboard"],
-        wandb,
+        wandb if "project" in wandb else None,
         args["log_kernel_plan"],
         args["log_format"],
         _profile(args),
         _routing_stats(args),
+        mlflow if "experiment" in mlflow else None,
     )
 
 

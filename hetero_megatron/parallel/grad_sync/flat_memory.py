@@ -29,7 +29,8 @@ def flatten_parameters(
     params: Mapping[str, torch.nn.Parameter], buckets: Sequence[Bucket], together: bool = False
 ) -> dict[int, FlatTensors]:
     """Move each bucket's parameters to one piece of memory: one for several buckets where a product's weights are in
-    both, so that they stay together, or for all of them (``together``). Returns them by the bucket's index."""
+    both, so that they stay together, or for all of them (``together``). Values of those that have memory are kept.
+    Returns them by the bucket's index."""
     runs: list[list[Bucket]] = []
     for bucket in buckets:
         border = [params[runs[-1][-1].names[-1]], params[bucket.names[0]]] if runs else []
@@ -44,7 +45,8 @@ def flatten_parameters(
         for bucket, part in zip(run, memory.split(sizes), strict=True):
             flat[bucket.index] = FlatTensors({name: params[name].shape for name in bucket.names}, part)
             for name, view in flat[bucket.index].views.items():
-                view.copy_(params[name])
+                if params[name].untyped_storage().nbytes():
+                    view.copy_(params[name])
                 params[name].data = view
     return flat
 

@@ -35,13 +35,25 @@ def closed_forms(times: Floats, link: Links, micro_batches: int, schedule: str =
         times: [ways, stages] forward and backward of one micro-batch (inf: does not fit).
         schedule: any other than 1f1b: what holds for all that respect the dependencies.
     """
-    m, count = micro_batches, times.shape[1]
+    there_and_back = np.array([[sum(x) for x in link]]).reshape(1, -1)
+    return closed_forms_of_each(times, there_and_back, micro_batches, schedule == "1f1b" and any(map(any, link)))
+
+
+def closed_forms_of_each(times: Floats, links: Floats, micro_batches: float | Floats, round_trips: bool) -> Floats:
+    """:func:`closed_forms` of pipelines with links of their own -> [ways].
+
+    Args:
+        links: [ways or 1, stages - 1] seconds of a transfer there and one back.
+        micro_batches: of all, or [ways].
+        round_trips: as 1f1b limits the micro-batches in flight.
+    """
+    count, m = times.shape[1], np.asarray(micro_batches, np.float64).reshape(-1, 1)
     with np.errstate(invalid="ignore"):  # inf - inf: a stage before does not fit
         steps = times.copy()
-        steps[:, :-1] += [sum(x) for x in link]
+        steps[:, :-1] += links
         before = np.cumsum(steps, axis=1) - steps
         worst = (before + m * times).max(axis=1)
-        if schedule == "1f1b" and any(map(any, link)):
+        if round_trips:
             trips = np.cumsum(steps[:, ::-1], axis=1)[:, ::-1]
             rounds = (m - 1) // np.arange(count, 0, -1) + 1
             worst = np.maximum(worst, (before + trips * rounds).max(axis=1))

@@ -1,45 +1,40 @@
 """Further plans for small clusters: of every structure, and with unequal shares of the optimizer states.
 
-The programs propose what is fastest by their estimate. On small clusters a stage or a chip more or less changes much,
-so the pipelines of every structure on every set of node groups are scored, and climbing from the best of them also
-changes the chips of stages. Where memory is tight, pipelines may be faster whose optimizer states are owned by other
-pipelines with room to spare: they are looked for as if such states took no memory, and then fitted exactly
-(:mod:`memory_fit`).
+The programs propose runs of equal stages of one group after the other. On small clusters a stage or a chip more or
+less, and its place, change much, so the most promising of all sequences of stages (:mod:`stage_sequences`), alone and
+beside each other, are scored, and climbing from the best of them also changes the chips of stages. Where memory is
+tight, pipelines may be faster whose optimizer states are owned by other pipelines with room to spare: they are looked
+for as if such states took no memory, and then fitted exactly (:mod:`memory_fit`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, Row, simulate_best
-from hetero_megatron.planner.search.layers_program import FEW, LayersProgram, PipelineFamily, ProgramInputs
+from hetero_megatron.planner.search.layers_program import FEW, ProgramInputs
 from hetero_megatron.planner.search.local_search import LocalSearch, climb, neighbours
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.search.memory_fit import MemoryFit
-from hetero_megatron.planner.search.pipeline_dp import Programs
-from hetero_megatron.planner.shares import water_level
+from hetero_megatron.planner.search.stage_sequences import StageSequence, StageSequences, Usage
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
-from hetero_megatron.planner.template.search_space import batch_sizes, options, tp_degrees
+from hetero_megatron.planner.template.search_space import options
 
-STRUCTURES, BESIDE = 40, 4  # scored: of one kind and of several; of the latter, on each set of groups
+STRUCTURES = 40  # scored: single pipelines, and several
+BESIDE = 3  # of the latter, on the same chips, and one of each other micro-batch size
+HALVINGS = 12  # of the interval in which their time lies
 SLOW = 1.5  # estimates above this multiple of the best are not scored
 UNLIKE = 300  # of unlike pipelines that are fitted with unequal shares
-SHARES = 0.15, 0.5  # of the batch, for which pipelines of a set of groups should be fast
-MOST_USAGES, MOST_BESIDE = 100, 4  # numbers of chips of each group; unlike pipelines beside each other
-MOST_RUNS = 3  # of equal stages, that are put in all orders
 STARTS, EFFORT, NEAR = 8, 240, 1.25  # climbed from, if so near to the best; neighbours tried from each
 FITTED = 60  # templates whose states are placed exactly
-
-_Traced = tuple[PipelineFamily, LayersProgram]
 
 
 class SmallClusters:
@@ -54,8 +49,8 @@ class SmallClusters:
 
 
 def _each_structure(problem: PlanningProblem, incumbent: Incumbent) -> bool:
-    """Offer pipelines of every structure on every set of node groups, and of several beside each other, and climb from
-    the best; False where the incumbent said to stop."""
+    """Offer pipelines, and several beside each other, and climb from the best; False where the incumbent said to stop.
+    """
     rows = list[Row](incumbent.rows)
     for templates in _pipelines(problem, incumbent, STRUCTURES, STRUCTURES):
         for template in templates:
@@ -79,94 +74,62 @@ def _each_structure(problem: PlanningProblem, incumbent: Incumbent) -> bool:
 def _pipelines(
     problem: PlanningProblem, incumbent: Incumbent, singles: int, several: int
 ) -> Iterator[Iterator[PlanTemplate]]:
-    """Of so many structures of equal pipelines, and of so many of unlike ones, the most promising first."""
-    batch, inputs = problem.global_batch_size, ProgramInputs(problem, incumbent.scorer)
-    rows: list[tuple[float, tuple[_Traced, ...]]] = []
-    for _, program in Programs(inputs, incumbent.should_stop).all() if singles else ():
-        if incumbent.should_stop():
-            return
-        families = program.families_by_stages(incumbent.seconds, 1)
-        rows += [(_seconds((x,), batch), (x,)) for x in ((family, program) for family in families)]
-    if math.prod(n + 1 for n in inputs.counts) <= MOST_USAGES:
-        found = list(_of_usages(inputs, incumbent))
-        rows += [(_seconds((x,), batch), (x,)) for _, of_usage in found for x in of_usage if singles]
-        rows = sorted(rows, key=lambda row: row[0])[:singles]
-        unlike = [(_seconds(x, batch), x) for x in _beside(found, inputs)]
-        rows += sorted(unlike, key=lambda row: row[0])[:several]
+    """So many single pipelines, and so many combinations of several, the most promising first."""
+    sequences = StageSequences(ProgramInputs(problem, incumbent.scorer))
+    rows = _beside(sequences)[:several]
+    rows += [(x.seconds, (x,)) for x in sequences.fastest(1)[:singles]] if singles else []
     for seconds, chosen in sorted(rows, key=lambda row: row[0]):
         if seconds > SLOW * incumbent.seconds:
             break
-        outlines = [PipelineOutline(program.trace(f), f.size, f.replicas) for f, program in chosen]
-        variants = [outlines[0].stages]
-        if len(outlines) == 1:
-            variants = [y for x in _orders(variants[0]) for y in _wider(x, outlines[0].copies, inputs)]
-        for stages in variants:
-            yield incumbent.builder.templates([replace(outlines[0], stages=stages), *outlines[1:]], "1f1b")
+        kinds = Counter(chosen)
+        outlines = [PipelineOutline(x.stages, x.size, n) for x, n in kinds.items()]
+        yield incumbent.builder.templates(outlines, "1f1b")
 
 
-def _wider(
-    stages: tuple[StageTemplate, ...], copies: int, inputs: ProgramInputs
-) -> Iterator[tuple[StageTemplate, ...]]:
-    """Also with more chips in the last stage, which has the head."""
-    yield stages
-    last = stages[-1]
-    free = inputs.counts[last.group] // copies - sum(x.chips for x in stages if x.group == last.group)
-    if free > 0 and len(stages) > 1:
-        wide = (last.tp + n for n in range(1, free + 1) if last.dp == 1)
-        allowed = tp_degrees(inputs.pool, last.group, inputs.model, inputs.space, True)
-        yield from ((*stages[:-1], replace(last, tp=tp)) for tp in wide if tp in allowed)
-
-
-def _of_usages(inputs: ProgramInputs, incumbent: Incumbent) -> Iterator[tuple[tuple[int, ...], list[_Traced]]]:
-    """By chips of each group, the fast pipelines on them: of many sequences, and of few."""
-    for usage in itertools.product(*(range(n + 1) for n in inputs.counts)):
-        mask, rows = sum(1 << g for g, n in enumerate(usage) if n), list[_Traced]()
-        for size in batch_sizes(inputs.space, inputs.batch) if mask else ():
-            program = LayersProgram(inputs, usage, size, 2)
-            families = program.families_by_stages(incumbent.seconds, 1)
-            rows += [(replace(f, replicas=1), program) for f in families if f.mask == mask]
-        if rows:
-            ranked = [sorted(rows, key=lambda row: _seconds((row,), x * inputs.batch)) for x in SHARES]
-            yield usage, list(dict.fromkeys(x for row in zip(*ranked) for x in row))[:BESIDE]
-
-
-def _beside(
-    found: Sequence[tuple[tuple[int, ...], list[_Traced]]], inputs: ProgramInputs
-) -> Iterator[tuple[_Traced, ...]]:
-    """Pipelines beside each other on disjoint chips that have room for the model so many times."""
-    costs, counts = inputs.scorer.costs, inputs.counts
+def _beside(sequences: StageSequences) -> list[tuple[float, tuple[StageSequence, ...]]]:
+    """(seconds, pipelines beside each other on disjoint chips), fastest first; memory has room for so many."""
+    inputs, found = sequences.inputs, list[tuple[float, tuple[StageSequence, ...]]]()
+    costs = inputs.scorer.costs
     weights, gradients, states = costs.memory.whole
     chips = [group.chip for group in inputs.pool.groups]
-    room = sum(n * (costs.memory_limit(chip) - costs.overhead(chip)) for n, chip in zip(counts, chips))
-    most = min(MOST_BESIDE, inputs.most_pipelines, int((room - states) // max(1, weights + gradients)))
-
-    def extend(start: int, left: tuple[int, ...], taken: tuple[_Traced, ...]) -> Iterator[tuple[_Traced, ...]]:
-        if len(taken) > 1:
-            yield taken
-        for i in range(start, len(found) if len(taken) < most else start):
-            usage, rows = found[i]
-            rest = tuple(a - b for a, b in zip(left, usage))
-            if min(rest) >= 0:
-                for row in rows if len(taken) < 2 else rows[:1]:
-                    yield from extend(i, rest, (*taken, row))
-
-    yield from extend(0, counts, ())
+    room = sum(n * (costs.memory_limit(chip) - costs.overhead(chip)) for n, chip in zip(inputs.counts, chips))
+    most = min(inputs.most_pipelines, int((room - states) // max(1, weights + gradients)))
+    for pipelines in range(2, most + 1):
+        by_usage: dict[Usage, list[StageSequence]] = {}
+        for x in sequences.fastest(pipelines):
+            rows = by_usage.setdefault(x.usage, [])
+            if len(rows) < BESIDE or all(row.size != x.size for row in rows):
+                rows.append(x)
+        found += [(_seconds(x, inputs), x) for x in _disjoint(list(by_usage.items()), inputs.counts, pipelines)]
+    return sorted(found, key=lambda row: row[0])
 
 
-def _orders(stages: tuple[StageTemplate, ...]) -> list[tuple[StageTemplate, ...]]:
-    """With the runs of equal stages in other orders; the program knows one of those with the same bottleneck."""
-    runs = [tuple(run) for _, run in itertools.groupby(stages)]
-    if len(runs) > MOST_RUNS:
-        return [stages]
-    return list(dict.fromkeys(tuple(itertools.chain(*row)) for row in itertools.permutations(runs)))
+def _disjoint(
+    by_usage: list[tuple[Usage, list[StageSequence]]],
+    left: Usage,
+    pipelines: int,
+    taken: tuple[StageSequence, ...] = (),
+) -> Iterator[tuple[StageSequence, ...]]:
+    """So many pipelines besides those ``taken``, on the chips that are ``left``."""
+    if not pipelines:
+        yield taken
+        return
+    for i, (usage, rows) in enumerate(by_usage):
+        rest = tuple(a - b for a, b in zip(left, usage))
+        for row in (rows if len(taken) < 2 else rows[:1]) if min(rest) >= 0 else ():
+            yield from _disjoint(by_usage[i:], rest, pipelines - 1, (*taken, row))
 
 
-def _seconds(chosen: Sequence[_Traced], batch: float) -> float:
-    """In which families compute the batch, divided without whole numbers."""
-    families = [family for family, _ in chosen]
-    rate = np.array([f.size * f.replicas / f.tau for f in families])
-    delay = np.array([(f.stages - 1) * f.tau + f.sync for f in families])
-    return water_level(batch, rate, np.full(len(families), batch), delay)
+def _seconds(chosen: Sequence[StageSequence], inputs: ProgramInputs) -> float:
+    """In which pipelines compute the batch in whole micro-batches."""
+    near = len({x.main for x in chosen}) == 1
+    rows = [(x.size, x.tau, x.delay + (x.near if near else x.far)) for x in chosen]
+    low, high = 0.0, min(delay + tau * math.ceil(inputs.batch / size) for size, tau, delay in rows)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        done = sum(size * int((middle - delay) / tau) for size, tau, delay in rows if middle > delay)
+        low, high = (low, middle) if done >= inputs.batch else (middle, high)
+    return high
 
 
 def _other_chips(template: PlanTemplate, problem: PlanningProblem, pool: DevicePool) -> Iterator[PlanTemplate]:

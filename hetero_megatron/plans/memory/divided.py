@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, buffer_bytes, sharding_stages
 from hetero_megatron.plans.canonical import Plan, Stage
@@ -13,9 +14,17 @@ from hetero_megatron.plans.program import splits_backward
 Step = int | str
 
 
-def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) -> dict[int, tuple[int, int]]:
-    """By rank, bytes of (weights that are whole at once, gradients that have not reached their owners and what travels)
-    of stages that divide their weights.
+class DividedBytes(NamedTuple):
+    """Bytes on a rank: weights that are whole at once; gradients that have not reached their owners, and what of them
+    travels; messages of weights that are under way."""
+
+    weights: int = 0
+    gradients: int = 0
+    messages: int = 0
+
+
+def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) -> dict[int, DividedBytes]:
+    """By rank, of stages that divide their weights.
 
     Weights are exact, but where forward keeps them for backward: then it is all of them. Gradients are those of one
     layer, and of the buckets before it that are under way; with a split backward they are all there from B_INPUT to W,
@@ -26,24 +35,66 @@ def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) 
         item: bytes of a weight.
     """
     stages, wide = sharding_stages(plan), max(item, 4)
+    sizes, messages = (defaultdict[int, dict[Step, int]](lambda: defaultdict(int)) for _ in range(2))
     held: dict[int, dict[Step, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for bucket in (b for b in buckets if b.weights is not None):
         assert bucket.segment is not None
         whole, owned = bucket.counts()
-        moving = buffer_bytes(whole, owned, whole.sum() / owned.sum(), item, bucket.dense)[0]
-        for rank, has, travels in zip(bucket.ranks, whole.tolist(), moving.tolist(), strict=True):
-            held[rank][bucket.segment].append((has, int(travels)))
+        own, copies = 1 if bucket.int8 else item, whole.sum() / owned.sum()
+        moving = buffer_bytes(whole, owned, copies, item, bucket.dense)[0]
+        columns = (column.tolist() for column in (whole, owned, moving))
+        for rank, has, keeps, travels in zip(bucket.ranks, *columns, strict=True):
+            sizes[rank][bucket.segment] += has * own
+            messages[rank][bucket.segment] += own * _message(has, keeps, copies, bucket.dense)
+            if bucket.trained:
+                held[rank][bucket.segment].append((has, int(travels)))
     split = splits_backward(plan)
     return {
-        rank: (item * _gathered(stages[rank], tied, parts), _gradients(parts, wide, split))
-        for rank, parts in held.items()
-    }
+        rank: DividedBytes(
+            _gathered(stages[rank], tied, parts), _gradients(held[rank], wide, split),
+            _under_way(stages[rank], messages[rank]),
+        ) for rank, parts in sizes.items()
+    }  # fmt: skip
 
 
-def _gathered(stage: Stage, tied: bool, parts: dict[Step, list[tuple[int, int]]]) -> int:
-    """Elements that are whole at once."""
+def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:
+    """By rank, what it keeps of divided weights: frozen ones as they are stored, of others masters, moments and sums of
+    gradients."""
+    found: dict[int, int] = defaultdict(int)
+    for bucket in buckets:
+        each = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.int8 else item
+        for rank, owned in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
+            found[rank] += owned * each
+    return found
+
+
+def _message(held: int, owned: int, copies: float, dense: bool) -> int:
+    """Elements that gathering a bucket takes beside the weights: of two ranks that hold the same, none; of several, the
+    own part once for each of them; else what is sent and what comes."""
+    if dense:
+        return round(owned * copies) if copies > 2 else 0
+    return round(held - owned + owned * (copies - 1))
+
+
+def _under_way(stage: Stage, messages: Mapping[Step, int]) -> int:
+    """Of one part by layer, and of two where several are gathered at once."""
     assert stage.weights is not None
-    sizes = {step: sum(has for has, _ in rows) for step, rows in parts.items()}
+    sizes = sorted(messages.values(), reverse=True)
+    return sum(sizes[: 1 if stage.weights.gather == "layer" else 2])
+
+
+def frozen_bytes(buckets: Iterable[Bucket], item: int) -> dict[int, int]:
+    """By rank, bytes that frozen weights take less because their stage divides them, which keeps what ranks own."""
+    found: dict[int, int] = defaultdict(int)
+    for bucket in (b for b in buckets if not b.trained):
+        for rank, held, owned in zip(bucket.ranks, *(x.tolist() for x in bucket.counts()), strict=True):
+            found[rank] += (held - owned) * (1 if bucket.int8 else item)
+    return found
+
+
+def _gathered(stage: Stage, tied: bool, sizes: Mapping[Step, int]) -> int:
+    """Bytes that are whole at once."""
+    assert stage.weights is not None
     if not stage.weights.reshard_after_forward:
         return sum(sizes.values())
     most, last = 0, len(stage.chunks) - 1

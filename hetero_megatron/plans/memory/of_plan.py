@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
-from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, buffer_bytes, make_buckets, plan_groups
+from hetero_megatron.plans.buckets import (
+    IN_FLIGHT,
+    Bucket,
+    buffer_bytes,
+    frozen_buckets,
+    make_buckets,
+    plan_groups,
+    tensor_holders,
+)
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
@@ -25,7 +33,7 @@ from hetero_megatron.plans.memory.activations import (
     operand_bytes,
     working_bytes,
 )
-from hetero_megatron.plans.memory.divided import divided_bytes
+from hetero_megatron.plans.memory.divided import DividedBytes, divided_bytes, frozen_bytes
 from hetero_megatron.plans.program import held_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
@@ -146,7 +154,9 @@ def estimate_memory(
     places: dict[tuple[int, ...], Ints] = {}
     known: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     buckets = buckets if buckets is not None else make_buckets(plan, spec)
-    divided, kept = divided_bytes(plan, spec.tied, buckets, item), np.zeros(len(index), np.int64)
+    base = frozen_buckets(plan, spec, tensor_holders(plan, spec)) if spec.lora is not None else ()
+    divided, elsewhere = divided_bytes(plan, spec.tied, (*buckets, *base), item), frozen_bytes(base, item)
+    kept = np.zeros(len(index), np.int64)
     for bucket in buckets:
         key = bucket.layout_key
         if key not in known:
@@ -169,14 +179,15 @@ def estimate_memory(
     for rank, has, owns, keeps, most in zip(plan.ranks, *columns, strict=True):
         more, saved = frozen.get(rank, (0, 0))
         weights, gradients, optimizer = state_bytes(has + more, owns, item, moments, has, saved)
-        gathered, moved = divided.get(rank, (0, 0))
-        weights, gradients = weights + gathered, gradients + moved + keeps * max(item, 4)
+        parts = divided.get(rank, DividedBytes())
+        weights += parts.weights - elsewhere.get(rank, 0)
+        gradients += parts.gradients + keeps * max(item, 4)
         optimizer += keeps * max(item, 4) * (moments + 1)  # masters are copies in any dtype
         host = 0
         if rank in plan.offloading:
             optimizer, host = 0, host_bytes(owns + keeps, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
-        out[rank] = replace(out[rank], buffers=most, **states)
+        out[rank] = replace(out[rank], buffers=most + parts.messages, **states)
     return out
 
 

@@ -163,7 +163,7 @@ def _equal_shares(spec: ModelSpec, tp: int) -> tuple[Share, ...]:
 def _bucket_sizes(spec: ModelSpec, embed: bool, head: bool, share: Share, layers: int = IN_FLIGHT) -> list[int]:
     """Elements of the buckets of a rank with so many decoder layers, in the order of backward."""
     sizes: list[int] = []
-    for segment in backward_order(stage_tensors(spec, range(layers), embed, head)):
+    for segment in backward_order(t for t in stage_tensors(spec, range(layers), embed, head) if t.trained):
         for size in (tensor_box(tensor, share).size for tensor in segment):
             if sizes and 4 * (sizes[-1] + size) <= BUCKET_BYTES:
                 sizes[-1] += size

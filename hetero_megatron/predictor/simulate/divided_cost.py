@@ -32,22 +32,22 @@ class PartSeconds:
 
 
 class DividedCost:
-    """Of one plan. ``buckets``: of the plan."""
+    """Of one plan. ``buckets``: of its divided weights."""
 
     def __init__(self, model: CostModel, buckets: Sequence[Bucket]) -> None:
         self.model = model
         known: dict[object, PartSeconds] = {}
         self._parts: dict[int, dict[Step, PartSeconds]] = defaultdict(lambda: defaultdict(PartSeconds))
-        for bucket in (b for b in buckets if b.weights is not None):
+        for bucket in buckets:
             assert bucket.segment is not None
-            key = bucket.layout_key
+            key = (bucket.layout_key, bucket.int8, bucket.trained)
             if key not in known:
                 known[key] = self._price(bucket)
             parts = self._parts[bucket.ranks[0]]
             parts[bucket.segment] += known[key]
 
     def _price(self, bucket: Bucket) -> PartSeconds:
-        model, chips = self.model, self.model.cluster.ranks
+        model, chips, item = self.model, self.model.cluster.ranks, 1 if bucket.int8 else self.model.item
         moves = {pair: n for pair, n in hop_elements(bucket.hops[0]).items() if pair[0] != pair[1]}
         owned = dict(zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True))
         gives, takes = defaultdict[int, int](int), defaultdict[int, int](int)
@@ -56,16 +56,19 @@ class DividedCost:
             takes[dst] += count
         rates = {rank: model.chip_rates(chips[rank].chip) for rank in bucket.ranks}
         packed = max(
-            (owned[r] * (1 if bucket.dense else len(bucket.ranks)) + (0 if bucket.dense else gives[r])) * model.item
+            (owned[r] * (1 if bucket.dense else len(bucket.ranks)) + (0 if bucket.dense else gives[r])) * item
             * x.pack + x.exchange_seconds for r, x in rates.items()
         )  # fmt: skip
         added = max(
             (takes[r] * x.add + (0 if bucket.dense else gives[r]) * x.pack) * model.wide
             + x.exchange_seconds for r, x in rates.items()
         )  # fmt: skip
+        back = model.links.exchange((b, a, n * item) for (a, b), n in moves.items())
+        gather = back.seconds + back.latency, packed
+        if not bucket.trained:
+            return PartSeconds(gather)
         there = model.links.exchange((a, b, n * model.wide) for (a, b), n in moves.items())
-        back = model.links.exchange((b, a, n * model.item) for (a, b), n in moves.items())
-        return PartSeconds((back.seconds + back.latency, packed), (there.seconds + there.latency, added))
+        return PartSeconds(gather, (there.seconds + there.latency, added))
 
     def added(
         self, stage: Stage, number: int, found: ChunkSeconds, part: UnitSeconds, micro_batches: int

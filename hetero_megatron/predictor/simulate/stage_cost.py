@@ -81,7 +81,7 @@ class StageCosts:
 
     @cached_property
     def divided(self) -> DividedCost:
-        return DividedCost(self.model, self.prepared.compiled.buckets if sharding_stages(self.plan) else ())
+        return DividedCost(self.model, self.prepared.compiled.divided if sharding_stages(self.plan) else ())
 
     def _sharing(self) -> Mapping[str, int]:
         """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at

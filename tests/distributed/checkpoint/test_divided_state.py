@@ -29,16 +29,19 @@ BY_MICRO_BATCH = HEAD + """
 """
 
 
-def test_stop_under_one_division_and_go_on_under_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [[], pytest.param(["--lora-rank", "2"], marks=pytest.mark.slow)])
+def test_stop_under_one_division_and_go_on_under_another(lora: list[str], tmp_path: Path) -> None:
     """Ramp-up, so that in some steps a replica has no rows; evaluation in the middle; packed documents; fp64. Copies of
-    weights are compared, and values that are not finite looked for."""
-    watched = ["--check-weight-hash-across-dp-replicas-interval", "1"]
+    weights are compared, and values that are not finite looked for. Of adapters the frozen base is divided, which
+    checkpoints do not hold, and the export has both."""
+    watched = ["--check-weight-hash-across-dp-replicas-interval", "1", *lora]
+    merged = ["--merge-lora"] if lora else []
     hf = [tmp_path / name for name in ("one", "three")]
-    run(tmp_path / "whole", SINGLE, 1, *PACKING, "--save-hf", str(hf[0]))
+    run(tmp_path / "whole", SINGLE, 1, *PACKING, *lora, *merged, "--save-hf", str(hf[0]))
     run(tmp_path / "parts", BY_LAYER, 4, *PACKING, *watched, "--exit-interval", "2")
-    out, _ = run(tmp_path / "parts", BY_MICRO_BATCH, 3, *PACKING, "--exit-interval", "3")
+    out, _ = run(tmp_path / "parts", BY_MICRO_BATCH, 3, *PACKING, *lora, "--exit-interval", "3")
     assert "step 2, 4 samples" in out and "another plan" in out
-    run(tmp_path / "parts", BY_LAYER, 4, *PACKING, "--save-hf", str(hf[1]))
+    run(tmp_path / "parts", BY_LAYER, 4, *PACKING, *lora, *merged, "--save-hf", str(hf[1]))
     whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
     assert [r["step"] for r in parts] == [1, 2, 3, 4]
     for a, b in zip(whole, parts, strict=True):

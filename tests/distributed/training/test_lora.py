@@ -24,7 +24,7 @@ from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, RandomSamples
 from tests.support.peft_reference import PeftDropout, adapter_values, keep_apart, peft_model, peft_values
 from tests.support.pool import shared_pool
-from tests.support.random_plans import random_model, random_plan
+from tests.support.random_plans import divide_weights, random_model, random_plan
 from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
@@ -53,14 +53,19 @@ def run_rank(
     options = RuntimeOptions(seed=case.seed)
     runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer), options=options)
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
-    frozen = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}
-    before, stats = {n: p.clone() for n, p in frozen.items()}, []
+    frozen, stats = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}, []
+    with runtime.whole_weights():
+        before = {n: p.clone() for n, p in frozen.items()}
     assert {n for n, p in frozen.items() if p.dtype == torch.int8} == runtime.scales.keys()
     for step in range(STEPS):
         found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0, step=step + 1)
         stats.append([found.loss, found.grad_norm])
     assert all(p.grad is None for p in frozen.values())
-    changed = sum(not torch.equal(p, before[n]) for n, p in frozen.items())
+    if runtime.divided is not None:
+        assert runtime.divided.names <= frozen.keys(), "adapters stay whole"
+        assert all(not part.memories[0].untyped_storage().nbytes() for part in runtime.divided.parts.values())
+    with runtime.whole_weights():
+        changed = sum(not torch.equal(p, before[n]) for n, p in frozen.items())
     weights = [(n, runtime.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
     return stats, weights, changed
 
@@ -122,13 +127,24 @@ def test_random_plans_of_a_base_in_8_bits(seed: int) -> None:
     check_random(seed, "int8")
 
 
-def check_random(seed: int, base_dtype: str | None, dora: bool = False) -> None:
+@pytest.mark.parametrize("seed", quick(range(300, 316), range(300, 302)))
+def test_random_plans_that_divide_the_base(seed: int) -> None:
+    """It is gathered and never reduced; every third one in 8 bits."""
+    check_random(seed, "int8" if seed % 3 == 0 else None, divided=True)
+
+
+def check_random(seed: int, base_dtype: str | None, dora: bool = False, divided: bool = False) -> None:
     rng = random.Random(seed + 7000)
     config = random_model(rng)
     while config["model_type"] == "gpt2":
         config = random_model(rng)
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    made = random_plan(rng, layers, heads, seq_length=rng.randint(8, 16), ranks=rng.choice([1, 2, 3, 4]))
+    length = rng.randint(8, 16)
+    made = random_plan(rng, layers, heads, length, ranks=rng.choice([1, 2, 3, 4]))
+    if divided:
+        while not any("weights" in s for s in made["pipelines"][0]["stages"]):
+            made = random_plan(rng, layers, heads, length, ranks=rng.choice([2, 3, 4]), most_pipelines=1)
+            divide_weights(rng, made, heads)
     targets = TARGETS if rng.random() < 0.5 else tuple(rng.sample(TARGETS, rng.randint(1, 4)))
     dropout = rng.choice([0.0, 0.05, 0.5]) * (not dora)
     lora = Lora(rng.choice([1, 3, 8]), rng.choice([4.0, 16.0]), targets, rng.random() < 0.3, dropout, base_dtype, dora)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
-from hetero_megatron.planner.report.comparison import _why
+from hetero_megatron.planner.report.comparison import why_slower
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import plan_from_dict
@@ -60,7 +60,7 @@ def test_every_part_of_a_step_can_be_the_reason() -> None:
     assert parts["jitter"] > 0
     for name in parts:
         other = replace(found, prediction=replace(found.prediction, parts={**parts, name: parts[name] + 1.0}))
-        assert _why(found, other).endswith("takes 1 s longer")
+        assert why_slower(found, other).endswith("takes 1 s longer")
 
 
 def drawn_step(layers: list[int], micro_batches: int, jitter: float, rng: random.Random) -> float:

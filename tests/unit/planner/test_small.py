@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.estimate.pipeline_time import closed_form
 from hetero_megatron.planner.estimate.template_score import make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import best_uniform
 from hetero_megatron.planner.search.driver import search, search_or_error
 from hetero_megatron.planner.search.incumbent import Incumbent, simulate_template
+from hetero_megatron.planner.search.layers_program import ProgramInputs
+from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.search.stage_sequences import StageSequences
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,
     PipelineTemplate,
@@ -20,7 +26,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
-from tests.support.planner_reference import random_case
+from tests.support.planner_reference import Exhaustive, random_case
 
 ON_CHIPS = SearchSpace(offload="never", more_schedules="never")
 PLAIN = SearchSpace(more_schedules="never")
@@ -48,6 +54,34 @@ def test_no_slower_than_a_type_alone_or_a_uniform_plan(seed: int, kind: str, bat
     best = min([*rows.values(), *([] if uniform.problem else [uniform.step_seconds])], default=math.inf)
     assert math.isfinite(best)
     assert result.best.step_seconds <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [60, 125, 138])
+def test_every_sequence_of_stages_is_ranked_by_its_best_layers(seed: int) -> None:
+    """All that the exhaustive reference lists and that fit, a group on both sides of another too. Layers are divided
+    greedily: never faster than the best of all splits by closed form, and mostly as fast."""
+    case = random_case(seed, "open")
+    problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch, SearchOptions(space=ON_CHIPS))
+    scorer = make_scorer(problem)
+    builder, reference = TemplateBuilder(problem, scorer), Exhaustive(case, scorer, math.inf)
+    found = {(x.stages, x.size): x.seconds for x in StageSequences(ProgramInputs(problem, scorer)).fastest(1)}
+    around, ratios = 0, list[float]()
+    for size in (size for size in (1, 2, 4) if case.batch % size == 0):
+        m = case.batch // size
+        for usage in itertools.product(*(range(n + 1) for n in scorer.pool.counts)):
+            for stages in reference._stages(usage, size) if any(usage) else ():
+                shape = builder.shape(PipelineOutline(stages, size, 1), m, 1, "1f1b")
+                if shape is None:
+                    continue
+                assert (stages, size) in found
+                least = closed_form(*scorer.stage_seconds(shape), scorer.links(shape), m)
+                if all(stage.dp == 1 for stage in stages):  # others also reduce gradients
+                    assert 0.999 * least <= found[stages, size] <= 1.25 * least
+                    ratios.append(found[stages, size] / least)
+                groups = [stage.group for stage in stages]
+                around += len([g for g, _ in itertools.groupby(groups)]) > len(set(groups))
+    assert around > 0
+    assert np.median(ratios) < 1.01
 
 
 def test_communicators_do_not_hide_what_fits() -> None:

@@ -122,13 +122,13 @@ DeviceBackend::Work DeviceBackend::start(
   begin.record(current_stream(device_));
   begin.block(stream);
   std::vector<Use> uses;
-  std::vector<c10::Storage> kept;
+  std::vector<std::shared_ptr<const Extent>> kept;
   for (const auto& [tensors, kind] : {std::pair(&reads, Kind::Read), std::pair(&writes, Kind::Write)}) {
     for (const at::Tensor& tensor : *tensors) {
       const Use use = use_of(tensor, kind);
       if (use.shadow == nullptr) continue;
       uses.push_back(use);
-      kept.push_back(tensor.storage());
+      kept.push_back(extent_of(tensor.storage()));
       Checker::get().record_stream(*use.shadow, stream.actor);
     }
   }

@@ -162,7 +162,7 @@ void within_device(const at::Tensor& from, const at::Tensor& to) {
   }
   const std::vector<Use> uses{use_of(from, Kind::Read), use_of(to, Kind::Write)};
   Stream& stream = current_stream(source);
-  const auto copy = [to = kernel_view(to), from = kernel_view(from), kept = std::pair(to.storage(), from.storage())] {
+  const auto copy = [to = kernel_view(to), from = kernel_view(from), kept = std::pair(extent_of(to.storage()), extent_of(from.storage()))] {
     at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);
   };

@@ -220,8 +220,8 @@ void run_later(const c10::OperatorHandle& op, Call& call, Stream& stream, const 
   torch::jit::Stack results;
   for (const size_t i : returned) results.push_back(call.value(i));
   replace_arguments(call);
-  std::vector<c10::Storage> kept;  // not the tensors, whose end may need Python's lock
-  for (const at::Tensor& tensor : call.arguments) kept.push_back(tensor.storage());
+  std::vector<std::shared_ptr<const Extent>> kept;  // not the tensors, whose end may need Python's lock
+  for (const at::Tensor& tensor : call.arguments) kept.push_back(extent_of(tensor.storage()));
   std::vector<std::pair<at::Tensor, std::vector<int64_t>>> shapes;
   for (const at::Tensor& tensor : call.written) shapes.emplace_back(call.views.view(tensor), tensor.sizes().vec());
   torch::jit::Stack arguments(call.stack.begin() + static_cast<ptrdiff_t>(call.first), call.stack.end());

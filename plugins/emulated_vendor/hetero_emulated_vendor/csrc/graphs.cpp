@@ -44,7 +44,7 @@ Recording::Recording(int device, std::shared_ptr<Pool> pool)
 
 void Recording::allocated(Block& block) {
   block.capture = number_;
-  memory_.emplace_back(kernel_address(block, block.address), block.size);
+  memory_.emplace_back(kernel_address(block, block.extent->address), block.extent->size);
 }
 
 void Recording::refuse(const std::string& what) {
@@ -62,7 +62,7 @@ void Recording::add(const std::string& name, const std::vector<Use>& uses, std::
     if (use.shadow == nullptr) continue;
     const Block& block = *use.shadow->block;
     if (!known_.emplace(block.number, use.kind, use.begin, use.end).second) continue;
-    touched_.push_back({block.life, use, block.capture == number_, name});
+    touched_.push_back({block.life, block.extent, use, block.capture == number_, name});
   }
   kernels_.push_back(std::move(kernel));
 }
@@ -76,16 +76,18 @@ void Recording::end() {
 void Recording::replay(Stream& stream) {
   TORCH_CHECK(stream.device == device_, "wrong device: a graph of emu:", device_, " cannot run on emu:", stream.device);
   std::vector<Use> uses;
-  std::vector<std::shared_ptr<char>> alive;
+  std::vector<std::shared_ptr<const Extent>> kept;
   for (const Touched& touched : touched_) {
-    alive.push_back(touched.life.lock());
+    const std::shared_ptr<char> alive = touched.life.lock();
     TORCH_CHECK(
-        alive.back() != nullptr || touched.own, "a graph runs on memory that was released: ", touched.name, " ",
+        alive != nullptr || touched.own, "a graph runs on memory that was released: ", touched.name, " ",
         touched.use.kind == Kind::Read ? "reads" : "writes", " bytes ", touched.use.begin, " to ", touched.use.end,
         " of a storage from before its capture");
-    if (alive.back() != nullptr) uses.push_back(touched.use);
+    if (alive == nullptr) continue;
+    uses.push_back(touched.use);
+    kept.push_back(touched.extent.lock());
   }
-  const auto run = [self = shared_from_this()] {
+  const auto run = [self = shared_from_this(), kept = std::move(kept)] {
     at::AutoDispatchBelowADInplaceOrView below;
     for (const auto& kernel : self->kernels_) kernel();
   };
@@ -127,6 +129,7 @@ class Graph final : public at::GraphImplInterface {
     TORCH_CHECK(recording_ == nullptr, "the graph has been captured");
     auto [number, pool] = pool_of(id, device);
     pool_ = {0, number};
+    stream.drain();  // kernels run in a capture, on memory that a queued graph of the pool may use
     recording_ = std::make_shared<Recording>(device, std::move(pool));
     stream.recording = recording_.get();
     capturing_ = &stream;

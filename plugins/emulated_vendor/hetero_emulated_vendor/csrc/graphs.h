@@ -39,6 +39,7 @@ class Recording : public std::enable_shared_from_this<Recording> {
  private:
   struct Touched {
     std::weak_ptr<char> life;  // of the block
+    std::weak_ptr<const Extent> extent;
     Use use;
     bool own;
     std::string name;  // of the operator

@@ -23,6 +23,7 @@ Habits read_habits() {
       {"no-fp64", [&](double) { found.no_fp64 = true; }},
       {"freeing-waits", [&](double) { found.freeing_waits = true; }},
       {"slots", [&](double value) { found.slots = static_cast<int>(value); }},
+      {"late", [&](double value) { found.late_seconds = value; }},
       {"compile", [&](double value) { found.compile_seconds = value; }},
       {"connect", [&](double value) { found.connect_seconds = value; }},
       {"communicator-mib", [&](double value) { found.communicator_bytes = static_cast<int64_t>(value) << 20; }},

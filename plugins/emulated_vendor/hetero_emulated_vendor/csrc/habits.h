@@ -17,6 +17,7 @@ struct Habits {
   bool no_fp64 = false;            // no memory for double precision
   bool freeing_waits = false;      // a device without free memory gives up only after it is drained
   int slots = 0;                   // execution slots, which waiting receives occupy; 0: any number
+  double late_seconds = 0;         // what is queued on a stream begins late, by any time up to this
   double compile_seconds = 0;      // what the first product of matrices takes on rank 0
   double connect_seconds = 0;      // how far apart the members' first calls may be; 0: the group's time-out
   int64_t communicator_bytes = 0;  // what each communicator takes on the device

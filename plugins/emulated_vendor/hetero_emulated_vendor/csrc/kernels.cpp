@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "graphs.h"
 #include "habits.h"
 
 namespace emu {
@@ -42,6 +43,23 @@ Use use_of(const at::Tensor& tensor, Kind kind) {
 
 at::Tensor kernel_view(const at::Tensor& tensor) {
   return over(kernel_storage(tensor.storage()), tensor, c10::DispatchKey::CPU);
+}
+
+void resize_storage(c10::StorageImpl& storage, size_t bytes) {
+  if (storage.nbytes() != 0) refuse_in_capture("a change of the size of memory");
+  const Block* before = block_of(storage.data_ptr());
+  c10::DataPtr pointer = device_allocator()->allocate(bytes);
+  Block* after = block_of(pointer);
+  const size_t kept = std::min(bytes, storage.nbytes());
+  if (before != nullptr && kept != 0) {
+    begin_operator(storage.device().index(), "aten::resize_", {
+        {const_cast<Shadow*>(&before->shadow), Kind::Read, 0, kept},
+        {&after->shadow, Kind::Write, 0, kept},
+    });
+    std::memcpy(kernel_address(*after, pointer.get()), kernel_address(*before, storage.data()), kept);
+  }
+  storage.set_data_ptr_noswap(std::move(pointer));
+  storage.set_nbytes(bytes);
 }
 
 namespace {

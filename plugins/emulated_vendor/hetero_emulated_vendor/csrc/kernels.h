@@ -20,6 +20,9 @@ Use use_of(const at::Tensor& tensor, Kind kind);
 // A host tensor on the same bytes, by their kernel address; valid as long as the device tensor.
 at::Tensor kernel_view(const at::Tensor& tensor);
 
+// Give a storage as many bytes; what lies there is kept as far as there are.
+void resize_storage(c10::StorageImpl& storage, size_t bytes);
+
 // Record an operator on the current stream of `device`, after what is queued there. Throws races.
 Moment begin_operator(int device, const std::string& name, const std::vector<Use>& uses);
 

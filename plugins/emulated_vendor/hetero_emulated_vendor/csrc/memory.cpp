@@ -82,15 +82,6 @@ Device& device_of(int index) {
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
   Checker::get().freed(block->shadow);
-  Device& device = device_of(block->device);
-  {
-    std::lock_guard<std::mutex> lock(device.mutex);
-    if (block->pool != nullptr) {
-      block->pool->give(block->address, block->size);
-    } else {
-      device.arena.give(block->address, block->size);
-    }
-  }
   delete block;
 }
 
@@ -119,7 +110,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
           ": ", device.arena.taken(), " of ", total_memory(), " bytes are taken");
     }
     static std::atomic<uint64_t> blocks{0};
-    auto* block = new Block{address, size, index, {}, pool, ++blocks, 0, std::make_shared<char>()};
+    auto* block = new Block{
+        std::make_shared<Extent>(address, size, index, pool), {}, ++blocks, 0, std::make_shared<char>()};
     if (recording != nullptr) recording->allocated(*block);
     block->shadow.block = block;
     block->shadow.device = index;
@@ -227,6 +219,16 @@ void FreeList::give(char* address, size_t size) {
   free_[address] = size;
 }
 
+Extent::~Extent() {
+  Device& on = device_of(device);
+  std::lock_guard<std::mutex> lock(on.mutex);
+  if (pool_ != nullptr) {
+    pool_->give(address, size);
+  } else {
+    on.arena.give(address, size);
+  }
+}
+
 char* Pool::take(size_t size) {  // the device's mutex is held
   if (char* address = free_.take(size)) return address;
   char* address = device_of(device_).arena.take(size);
@@ -254,8 +256,13 @@ Block* block_of(const c10::DataPtr& pointer) {
   return pointer.get_deleter() == &release ? static_cast<Block*>(pointer.get_context()) : nullptr;
 }
 
+std::shared_ptr<const Extent> extent_of(const c10::Storage& storage) {
+  const Block* block = block_of(storage.data_ptr());
+  return block != nullptr ? block->extent : nullptr;
+}
+
 char* kernel_address(const Block& block, const void* address) {
-  return static_cast<char*>(const_cast<void*>(address)) + device_of(block.device).arena.distance();
+  return static_cast<char*>(const_cast<void*>(address)) + device_of(block.extent->device).arena.distance();
 }
 
 c10::DeviceAllocator* device_allocator() {

@@ -41,12 +41,27 @@ class Pool {
   std::vector<std::pair<char*, size_t>> chunks_;  // taken from the device
 };
 
+// Addresses that are taken. Given back when nobody has them: neither their block nor what is queued to use them, which
+// other devices would do before what is queued later.
+class Extent {
+ public:
+  Extent(char* address, size_t size, int device, std::shared_ptr<Pool> pool)
+      : address(address), size(size), device(device), pool_(std::move(pool)) {}
+  Extent(const Extent&) = delete;
+  Extent& operator=(const Extent&) = delete;
+  ~Extent();
+
+  char* const address;  // as tensors see it
+  const size_t size;    // whole pages
+  const int device;
+
+ private:
+  const std::shared_ptr<Pool> pool_;  // null: the device's memory
+};
+
 struct Block {
-  char* address;  // as tensors see it
-  size_t size;    // whole pages
-  int device;
+  std::shared_ptr<const Extent> extent;
   Shadow shadow;
-  std::shared_ptr<Pool> pool;  // null: the device's memory
   uint64_t number = 0;         // no other block has it
   uint64_t capture = 0;        // number of the capture that allocated it; 0: none did
   std::shared_ptr<char> life;  // ends with the block
@@ -54,6 +69,9 @@ struct Block {
 
 // The allocation behind a storage or data pointer of this device; null where there is none (no bytes).
 Block* block_of(const c10::DataPtr& pointer);
+
+// The memory behind it, for as long as a queued operator needs it, whatever becomes of the storage; null: no bytes.
+std::shared_ptr<const Extent> extent_of(const c10::Storage& storage);
 
 // Where kernels find what lies at a device address.
 char* kernel_address(const Block& block, const void* address);

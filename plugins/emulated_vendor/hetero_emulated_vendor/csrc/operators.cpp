@@ -61,32 +61,14 @@ at::Tensor reshape_alias(const at::Tensor& self, at::IntArrayRef size, at::IntAr
   return at::native::_reshape_alias(self, size, stride);
 }
 
-// More bytes for a storage; what lies there is kept.
-void grow(const at::Tensor& self, size_t bytes) {
-  if (self.storage().nbytes() != 0) refuse_in_capture("more memory for a tensor that has some");
-  c10::StorageImpl* storage = self.storage().unsafeGetStorageImpl();
-  const Block* before = block_of(storage->data_ptr());
-  c10::DataPtr pointer = device_allocator()->allocate(bytes);
-  Block* after = block_of(pointer);
-  if (before != nullptr && storage->nbytes() != 0) {
-    begin_operator(self.device().index(), "aten::resize_", {
-        {const_cast<Shadow*>(&before->shadow), Kind::Read, 0, storage->nbytes()},
-        {&after->shadow, Kind::Write, 0, storage->nbytes()},
-    });
-    std::memcpy(
-        kernel_address(*after, pointer.get()), kernel_address(*before, storage->data()),
-        std::min(bytes, storage->nbytes()));
-  }
-  storage->set_data_ptr_noswap(std::move(pointer));
-  storage->set_nbytes(bytes);
-}
-
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!format.has_value() || *format == at::MemoryFormat::Contiguous, "resize_: only contiguous tensors");
   const c10::DeviceGuard guard(self.device());
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   const size_t bytes = (self.storage_offset() + self.numel()) * self.itemsize();
-  if (self.numel() != 0 && bytes > self.storage().nbytes()) grow(self, bytes);
+  if (self.numel() != 0 && bytes > self.storage().nbytes()) {
+    resize_storage(*self.storage().unsafeGetStorageImpl(), bytes);
+  }
   return self;
 }
 

@@ -3,11 +3,13 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <random>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "graphs.h"
+#include "habits.h"
 #include "memory.h"
 
 namespace emu {
@@ -59,6 +61,7 @@ void Stream::enqueue(std::function<void()> task) {
 }
 
 void Stream::work() {
+  std::minstd_rand chance(static_cast<unsigned>(actor + 1));
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return !tasks_.empty(); });
@@ -67,6 +70,10 @@ void Stream::work() {
     busy_ = true;
     lock.unlock();
     std::exception_ptr error;
+    if (habits().late_seconds > 0) {
+      const std::chrono::duration<double> late(std::uniform_real_distribution<>(0, habits().late_seconds)(chance));
+      std::this_thread::sleep_for(late);
+    }
     try {
       task();
     } catch (...) {

@@ -1,0 +1,201 @@
+"""Every sequence of stages that some chips of a small cluster can be, with what its pipeline takes at least.
+
+A sequence says which chips its stages have, first stage first. Layers are divided for each by bisection on the
+pipeline's time, for all sequences of as many stages at once: every stage takes the layers that it finishes in time, one
+stage after the other. Times are those of :func:`closed_forms`, so transfers, bubbles, the head and the micro-batches
+in flight count.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_megatron.planner.estimate.pipeline_time import closed_forms_of_each
+from hetero_megatron.planner.estimate.stage_table import StageKind
+from hetero_megatron.planner.search.layers_program import ProgramInputs, added_seconds
+from hetero_megatron.planner.template.plan_template import StageTemplate
+from hetero_megatron.planner.template.search_space import batch_sizes
+from hetero_megatron.utils.cached_method import cached_method
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Usage = tuple[int, ...]  # chips of each group
+HALVINGS = 12  # of the interval in which a pipeline's time lies: to a thousandth, which is enough for ranking
+
+
+@dataclass(frozen=True)
+class StageSequence:
+    """A pipeline without layers.
+
+    Attributes:
+        size: sequences of a micro-batch.
+        seconds: of its share of the batch; tau: of a micro-batch in the slowest stage.
+        delay: of what comes before the slowest stage begins and after it ends.
+        main: group with most of the layers.
+        near, far: of gradient reduction with pipelines of the same main group, of others.
+    """
+
+    stages: tuple[StageTemplate, ...]
+    usage: Usage
+    size: int
+    seconds: float
+    tau: float
+    delay: float
+    main: int
+    near: float
+    far: float
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Sequences of as many stages: places in the list of options [sequences, stages], chips [sequences, groups]."""
+
+    options: Integers
+    usage: Integers
+
+
+class StageSequences:
+    """Those of one search."""
+
+    def __init__(self, inputs: ProgramInputs) -> None:
+        self.inputs, self.tables, self.layers = inputs, inputs.scorer.tables, inputs.model.num_layers
+        self.chips, self.sizes = sum(inputs.counts), batch_sizes(inputs.space, inputs.batch)
+
+    @cached_method
+    def fastest(self, pipelines: int) -> list[StageSequence]:
+        """Those of a plan with so many pipelines, fastest first, by what each takes for its share of the batch: as much
+        as its chips are of the speed of all."""
+        found, possible = list[StageSequence](), self._speeds.any() and pipelines <= min(self.chips, self.inputs.batch)
+        for size in self.sizes if possible else ():
+            for rows in self._rows(size):
+                fits = rows.usage.sum(axis=1) <= self.chips - pipelines + 1
+                if fits.any():
+                    found += self._timed(_Rows(rows.options[fits], rows.usage[fits]), size, pipelines)
+        return sorted(found, key=lambda x: (x.seconds, x.size, len(x.stages)))
+
+    @cached_method
+    def _options(self, size: int) -> list[StageTemplate]:
+        return [x for g in range(len(self.inputs.counts)) for x in self.inputs.options(g, size)]
+
+    @cached_method
+    def _rows(self, size: int) -> list[_Rows]:
+        options, counts = self._options(size), self.inputs.counts
+        most = min(self.tables.depth, self.layers + 2)
+        by_length: dict[int, list[tuple[tuple[int, ...], Usage]]] = {}
+
+        def extend(taken: tuple[int, ...], left: Usage) -> None:
+            if taken:
+                by_length.setdefault(len(taken), []).append((taken, left))
+            for i, x in enumerate(options if len(taken) < most else ()):
+                if x.chips <= left[x.group]:
+                    extend((*taken, i), (*left[: x.group], left[x.group] - x.chips, *left[x.group + 1 :]))
+
+        extend((), counts)
+        return [
+            _Rows(np.array([taken for taken, _ in rows]), np.array(counts) - np.array([left for _, left in rows]))
+            for rows in by_length.values()
+        ]
+
+    @cached_property
+    def _speeds(self) -> Floats:
+        """[groups] layers per second of a chip, at best."""
+        rates = [
+            max((rate for size in self.sizes for _, rate in self.inputs.rates(g, size)), default=0.0)
+            for g in range(len(self.inputs.counts))
+        ]
+        return np.array(rates)
+
+    @cached_method
+    def _seconds(self, size: int, pipelines: int, embed: bool, head: bool) -> Floats:
+        """[options, in flight - 1, layers + 1]: of one micro-batch; inf where it does not fit, and last of all."""
+        owners, depth = pipelines + self.tables.lent, min(self.chips, self.tables.depth)
+        kinds = [
+            StageKind(x.group, x.tp, x.dp, size, embed, head, owners, self.inputs.space.recompute)
+            for x in self._options(size)
+        ]
+        rows = np.stack([np.maximum.accumulate(self.tables.table(kind, depth).seconds, axis=1) for kind in kinds])
+        return np.concatenate([rows, np.full((*rows.shape[:2], 1), np.inf)], axis=2)
+
+    @cached_method
+    def _links(self, size: int) -> Floats:
+        """[options, options, there and back] seconds of a transfer; 0 between stages with more chips than there are."""
+        options, tables, counts = self._options(size), self.tables, self.inputs.counts
+        found = np.zeros((len(options), len(options), 2))
+        for (i, a), (j, b) in itertools.product(enumerate(options), repeat=2):
+            if a.group != b.group or a.chips + b.chips <= counts[a.group]:
+                found[i, j] = tables.boundary(a, b, size, tables.likely_same_node(a, b))
+        return found
+
+    @cached_method
+    def _reduction(self, size: int, pipelines: int, embed: bool, head: bool) -> Floats:
+        """[options, layers, near and far, reducing and spreading] seconds, as :meth:`ProgramInputs.sync_seconds`;
+        affine in the layers. Near: if the holders of a stage are in one node where so many fit."""
+        memory, most, found = self.inputs.scorer.costs.memory, self.layers, []
+        for x in self._options(size):
+            copies = pipelines * x.dp
+            holders = np.array([copies, max(copies, self.inputs.pool.groups[x.group].per_node + 1.0)])
+            none, all_layers = (
+                np.stack(self.inputs.sync_seconds(memory.trained(x.tp, n, embed, head), holders, [x.group]), axis=1)
+                for n in (0, most)
+            )
+            layers = np.arange(most + 2)[:, None, None] / most
+            found.append((none + (all_layers - none) * layers) * (copies > 1))
+        return np.stack(found)
+
+    def _timed(self, rows: _Rows, size: int, pipelines: int) -> Iterator[StageSequence]:
+        share = 1.0 if pipelines == 1 else rows.usage @ self._speeds / (np.array(self.inputs.counts) @ self._speeds)
+        part = share * np.full(len(rows.options), self.inputs.batch / size)
+        count = np.maximum(1.0, part)
+        last, every = rows.options.shape[1] - 1, np.arange(len(count))
+        tables, links = [], np.zeros((len(count), last, 2))
+        for s in range(last + 1):
+            alive = np.minimum(last + 1 - s, np.ceil(count)).astype(np.int64)
+            tables.append(self._seconds(size, pipelines, s == 0, s == last)[rows.options[:, s], alive - 1])
+            if s < last:
+                links[:, s] = self._links(size)[rows.options[:, s], rows.options[:, s + 1]]
+        split = self._divided(tables, links.sum(axis=2), count)
+        times = np.stack([table[every, split[:, s]] for s, table in enumerate(tables)], axis=1)
+        seconds = closed_forms_of_each(times, links.sum(axis=2), count, round_trips=True)
+        taus, late = np.maximum(times.max(axis=1), links.max(axis=(1, 2), initial=0.0)), np.zeros((len(count), 2))
+        for s in range(last + 1):
+            sync = self._reduction(size, pipelines, s == 0, s == last)[rows.options[:, s], split[:, s]]
+            late = np.maximum(late, added_seconds((sync[:, :, 0], sync[:, :, 1]), times[:, s, None]))
+        options, longest = self._options(size), split.argmax(axis=1)
+        for i in np.flatnonzero(np.isfinite(seconds)).tolist():
+            stages, (near, far) = tuple(options[j] for j in rows.options[i].tolist()), late[i].tolist()
+            total, tau, usage = float(seconds[i]), float(taus[i]), tuple(rows.usage[i].tolist())
+            delay, main = total - float(count[i]) * tau, stages[longest[i]].group
+            yield StageSequence(stages, usage, size, delay + near + float(part[i]) * tau, tau, delay, main, near, far)
+
+    def _divided(self, tables: list[Floats], links: Floats, count: Floats) -> Integers:
+        """[sequences, stages] layers; some for which a table has inf where they do not fit."""
+        last, every = len(tables) - 1, np.arange(len(count))
+        least = [0 if s in (0, last) else 1 for s in range(last + 1)]
+        finite = np.stack([np.where(np.isfinite(x), x, 0.0).max(axis=1) for x in tables])
+        low = np.zeros(len(count))
+        high = (count + last + 1) * finite.max(axis=0) + links.sum(axis=1)
+
+        def layers(limit: Floats) -> Integers:
+            before, found = np.zeros(len(count)), []
+            for s, table in enumerate(tables):
+                n = (count[:, None] * table <= ((limit - before) * (1 + 1e-12))[:, None]).sum(axis=1) - 1
+                found.append(np.where(n >= least[s], n, -1000))
+                before = before + table[every, np.maximum(n, 0)] + (links[:, s] if s < last else 0.0)
+            return np.stack(found, axis=1)
+
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            enough = layers(middle).sum(axis=1) >= self.layers
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        split = layers(high)
+        over = split.sum(axis=1) - self.layers
+        for s in range(last, -1, -1):
+            less = np.clip(split[:, s] - least[s], 0, np.maximum(over, 0))
+            split[:, s], over = split[:, s] - less, over - less
+        return np.where((over < 0)[:, None], self.layers + 1, np.maximum(split, 0))
