@@ -27,6 +27,7 @@ EXTRAS = {
     "sentencepiece": ["sentencepiece>=0.2", "protobuf>=5.0", "tiktoken>=0.8", "blobfile>=3.0"],
     "tensorboard": ["tensorboard>=2.18"],
     "wandb": ["wandb>=0.18"],
+    "mlflow": ["mlflow-skinny>=3"],
     "planner": ["scipy>=1.14", "pymetis>=2025.1"],
     "deepspeed": ["deepspeed>=0.18"],
     "triton": ["triton>=3.5"],

@@ -59,6 +59,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("doctor", "what this machine has, what is missing, how to mend it", "hetero-megatron doctor"),
         Command("cluster", "a cluster file of hosts that are asked what they have",
                 "hetero-megatron cluster discover 10.0.0.1 10.0.0.2 --out cluster.yaml", ("discover",)),
+        Command("cards", "kinds of cards: data sheets, and the share of them that somebody measured",
+                "hetero-megatron cards compare RTX3090 RTX4090", ("list", "show", "compare")),
         Command("comm", "check that all ranks reach each other, byte by byte, and measure how fast",
                 "torchrun --nproc-per-node 2 -m hetero_megatron comm check", ("check",)),
         Command("plugins", "platforms and kernels: list, scaffold, conformance kit",

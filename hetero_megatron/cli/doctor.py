@@ -38,6 +38,7 @@ def examine() -> list[DoctorLine]:
         "numpy": ("", True), "yaml": ("plans and clusters", True), "safetensors": ("Hugging Face weights", False),
         "transformers": ("Hugging Face tokenizers", False), "datasets": ("parquet and streaming data", False),
         "tensorboard": ("--tensorboard-dir", False), "wandb": ("--wandb-project", False),
+        "mlflow": ("--mlflow-experiment", False),
         "triton": ("kernels for accelerators", False), "deepspeed": ("offloaded optimizers", False),
     }  # fmt: skip
     found = [check() for check in checks] + _testbed()

@@ -32,6 +32,7 @@ _EXPORTS = [key for key, attempt in OUTPUTS.items() if attempt is try_export]
 # flag -> (module, what it is called, package)
 PACKAGES = {
     "wandb_project": ("wandb", "Weights & Biases", "wandb"),
+    "mlflow_experiment": ("mlflow", "MLflow", "mlflow"),
     "tensorboard_dir": ("tensorboard", "TensorBoard", "tensorboard"),
 }
 MOST_READ = 20_000  # documents that are counted; whoever has more, and a split that needs more, waits

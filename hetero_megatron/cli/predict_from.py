@@ -16,7 +16,7 @@ from hetero_megatron.cli.shell_script import shown, unresolved
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.runtimes.accelerate import ACCELERATE
 from hetero_megatron.plans.runtimes.deepspeed import DEEPSPEED
-from hetero_megatron.plans.runtimes.runtime import Given, Runtime, nodes_of
+from hetero_megatron.plans.runtimes.runtime import ForeignRuntime, GivenSizes, nodes_of
 from hetero_megatron.plans.runtimes.table import plan_of, reordered
 from hetero_megatron.plans.runtimes.torchtitan import TORCHTITAN
 from hetero_megatron.plans.validate import validate
@@ -44,7 +44,7 @@ def read_plan(args: Namespace, cluster: Cluster) -> Plan:
         accepted = "preset, Hugging Face directory or config.json"
         raise UserError("missing: the file names none", field="--model", accepted=accepted)
     model = Model.of(with_lora(args, load_model(args.model)), args.model)
-    given = Given(world, model.spec.num_layers, **{size: getattr(args, size) for size in SIZES})
+    given = GivenSizes(world, model.spec.num_layers, **{size: getattr(args, size) for size in SIZES})
     assert runtime.read is not None
     loaded = runtime.read(text, name, given)
     if args.dtype is not None and loaded.dtype is not None and args.dtype != loaded.dtype:
@@ -56,7 +56,7 @@ def read_plan(args: Namespace, cluster: Cluster) -> Plan:
     return Plan(plan, model.stretched(plan.seq_length), dtype, args.optimizer or "adam", fp8_of(args), name)
 
 
-def _runtime(name: str, text: str) -> Runtime | None:
+def _runtime(name: str, text: str) -> ForeignRuntime | None:
     """By the file's suffix and first keys; None: flags of Megatron or FlagScale."""
     suffix = name[name.rfind("."):].lower() if "." in name else ""
     if suffix in _YAML and ("distributed_type:" in text or "fsdp_config:" in text):

@@ -137,6 +137,8 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
         print(format_memory(memory), flush=True)
         for line in format_communicators(config.plan, cluster) if cluster is not None else ():
             print(line, flush=True)
+    if config.elastic is not None and config.elastic.replicas_every is not None:
+        print(_copies(config, config.elastic.replicas_every), flush=True)
     refuse_over_memory(config, memory, notify=True)
     if config.as_rank is not None:
         import_torch()
@@ -145,6 +147,18 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
         with _frozen():
             print(format_dry_run(run_rank(config, config.as_rank), config), flush=True)
     return 0
+
+
+def _copies(config: RunConfig, every: int) -> str:
+    """What copies of optimizer states in peers' memory take; without a cluster every rank is a node."""
+    from hetero_megatron.plans.memory.of_plan import moments_of
+    from hetero_megatron.plans.memory.replicas import format_replicas, replica_bytes
+
+    cluster, moments = config.cluster, moments_of(config.optimizer.name)
+    if config.optimizer.name == "sgd" and not config.optimizer.momentum:
+        moments = 0
+    nodes = {r: cluster.ranks[r].node if cluster is not None else f"rank{r}" for r in config.plan.ranks}
+    return format_replicas(replica_bytes(config.plan, config.compiled.buckets, config.dtype, moments, nodes), every)
 
 
 def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:

@@ -117,16 +117,16 @@ def _chip(
 # its data sheet where ``source`` is one, else recalled; 4.0, what most have, where neither says anything.
 PCIE_3, PCIE_4, PCIE_5 = (lane * 16 * 128 / 130 / 8 for lane in (8, 16, 32))
 HOST_LINKS = {
-    ("V100", "T4"): PCIE_3,
+    ("V100", "T4", "P100"): PCIE_3,
     ("H100", "H800", "H200", "H20", "B200", "MI300X", "MI325X", "Gaudi3", "MTT-S"): PCIE_5,
     ("GH200",): 450,  # NVLink-C2C
 }
 
 VENDORS = {  # as the platform plugins have them, by the beginning of a chip's name
-    "AMD": ("MI",), "Intel Habana": ("Gaudi",), "Huawei": ("Ascend",), "Cambricon": ("MLU3", "MLU5"),
+    "AMD": ("MI", "W6"), "Intel Habana": ("Gaudi",), "Huawei": ("Ascend",), "Cambricon": ("MLU3", "MLU5"),
     "Moore Threads": ("MTT",), "Hygon": ("Hygon",), "Kunlunxin": ("Kunlun",), "MetaX": ("MetaX",),
     "Iluvatar CoreX": ("Iluvatar",),
-    "NVIDIA": ("A", "B", "G", "H", "L", "R", "T", "V"),
+    "NVIDIA": ("A", "B", "G", "H", "L", "P1", "R", "T", "V"),
 }  # fmt: skip
 
 
@@ -169,12 +169,15 @@ CHIPS: dict[str, Chip] = {
         _chip("L40S", 362, 48, 0.864, 31, "ml-engineering", 91.6, fp8=733),
         _chip("L4", 121, 24, 0.3, 31, "recalled", 30.3, fp8=242.5),
         _chip("A10", 125, 24, 0.6, 31, "recalled", 31.2),
+        _chip("A10G", 70, 24, 0.6, 31, "recalled", 35),
         _chip("A6000", 154.8, 48, 0.768, 31, "recalled", 38.7),
         _chip("RTX3090", 71, 24, 0.936, 31, "recalled", 35.6),
         _chip("RTX4090", 165.2, 24, 1.008, 31, "recalled", 82.6, fp8=330.3),
         _chip("V100-16-SXM2", 125, 16, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
         _chip("V100-32-SXM2", 125, 32, 0.9, 150, "recalled", 15.7, 7.8, bf16=False),
+        _chip("P100-16-PCIe", 18.7, 16, 0.732, 16, "recalled", 9.3, 4.7, bf16=False),
         _chip("T4", 65, 16, 0.32, 16, "recalled", 8.1, bf16=False),
+        _chip("W6800", 35.7, 32, 0.512, 31, "recalled", 17.8),
         _chip("MI210", 181, 64, 1.6, 150, "recalled", 45.3, 45.3),
         _chip("MI250X", 383, 128, 3.28, 350, "ml-engineering", 95.7, 95.7),
         # A module has two dies, and torch shows each of them as a device, which is what a rank has.

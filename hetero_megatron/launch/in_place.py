@@ -109,6 +109,8 @@ class InPlaceSupervisor:
         refused = [m for m, code in self._codes.items() if code == USER_ERROR]
         if not self._alive or refused and self._overdue():
             return self._end()
+        if self._signalled is not None:  # no epoch begins any more
+            return self._end() if any(self._codes.values()) and self._overdue() else None
         if refused:
             return None
         stopped = self._store.has_stopped(self._number, self._alive)

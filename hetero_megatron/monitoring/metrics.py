@@ -1,24 +1,23 @@
-"""What a run writes down: ``metrics.jsonl``, TensorBoard, Weights & Biases. One rank writes."""
+"""What a run writes down: ``metrics.jsonl``, and dashboards (``boards``). One rank writes."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetero_megatron.errors import UserError
-from hetero_megatron.monitoring.log_sinks import Board, LineFile, QuietThreads
+from hetero_megatron.monitoring.boards import Mlflow, TensorBoard, Wandb
+from hetero_megatron.monitoring.log_sinks import Board, LineFile
 from hetero_megatron.monitoring.throughput import ExpertFigures
-from hetero_megatron.utils.files import is_regular, open_append, read_json_object
+from hetero_megatron.utils.files import open_append
 
-FILE, WANDB_FILE = "metrics.jsonl", "wandb.json"
+FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,14 @@ class MetricsWriter:
         directory: where ``metrics.jsonl`` goes; None: nowhere. A run that does not go on moves an older file aside
             (``metrics.1.jsonl``, …).
         tensorboard_dir: writes TensorBoard events there.
-        wandb: keyword arguments of ``wandb.init`` (project, …); None: off. A run that goes on in ``directory`` goes on
-            in its W&B run, which takes no step twice: of steps that are run again the first values stay.
+        wandb, mlflow: arguments of :class:`Wandb` and :class:`Mlflow`; None: off. A run that goes on in ``directory``
+            goes on in its W&B or MLflow run.
         resumed: None: what ``directory`` holds is of another run.
+        interval: of dashboards: steps that are no multiple of it are left out.
         purge_step: what the TensorBoard directory holds of this step and later ones is hidden; None: nothing is.
 
     Raises:
-        UserError: TensorBoard or W&B was asked for and is not installed, or the directory cannot be written.
+        UserError: a dashboard was asked for and is not installed, or the directory cannot be written.
     """
 
     def __init__(
@@ -128,28 +128,30 @@ class MetricsWriter:
         directory: str | None,
         tensorboard_dir: str | None = None,
         wandb: Mapping[str, Any] | None = None,
+        mlflow: Mapping[str, Any] | None = None,
         resumed: Resumed | None = None,
         tensorboard_queue_size: int = 1000,
-        tensorboard_interval: int = 1,
+        interval: int = 1,
         purge_step: int | None = None,
     ) -> None:
         self._file: LineFile | None = None
         self._evaluated: int | None = None  # the step whose evaluation is logged already
-        if directory is not None:
-            file, logged = _open(Path(directory), resumed)
-            self._file = LineFile(Path(directory) / FILE, file)
+        folder, again = None if directory is None else Path(directory), resumed is not None
+        if folder is not None:
+            file, logged = _open(folder, resumed)
+            self._file = LineFile(folder / FILE, file)
             self._evaluated = resumed.step if resumed is not None and logged else None
-        self._interval = tensorboard_interval
-        self._tensorboard: Board | None = None
-        self._wandb: Board | None = None
+        self._interval = interval
+        self._boards: list[Board] = []
         if tensorboard_dir is not None:
-            self._tensorboard = Board(
-                "--tensorboard-dir", tensorboard_dir,
-                lambda: _tensorboard(tensorboard_dir, tensorboard_queue_size, purge_step),
-            )  # fmt: skip
+            make = partial(TensorBoard, tensorboard_dir, tensorboard_queue_size, purge_step)
+            self._boards.append(Board("--tensorboard-dir", tensorboard_dir, make))
         if wandb is not None:
-            known = _run_id(Path(directory), resumed is not None) if directory is not None else {}
-            self._wandb = Board("--wandb-project", str(wandb.get("project")), lambda: _wandb({**wandb, **known}))
+            project = str(wandb.get("project"))
+            self._boards.append(Board("--wandb-project", project, partial(Wandb, wandb, folder, again)))
+        if mlflow is not None:
+            experiment = str(mlflow["experiment"])
+            self._boards.append(Board("--mlflow-experiment", experiment, partial(Mlflow, mlflow, folder, again)))
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -172,8 +174,8 @@ class MetricsWriter:
         self._scalars(scalars, metrics.step)
 
     def validation(self, step: int, loss: float, name: str = "validation", perplexity: bool = False) -> None:
-        """Record an evaluation (``name``: validation or test) after ``step``; ``perplexity`` adds it to TensorBoard and
-        W&B."""
+        """Record an evaluation (``name``: validation or test) after ``step``; ``perplexity`` adds it to
+        dashboards."""
         ppl = perplexity_of(loss)
         values = {f"{name}_loss": loss, f"{name}_perplexity": ppl}
         self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})
@@ -186,7 +188,7 @@ class MetricsWriter:
         self._line({"step": step, "emulation": dict(facts)})
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Further numbers for TensorBoard and W&B only (timers, memory)."""
+        """Further numbers for dashboards only (timers, memory)."""
         self._scalars(values, step)
 
     def _line(self, record: Mapping[str, Any]) -> None:
@@ -194,31 +196,19 @@ class MetricsWriter:
             self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
-        def add(writer: Any) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        def log(run: Any) -> None:
-            if step >= run.step:
-                run.log(dict(values), step=step)
-
-        if self._tensorboard is not None:
-            self._tensorboard.do(add)
-        if self._wandb is not None:
-            self._wandb.do(log)
+        for board in self._boards:
+            board.do(lambda writer: writer.log(values, step))
 
     def flush(self) -> None:
         """TensorBoard writes every two minutes only; metrics.jsonl needs no flush."""
-        if self._tensorboard is not None:
-            self._tensorboard.do(lambda writer: writer.flush())
+        for board in self._boards:
+            board.do(lambda writer: writer.flush())
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.do(lambda writer: writer.close())
-        if self._wandb is not None:
-            self._wandb.do(lambda run: run.finish())
+        for board in self._boards:
+            board.do(lambda writer: writer.close())
 
 
 def _open(directory: Path, resumed: Resumed | None) -> tuple[BinaryIO, bool]:
@@ -239,23 +229,6 @@ def _open(directory: Path, resumed: Resumed | None) -> tuple[BinaryIO, bool]:
     return open_append(path, "--save"), logged
 
 
-def _run_id(directory: Path, resumed: bool) -> dict[str, str]:
-    """Arguments of ``wandb.init`` by which a run that goes on is the same W&B run; none where the environment says."""
-    path = directory / WANDB_FILE
-    if "WANDB_RUN_ID" in os.environ:
-        return {}
-    if resumed and is_regular(path):
-        known = read_json_object(path, "--save").get("id")
-        if not isinstance(known, str) or not re.fullmatch("[A-Za-z0-9_-]{1,64}", known):
-            raise UserError("is not the name of a W&B run", field="id", value=known, where=str(path))
-    else:
-        known = secrets.token_hex(4)
-        path.unlink(missing_ok=True)
-        with open_append(path, "--save") as file:
-            file.write(json.dumps({"id": known}).encode() + b"\n")
-    return {"id": known, "resume": "allow"}
-
-
 def set_aside(directory: str | Path, name: str) -> None:
     """Give a file of an earlier run the next free number: ``metrics.jsonl`` -> ``metrics.1.jsonl``."""
     path, number = Path(directory) / name, 1
@@ -263,48 +236,3 @@ def set_aside(directory: str | Path, name: str) -> None:
         while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
             number += 1
         path.rename(aside)
-
-
-def _tensorboard(directory: str, queue_size: int, purge_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            "TensorBoard is not installed",
-            field="--tensorboard-dir",
-            value=directory,
-            accepted="pip install tensorboard, or leave the flag out",
-        ) from error
-    _wait_for_a_later_second(directory)
-    QuietThreads.install("_AsyncWriterThread")
-    return SummaryWriter(directory, max_queue=queue_size, purge_step=purge_step)  # type: ignore[no-untyped-call]
-
-
-def _wait_for_a_later_second(directory: str) -> None:
-    """TensorBoard reads event files in the order of their names, which begin with the second: of two in one second the
-    later one might be read first, and what it says to purge would purge itself."""
-    names = (path.name.split(".") for path in Path(directory).glob("events.out.tfevents.*"))
-    newest = max((int(name[3]) for name in names if name[3].isdecimal()), default=0)
-    if 0 <= newest + 1 - time.time() <= 1:  # else it is old, or another machine's clock is ahead
-        time.sleep(newest + 1 - time.time())
-
-
-def _wandb(options: Mapping[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            "Weights & Biases is not installed",
-            field="--wandb-project",
-            value=options.get("project"),
-            accepted="pip install wandb, or leave the flag out",
-        ) from error
-    try:
-        return wandb.init(**options)
-    except Exception as error:
-        if not {"UsageError", "AuthenticationError"} & {kind.__name__ for kind in type(error).__mro__}:
-            raise  # no network, perhaps
-        raise UserError(
-            f"refuses: {' '.join(str(error).split())}", field="--wandb-project", value=options.get("project"),
-            accepted="what `wandb login` asks for, WANDB_MODE=offline, or no such flag",
-        ) from None  # fmt: skip

@@ -43,6 +43,7 @@ class Reporter:
 
     Args:
         first_step: number of the first optimizer step of this run, from 1.
+        own_peak: FLOP/s of this rank's device, where that was measured before.
 
     Attributes:
         speaks: this is the first rank of the plan.
@@ -52,13 +53,14 @@ class Reporter:
     """
 
     def __init__(
-        self, config: RunConfig, runtime: Runtime, platform: Platform, first_step: int, emulation: Emulation
-    ) -> None:
+        self, config: RunConfig, runtime: Runtime, platform: Platform, first_step: int, emulation: Emulation,
+        own_peak: float | None = None,
+    ) -> None:  # fmt: skip
         self.first_step, self.emulation, self._events_failed = first_step, emulation, False
         self.config, self.runtime, self.platform = config, runtime, platform
         self.speaks = runtime.comm.rank == config.plan.ranks[0]
-        peak = measured_peak_flops(platform, runtime.dtype)
-        self.peak = float(runtime.world.gather_vectors(torch.tensor([peak], dtype=torch.float64)).sum())
+        self.own_peak = measured_peak_flops(platform, runtime.dtype) if own_peak is None else own_peak
+        self.peak = float(runtime.world.gather_vectors(torch.tensor([self.own_peak], dtype=torch.float64)).sum())
         self.flops = sequence_flops(config.spec, config.plan.seq_length)
         cluster = config.cluster
         kind = platform.device.type
@@ -87,9 +89,10 @@ class Reporter:
             logging.save,
             logging.tensorboard_dir,
             logging.wandb,
+            logging.mlflow,
             Resumed(self.first_step - 1, trains, evaluates) if self._goes_on() else None,
             tensorboard_queue_size=logging.tensorboard_queue_size,
-            tensorboard_interval=logging.tensorboard_interval,
+            interval=logging.tensorboard_interval,
             purge_step=begins if trains else None,
         )
 

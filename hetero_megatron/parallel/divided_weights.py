@@ -17,7 +17,7 @@ import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.layout import Box
-from hetero_megatron.model.gpt import GPTStage, ResidualStream
+from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.parallel.grad_sync.divided_sums import DividedSums
 from hetero_megatron.parallel.grad_sync.exchange import BucketExchange
@@ -299,23 +299,20 @@ class DividedWeights:
 def apply_divided_weights(model: GPTStage, weights: DividedWeights) -> None:
     """Have the layers and the head of a stage say when they come to their weights."""
     for layer in model.layers():
-        layer.forward = partial(_layer, layer.forward, weights, layer.number)  # type: ignore[method-assign]
+        layer.register_forward_pre_hook(partial(_come_to, weights, layer.number))
+        layer.register_forward_hook(partial(_leave, weights))
     if model.has_head:
-        norm = model.model["norm"]
-        norm.forward = partial(_head, norm.forward, weights)  # type: ignore[method-assign]
+        model.model["norm"].register_forward_pre_hook(partial(_come_to, weights, "head"))
 
 
-def _layer(run: Callable[..., ResidualStream], weights: DividedWeights, number: int, *args: Any) -> ResidualStream:
-    weights.come_to(number)
-    out = run(*args)
+def _come_to(weights: DividedWeights, step: Step, *_: Any) -> None:
+    weights.come_to(step)
+
+
+def _leave(weights: DividedWeights, layer: Layer, _: Any, out: ResidualStream) -> ResidualStream:
     if not torch.is_grad_enabled():
         return out
-    return ResidualStream(*_Border.apply(partial(weights.come_back_to, number), *out))
-
-
-def _head(run: Callable[..., Any], weights: DividedWeights, *args: Any) -> Any:
-    weights.come_to("head")
-    return run(*args)
+    return ResidualStream(*_Border.apply(partial(weights.come_back_to, layer.number), *out))
 
 
 class _Border(torch.autograd.Function):

@@ -10,11 +10,12 @@ ring is not held up by its largest shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hetero_megatron.layout import Box, Layout, Transfer, cut, transfer
 from hetero_megatron.plans.canonical import Interval, Stage, Unit
+from hetero_megatron.plans.shares import merged, tokens_at
 from hetero_megatron.spec import ModelSpec, Share, shares
 
 
@@ -99,18 +100,7 @@ def _group(spec: ModelSpec, index: int, units: Sequence[Unit]) -> ContextGroup:
     for unit in units:
         held, computed = shares(spec, unit.tp_split), shares(spec, unit.tp_split, unit.heads)
         members += [Member(r, index, unit.tokens, h, c) for r, h, c in zip(unit.ranks, held, computed, strict=True)]
-    return ContextGroup(index, tuple(members), join(i for u in units for i in u.tokens))
-
-
-def join(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """Ascending, touching ones joined."""
-    out: list[Interval] = []
-    for a, b in sorted(intervals):
-        if out and out[-1][1] == a:
-            out[-1] = (out[-1][0], b)
-        elif a < b:
-            out.append((a, b))
-    return tuple(out)
+    return ContextGroup(index, tuple(members), merged([i for u in units for i in u.tokens]))
 
 
 def context_groups(stage: Stage, seq_length: int) -> list[tuple[int, ...]]:
@@ -226,19 +216,8 @@ def make_blocks(groups: Sequence[ContextGroup], block: int, mirrored: bool = Tru
         count = round(length / limit) if block == 0 else -(-length // limit)
         for a, b in cut(length, [1] * count) if count else ():
             front, back = (a - a // 2, b - b // 2), (length - b // 2, length - a // 2)
-            at = join((front, back)) if mirrored else ((a, b),)
-            out.append(Block(group.index, at, join(i for c, d in at for i in part_of(group.tokens, c, d))))
-    return tuple(out)
-
-
-def part_of(tokens: Sequence[Interval], start: int, stop: int) -> tuple[Interval, ...]:
-    """Tokens ``[start, stop)`` of the line that intervals form when strung together."""
-    out, offset = [], 0
-    for a, b in tokens:
-        lo, hi = max(start, offset), min(stop, offset + b - a)
-        if lo < hi:
-            out.append((a + lo - offset, a + hi - offset))
-        offset += b - a
+            at = merged((front, back)) if mirrored else ((a, b),)
+            out.append(Block(group.index, at, tokens_at(group.tokens, at)))
     return tuple(out)
 
 

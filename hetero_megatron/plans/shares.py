@@ -237,12 +237,12 @@ def nested_zigzag(counts: Sequence[Sequence[int]]) -> list[list[tuple[Interval, 
     """Zigzag over the groups, then over the members inside the tokens of each group."""
     result = []
     for group, owned in zip(counts, zigzag([sum(group) for group in counts]), strict=True):
-        result.append([_inside(owned, pieces) for pieces in zigzag(group)])
+        result.append([tokens_at(owned, pieces) for pieces in zigzag(group)])
     return result
 
 
-def _inside(owned: tuple[Interval, ...], pieces: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """Map intervals of the line that ``owned`` forms when strung together back to tokens."""
+def tokens_at(owned: tuple[Interval, ...], pieces: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    """Intervals of the line that ``owned`` forms when strung together, as tokens."""
     result, offset = [], 0
     for a, b in owned:
         for lo, hi in pieces:

@@ -76,9 +76,10 @@ class ProfileSteps:
 class LoggingConfig:
     """``save``: directory for metrics.jsonl (None: not written). ``interval``: steps between console lines.
 
-    ``wandb``: arguments of ``wandb.init``; None: off. ``validation_perplexity``: of evaluations, for TensorBoard.
-    ``kernel_plan``: each stage's kernels are printed with what was passed over and why. ``log_format``: of the console
-    line, ``short`` or ``megatron``. ``profile``: None: off. ``routing_stats``: file for how often experts were chosen.
+    ``wandb``, ``mlflow``: arguments of ``monitoring.boards``; None: off. ``validation_perplexity``: of evaluations, for
+    dashboards. ``kernel_plan``: each stage's kernels are printed with what was passed over and why. ``log_format``: of
+    the console line, ``short`` or ``megatron``. ``profile``: None: off. ``routing_stats``: file for how often experts
+    were chosen.
     """
 
     interval: int = 100
@@ -92,6 +93,7 @@ class LoggingConfig:
     log_format: str = "short"
     profile: ProfileSteps | None = None
     routing_stats: str | None = None
+    mlflow: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSample
 from hetero_megatron.training.config import RunConfig, ScheduleConfig
 from hetero_megatron.training.elastic_state import ElasticState, HandOver, Phases, scale_at
 from hetero_megatron.training.exit import ExitConditions
-from hetero_megatron.training.held_state import Held, Holding, Source, newest, restore
+from hetero_megatron.training.held_state import Held, HeldMoment, Holding, newest, restore
 from hetero_megatron.training.loop import OnStep, Training
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.peer_replicas import PeerReplicas
@@ -44,7 +44,8 @@ class Restored:
 
     config: RunConfig
     exit: ExitConditions | None
-    source: Source
+    peak: float | None
+    source: HeldMoment
     held: list[Held]
     comm: Comm
     moved: int = 0
@@ -157,7 +158,8 @@ class ElasticRank:
                 "the groups of a device's library cannot be left and made anew yet", field="--elastic",
                 accepted="ranks that communicate by gloo; or --on-failure replan alone",
             )  # fmt: skip
-        config = agree(self.config, comm, self.platform, self.plugins, emulation)
+        known = self.epoch is not None
+        config = agree(self.config, comm, self.platform, self.plugins, emulation, known)
         replicas = self._replicas(comm, config)
         seconds, at = {"groups": time.perf_counter() - self._began}, time.perf_counter()
         everyone = comm.group(range(self.launcher.world_size))
@@ -175,13 +177,17 @@ class ElasticRank:
             if source is not None:
                 restore(source, self.held, None, config.compiled, everyone)
             return None
-        exit = self.before.exit if self.before is not None else None
-        resume = Restored(config, exit, source, self.held, comm) if source is not None else None
+        exit, peak = (self.before.exit, self.before.peak) if self.before is not None else (None, None)
+        resume = Restored(config, exit, peak, source, self.held, comm) if source is not None else None
         training = set_up(config, comm, self.platform, self.plugins, emulation, resume)
         training.on_step = self._on_step
-        if resume is not None and self.before is not None:
+        if self.before is not None:
+            training.exit.reason = training.exit.reason or self.before.exit.reason
+        if self.before is not None and resume is not None:
             training.checkpoints.source_dtypes = self.before.source_dtypes
-        self.before = _Kept(training.config.schedule, training.exit, training.checkpoints.source_dtypes)
+        self.before = _Kept(
+            training.config.schedule, training.exit, training.reporter.own_peak, training.checkpoints.source_dtypes
+        )
         moved = training.runtime.world.gather_objects(resume.moved if resume is not None else 0, int)
         phases = self._phases(training, source, furthest, sum(moved))
         elastic = ElasticState(training, replicas, self.node, lambda: self.watch.called_off, phases)
@@ -204,7 +210,7 @@ class ElasticRank:
             return None
         return PeerReplicas(comm.group(ranks, -1), config.elastic.replicas_every, self.node)
 
-    def _phases(self, training: Training, source: Source | None, furthest: int, moved: int) -> Phases | None:
+    def _phases(self, training: Training, source: HeldMoment | None, furthest: int, moved: int) -> Phases | None:
         epoch, step = self.epoch, training.step
         if epoch is None:
             return None
@@ -246,6 +252,7 @@ class _Kept:
 
     schedule: ScheduleConfig
     exit: ExitConditions
+    peak: float
     source_dtypes: dict[str, torch.dtype] | None
 
 

@@ -105,11 +105,12 @@ class ElasticState:
         """Whether some leave, or all stop."""
         runtime = training.runtime
         runtime.comm.activity = "handing over"
-        wishes = runtime.world.gather_objects(self._wish(training), str)
-        if STOP in wishes or LEAVE not in wishes or all(wish == LEAVE for wish in wishes):
+        said = runtime.world.gather_objects((self.node, self._wish(training)), tuple[str, str])
+        away = {node for node, wish in said if wish == LEAVE}  # the next plan is without the whole node
+        if not away or STOP in (wish for _, wish in said) or away == {node for node, _ in said}:
             return
         training.checkpoints.wait()
-        leaves = wishes[runtime.world.index] == LEAVE
+        leaves = self.node in away
         tensors, numbers = owned_state(self.optimizer, training.config.spec)
         moment = Moment(training.step, training.consumed, training.loss_scale.state_dict(), numbers)
         raise HandOver(leaves, hand_over(runtime.world, self.node, moment, tensors, leaves))

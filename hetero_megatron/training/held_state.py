@@ -54,7 +54,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Source:
+class HeldMoment:
     """The moment to go on from, and who holds its state.
 
     Attributes:
@@ -74,7 +74,7 @@ def owned_state(optimizer: ShardedOptimizer, spec: ModelSpec) -> tuple[Boxed, di
     return {name: list(tensor.parts.values()) for name, tensor in tensors.items()}, numbers
 
 
-def newest(said: Sequence[Sequence[Holding]], spec: ModelSpec) -> Source | None:
+def newest(said: Sequence[Sequence[Holding]], spec: ModelSpec) -> HeldMoment | None:
     """Of what each rank says it holds, the newest moment that is complete; None: no moment is."""
     holders = [(rank, holding) for rank, theirs in enumerate(said) for holding in theirs]
     for step in sorted({holding.moment.step for _, holding in holders}, reverse=True):
@@ -94,7 +94,7 @@ def newest(said: Sequence[Sequence[Holding]], spec: ModelSpec) -> Source | None:
             moments = [holding.moment for _, holding in of_step]
             numbers = merge_numbers([moment.numbers for moment in moments])
             first = moments[0]
-            return Source(
+            return HeldMoment(
                 Moment(step, first.consumed, first.scale, numbers), kinds, layouts, tuple(r for r, _ in of_step)
             )
     return None
@@ -114,7 +114,7 @@ def _covers(layout: Layout) -> bool:
 
 
 def restore(
-    source: Source, held: Sequence[Held], optimizer: ShardedOptimizer | None, compiled: CompiledPlan, group: Group
+    source: HeldMoment, held: Sequence[Held], optimizer: ShardedOptimizer | None, compiled: CompiledPlan, group: Group
 ) -> int:
     """Fill what the owners under ``compiled`` own, from whoever holds it. Called on all ranks of the job.
 
@@ -153,7 +153,7 @@ def _batches(layouts: Mapping[str, Layout]) -> Iterator[list[str]]:
         yield list(names)
 
 
-def _moves(name: str, source: Source, owners: Mapping[str, Layout]) -> tuple[Piece, ...]:
+def _moves(name: str, source: HeldMoment, owners: Mapping[str, Layout]) -> tuple[Piece, ...]:
     """From holders to owners, of which rank r has the number -1 - r; where it can, nothing leaves its rank."""
     logical = name.split(".", 1 if name.startswith(MODEL + ".") else 2)[-1]
     wanted = owners[logical]
@@ -161,7 +161,7 @@ def _moves(name: str, source: Source, owners: Mapping[str, Layout]) -> tuple[Pie
     return transfer(source.layouts[name], numbered, lambda holder, to: float(source.ranks[holder] != -1 - to)).pieces
 
 
-def _piece(piece: Piece, source: Source) -> tuple[int, int, int, Box]:
+def _piece(piece: Piece, source: HeldMoment) -> tuple[int, int, int, Box]:
     """(holder, its rank, the owner's rank, which box)."""
     return piece.src, source.ranks[piece.src], -1 - piece.dst, piece.box
 

@@ -152,6 +152,10 @@ class InitialWeights:
             return finite(tensor, found) if tensor.int8 else found
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
+    def blank(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        """The same where what is trained is filled later, from elsewhere."""
+        return torch.zeros(box.shape) if tensor.trained else self.values(tensor, box)
+
     def complete(self, runtime: Runtime) -> None:
         """Make the optimizer's masters as exact as the files are, and print what a user should know about these.
 

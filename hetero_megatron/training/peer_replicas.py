@@ -14,31 +14,14 @@ import torch
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.work import Handle
 from hetero_megatron.layout import Box
+from hetero_megatron.plans.memory.replicas import choose_holders
 from hetero_megatron.training.held_state import Boxed, Held, Moment, as_bytes
 
 ALIGNED = 8  # bytes: any element may begin there
 
 
-def choose_holders(nodes: Sequence[str], sizes: Sequence[int], staying: Sequence[bool] | None = None) -> list[int]:
-    """For each rank, which other one holds its copy: of another node where there is one, and of those the one that
-    holds least so far, the nearest after it first; itself where no other one may.
-
-    Args:
-        nodes: of the ranks; sizes: what each owns; staying: may hold copies (None: all).
-    """
-    count = len(nodes)
-    stays = [True] * count if staying is None else list(staying)
-    load, found = [0] * count, [0] * count
-    for i in sorted(range(count), key=lambda i: (-sizes[i], i)):
-        others = [j for j in range(count) if j != i and stays[j]] or [i]
-        apart = [j for j in others if nodes[j] != nodes[i]] or others
-        found[i] = min(apart, key=lambda j: (load[j], (j - i) % count))
-        load[found[i]] += sizes[i]
-    return found
-
-
 @dataclass(frozen=True)
-class Entry:
+class PackedBox:
     """One box in a packed copy."""
 
     name: str
@@ -54,15 +37,15 @@ class Entry:
         return -(-self.bytes // ALIGNED) * ALIGNED
 
 
-def entries_of(tensors: Boxed) -> list[Entry]:
+def entries_of(tensors: Boxed) -> list[PackedBox]:
     return [
-        Entry(name, box, str(values.dtype).removeprefix("torch."))
+        PackedBox(name, box, str(values.dtype).removeprefix("torch."))
         for name, parts in tensors.items()
         for box, values in parts
     ]
 
 
-def pack(tensors: Boxed, entries: Sequence[Entry], into: torch.Tensor) -> None:
+def pack(tensors: Boxed, entries: Sequence[PackedBox], into: torch.Tensor) -> None:
     at = 0
     values = (values for parts in tensors.values() for _, values in parts)
     for entry, value in zip(entries, values, strict=True):
@@ -70,7 +53,7 @@ def pack(tensors: Boxed, entries: Sequence[Entry], into: torch.Tensor) -> None:
         at += entry.padded
 
 
-def unpack(entries: Sequence[Entry], flat: torch.Tensor) -> Boxed:
+def unpack(entries: Sequence[PackedBox], flat: torch.Tensor) -> Boxed:
     """Views of a packed copy."""
     found: Boxed = {}
     at = 0
@@ -82,7 +65,7 @@ def unpack(entries: Sequence[Entry], flat: torch.Tensor) -> Boxed:
 
 
 @dataclass
-class Copies:
+class PackedState:
     """Packed copies of one moment: this rank's own and those of others.
 
     Attributes:
@@ -91,7 +74,7 @@ class Copies:
         complete: all that others send has come.
     """
 
-    entries: list[list[Entry]]
+    entries: list[list[PackedBox]]
     index: int
     own: torch.Tensor
     others: Mapping[int, torch.Tensor]
@@ -127,12 +110,12 @@ class CopyExchange:
     node: str
     tensors: Boxed
     leaving: bool = False
-    entries: list[list[Entry]] = field(init=False)  # by index in the group
+    entries: list[list[PackedBox]] = field(init=False)  # by index in the group
     holders: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         said = self.group.gather_objects(
-            (self.node, self.leaving, entries_of(self.tensors)), tuple[str, bool, list[Entry]]
+            (self.node, self.leaving, entries_of(self.tensors)), tuple[str, bool, list[PackedBox]]
         )
         self.entries = [entries for _, _, entries in said]
         sizes = [self.size(i) for i in range(len(said))]
@@ -146,12 +129,12 @@ class CopyExchange:
         """Whose copies this rank holds."""
         return [i for i, holder in enumerate(self.holders) if holder == self.group.index]
 
-    def memory(self) -> Copies:
+    def memory(self) -> PackedState:
         me = self.group.index
         others = {i: torch.empty(self.size(i), dtype=torch.uint8) for i in self.held}
-        return Copies(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), others)
+        return PackedState(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), others)
 
-    def start(self, copies: Copies, moment: Moment, tensors: Boxed) -> Handle:
+    def start(self, copies: PackedState, moment: Moment, tensors: Boxed) -> Handle:
         """Pack ``tensors``, with boxes as in ``entries``, and send them."""
         me, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
@@ -186,7 +169,7 @@ class PeerReplicas:
     def __init__(self, group: Group, every: int, node: str) -> None:
         self.group, self.every, self.node = group, every, node
         self._exchange: CopyExchange | None = None
-        self._slots: list[Copies] = []
+        self._slots: list[PackedState] = []
         self._stepped: bool | None = None
         self._under_way: Handle | None = None
 

@@ -22,6 +22,7 @@ from hetero_megatron.monitoring.reporter import Reporter
 from hetero_megatron.monitoring.stragglers import StragglerReport, say_joined
 from hetero_megatron.ops.optimizer_ops import adamw_aten
 from hetero_megatron.parallel.optimizer import SGD, AdamW, Optimizer, OptimizerFactory, check_offload, cpu_adam
+from hetero_megatron.pipeline.stage_model import Initialize
 from hetero_megatron.plans import locate, stage_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
@@ -81,10 +82,14 @@ def optimizer_factory(
 
 
 class Resume(Protocol):
-    """A run that goes on in this process, from what ranks have in their memories; ``exit``: None on a rank that is new
-    in it."""
+    """A run that goes on in this process, from what ranks have in their memories.
+
+    Attributes:
+        exit, peak: of this process, where it has them: what it was told, and its device's FLOP/s.
+    """
 
     exit: ExitConditions | None
+    peak: float | None
 
     def load(self, checkpoints: Checkpointing, runtime: Runtime) -> tuple[RunConfig, ConsumedSamples, LossScale]:
         """In place of :meth:`Checkpointing.load`."""
@@ -120,7 +125,8 @@ def set_up(
     )
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
-    runtime = build_runtime(config, comm, platform, plugins, weights, alignment)
+    initialize = weights.values if resume is None else weights.blank
+    runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
     alignment.follow(runtime)
@@ -130,7 +136,8 @@ def set_up(
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     exit = resume.exit if resume is not None else None
     exit = exit or _exit_conditions(config, comm, checkpoints.active)
-    reporter = Reporter(config, runtime, platform, done.step + 1, emulation)
+    peak = resume.peak if resume is not None else None
+    reporter = Reporter(config, runtime, platform, done.step + 1, emulation, peak)
     check_grad = config.check_nan and config.dtype != "fp16"  # there it is the loss scale's affair
     failure = config.failure
     training = Training(
@@ -149,7 +156,7 @@ def set_up(
 
 
 def build_runtime(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, weights: InitialWeights, alignment: Alignment
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, initialize: Initialize, alignment: Alignment
 ) -> Runtime:
     """The model's stage, its kernels and its optimizer; ``alignment`` sees what the kernels are given."""
     plan, dtype = config.plan, DTYPES[config.dtype]
@@ -162,7 +169,7 @@ def build_runtime(
     kernels = alignment.wrap(chosen, comm.rank)
     offload = stage_at(plan, locate(plan, comm.rank)).optimizer.offload
     optimizer = optimizer_factory(config.optimizer, offload, kernels.adamw)
-    return Runtime(config.compiled, comm, dtype, weights.values, optimizer, kernels, options)
+    return Runtime(config.compiled, comm, dtype, initialize, optimizer, kernels, options)
 
 
 def _exit_conditions(config: RunConfig, comm: Comm, saves: bool) -> ExitConditions:
@@ -219,10 +226,13 @@ def train(
 
 
 def agree(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, emulation: Emulation, known: bool = False
 ) -> RunConfig:
     """What all ranks of the job do before those of the plan train: compare what they were told, print it, and create
     the groups in which they communicate.
+
+    Args:
+        known: these processes have compared their programs before.
 
     Returns:
         ``config`` with the plan as it runs over the ranks' communication libraries.
@@ -232,7 +242,8 @@ def agree(
     """
     everyone = tuple(range(comm.launcher.world_size))
     comm.create_groups([everyone])
-    check_program(comm.group(everyone), platform, plugins)  # first: others may not even name the rest alike
+    if not known:
+        check_program(comm.group(everyone), platform, plugins)  # first: others may not even name the rest alike
     check_agreement(comm.group(everyone), run_facts(config))  # before anything that depends on options
     if comm.rank == 0:
         announce(config, comm, platform, plugins, emulation)

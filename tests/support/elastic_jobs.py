@@ -81,6 +81,7 @@ def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
     def copying(self: Any, moment: Any, *more: Any) -> None:
         due("copy", moment.step)
         start(self, moment, *more)
+        print(f"copies after step {moment.step}: rank {self.group.comm.rank} has {self.bytes}")
 
     def joining(self: Any) -> Any:
         progress["epoch"] = self.number

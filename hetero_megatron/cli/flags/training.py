@@ -174,10 +174,10 @@ def build_exit(args: Arguments) -> ExitConfig:
 
 
 def build_logging(args: Arguments) -> LoggingConfig:
-    wandb = None
     names = {"wandb_project": "project", "wandb_entity": "entity", "wandb_exp_name": "name", "wandb_save_dir": "dir"}
-    if args["wandb_project"] is not None:
-        wandb = {name: args[key] for key, name in names.items() if args[key] is not None}
+    wandb = {name: args[key] for key, name in names.items() if args[key] is not None}
+    names = {"mlflow_experiment": "experiment", "mlflow_run_name": "run_name", "mlflow_tracking_uri": "tracking_uri"}
+    mlflow = {name: args[key] for key, name in names.items() if args[key] is not None}
     return LoggingConfig(
         args["log_interval"],
         args["save"],
@@ -185,11 +185,12 @@ def build_logging(args: Arguments) -> LoggingConfig:
         args["tensorboard_queue_size"],
         args["tensorboard_log_interval"],
         args["log_validation_ppl_to_tensorboard"],
-        wandb,
+        wandb if "project" in wandb else None,
         args["log_kernel_plan"],
         args["log_format"],
         _profile(args),
         _routing_stats(args),
+        mlflow if "experiment" in mlflow else None,
     )
 
 
@@ -277,7 +278,7 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     """What cannot be left and taken up again inside a process is refused by name."""
     if not args["elastic"]:
         return None
-    if not supervised:
+    if not supervised and not args["dry_run"]:
         problem = "nobody is here to say who is left (torchrun ends all ranks of a host with one)"
         raise flag_error("elastic", True, problem, "hetero-megatron run --elastic ... -- these flags")
     every, goes_on = args["peer_replicas_every"], args["save"] is not None and args["save"] == args["load"]
@@ -289,7 +290,7 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
                          "--load DIR, the same as --save, without --finetune")  # fmt: skip
     if data is not None and data.reads_stream:
         problem = "a data set that is read as a stream has one reader on each node, which may be lost"
-        raise flag_error("elastic", True, problem, "data by sample: --data-path of .bin and .idx files, --mock-data")
+        raise flag_error("elastic", True, problem, "another --dataloader-type than streaming, or --mock-data")
     for key in ("replan_on_drift", "profile", "wandb_project", "dump_layers", "capture_operators", "skip_train"):
         if args[key]:
             raise flag_error(key, args[key], "it belongs to one run of the processes, and --elastic makes several",

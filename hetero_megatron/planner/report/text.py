@@ -54,6 +54,8 @@ def format_plan(summary: Summary) -> str:
     lines += _schedule_lines(summary)
     lines += _cost_lines(summary)
     lines.append(f"  context groups: {result.context}")
+    if result.divided:
+        lines.append(f"  divided weights: {result.divided}")
     if result.experts:
         gain = f"; {summary.experts}" if summary.experts is not None else ""
         lines.append(f"  experts: {result.experts}{gain}")

@@ -18,6 +18,7 @@ from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
+from hetero_megatron.planner.search.divided_stages import DividedStages
 from hetero_megatron.planner.search.expert_stages import ExpertStages
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS, GraphPartition
 from hetero_megatron.planner.search.incumbent import (
@@ -57,6 +58,7 @@ class SearchResult:
     more_schedules: the best plan splits backwards or stages.
     alone: by chip type, the result of searching its chips alone.
     experts: outcome of trying plans that divide experts; empty for dense models.
+    divided: outcome of trying plans that divide weights; empty where they were not tried.
     parts: outcome of searching parts of the cluster, for objectives other than speed."""
 
     best: SimulatedPlan
@@ -73,6 +75,7 @@ class SearchResult:
     offload_tried: bool = False
     more_schedules: bool = False
     experts: str = ""
+    divided: str = ""
     ranked: tuple[PlanTemplate, ...] = ()
     by_groups: tuple[PlanTemplate, ...] = ()
     alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
@@ -186,6 +189,10 @@ def _search(
         roomy = make_scorer(problem.with_margin(margin))
         found = _templates(problem, roomy, budget, progress, plain)
         plans, evaluated = simulate_best(found.incumbent.ranked(), problem, scorer, budget), evaluated + roomy.evaluated
+    divided = DividedStages()
+    found.incumbent.plans[:] = plans
+    divided.propose(problem, found.incumbent)
+    plans = found.incumbent.plans
     if budget.interrupted and not plans:
         raise KeyboardInterrupt
     if not plans and problem.space.offload == "auto" and problem.can_offload:
@@ -198,6 +205,7 @@ def _search(
         plans[0], plans[1:], scorer.pool, scorer, 0.0, evaluated, dict(found.incumbent.rejected), found.complete,
         found.method, context.why, context.tried,
         problem.space.offload == "always", ranked=tuple(row[2] for row in found.incumbent.rows), experts=experts.why,
+        divided=divided.why,
         by_groups=tuple(row[2] for row in found.incumbent.by_groups.values()),
     )  # fmt: skip
 

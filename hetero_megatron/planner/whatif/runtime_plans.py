@@ -20,7 +20,7 @@ from hetero_megatron.plans import Plan
 from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.plans.runtimes.degrees import layout, renumbered
-from hetero_megatron.plans.runtimes.runtime import Runtime
+from hetero_megatron.plans.runtimes.runtime import ForeignRuntime
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes
 from hetero_megatron.predictor.simulate.step import Prediction, predict
 from hetero_megatron.utils.text import plural
@@ -51,7 +51,9 @@ class _Candidate:
     order: tuple[int, ...]
 
 
-def best_for(runtime: Runtime, problem: PlanningProblem, progress: Callable[[str], None] | None = None) -> RuntimePlan:
+def best_for(
+    runtime: ForeignRuntime, problem: PlanningProblem, progress: Callable[[str], None] | None = None
+) -> RuntimePlan:
     """The fastest plan of equal degrees that ``runtime`` can express, on all chips or those of some types.
 
     Raises:
@@ -117,7 +119,7 @@ def _orders(cluster: Cluster, scorer: TemplateScorer) -> list[tuple[int, ...]]:
     return list(found)
 
 
-def _candidates(runtime: Runtime, problem: PlanningProblem, scorer: TemplateScorer) -> Iterator[_Candidate]:
+def _candidates(runtime: ForeignRuntime, problem: PlanningProblem, scorer: TemplateScorer) -> Iterator[_Candidate]:
     sizes = problem.space.micro_batch_sizes or SIZES
     recomputes = [kind for kind in runtime.recompute if kind != "first" and problem.space.recompute in (None, kind)]
     batch = problem.global_batch_size
@@ -139,7 +141,9 @@ def _candidates(runtime: Runtime, problem: PlanningProblem, scorer: TemplateScor
                     yield _Candidate(seconds, flags, order)
 
 
-def _degrees(runtime: Runtime, problem: PlanningProblem, order: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def _degrees(
+    runtime: ForeignRuntime, problem: PlanningProblem, order: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
     """(tensor, pipeline, data parallel) over these ranks, tensor parallel groups inside nodes."""
     chips, ranks = len(order), problem.cluster.ranks
     for tp in range(1, (min(chips, problem.model.num_heads) if runtime.tensor else 1) + 1):

@@ -57,6 +57,17 @@ def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) 
     }  # fmt: skip
 
 
+def owned_bytes(buckets: Iterable[Bucket], item: int, moments: int) -> dict[int, int]:
+    """By rank, what it keeps of divided weights: frozen ones as they are stored, of others masters, moments and sums of
+    gradients."""
+    found: dict[int, int] = defaultdict(int)
+    for bucket in buckets:
+        each = max(item, 4) * (moments + 2) if bucket.trained else 1 if bucket.int8 else item
+        for rank, owned in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
+            found[rank] += owned * each
+    return found
+
+
 def _message(held: int, owned: int, copies: float, dense: bool) -> int:
     """Elements that gathering a bucket takes beside the weights: of two ranks that hold the same, none; of several, the
     own part once for each of them; else what is sent and what comes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
-from hetero_megatron.plans.runtimes.runtime import Given, Launch, Loaded, Runtime, check_keys
+from hetero_megatron.plans.runtimes.runtime import ForeignRuntime, GivenSizes, LoadedConfig, RuntimeLaunch, check_keys
 from hetero_megatron.utils.foreign_keys import KeyTable, by_reason
 from hetero_megatron.utils.yaml_document import parse_document
 
@@ -44,7 +44,7 @@ FSDP = KeyTable(
 )  # fmt: skip
 
 
-def write(launch: Launch) -> str:
+def write(launch: RuntimeLaunch) -> str:
     """YAML; batch sizes are the training script's, and stand in the comments."""
     flags = launch.flags
     yes = {True: "true", False: "false"}
@@ -71,7 +71,7 @@ def write(launch: Launch) -> str:
     return launch.heading() + "\n".join(lines) + "\n"
 
 
-def read(text: str, name: str, given: Given) -> Loaded:
+def read(text: str, name: str, given: GivenSizes) -> LoadedConfig:
     """What the YAML says of FSDP2. DDP is refused: there every rank has all optimizer state, which no plan has."""
     keys = parse_document(text, name).any_mapping()
     check_keys(keys, KEYS, name)
@@ -94,10 +94,10 @@ def read(text: str, name: str, given: Given) -> Loaded:
         given.size("global_batch_size", None, name), use_torch_fsdp2=True,
         torch_fsdp2_no_reshard_after_forward=not reshard, recompute_granularity="full" if recomputed else None,
     )  # fmt: skip
-    return Loaded(flags, _PRECISIONS[precision])
+    return LoadedConfig(flags, _PRECISIONS[precision])
 
 
-ACCELERATE = Runtime(
+ACCELERATE = ForeignRuntime(
     "accelerate", tensor=False, pipeline=False, uneven=False, recompute=("none", "full"), weights=(True, False),
     dtypes=("bf16", "fp16", "fp32"), write=write, read=read,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
-from hetero_megatron.plans.runtimes.runtime import Given, Launch, Loaded, Runtime, check_keys
+from hetero_megatron.plans.runtimes.runtime import ForeignRuntime, GivenSizes, LoadedConfig, RuntimeLaunch, check_keys
 from hetero_megatron.utils.foreign_keys import KeyTable, by_reason
 from hetero_megatron.utils.yaml_document import Entry, parse_document
 
@@ -56,7 +56,7 @@ ZERO = KeyTable(
 _STAGES = {1: None, 3: True}
 
 
-def write(launch: Launch) -> str:
+def write(launch: RuntimeLaunch) -> str:
     """JSON; DeepSpeed's launcher says how many ranks there are."""
     flags = launch.flags
     data: dict[str, Any] = {
@@ -70,7 +70,7 @@ def write(launch: Launch) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-def read(text: str, name: str, given: Given) -> Loaded:
+def read(text: str, name: str, given: GivenSizes) -> LoadedConfig:
     """What the JSON says. Stages 0 and 2 are refused: optimizer state is divided here, gradients with the weights."""
     document = parse_document(text, name)
     keys = document.any_mapping()
@@ -96,7 +96,7 @@ def read(text: str, name: str, given: Given) -> Loaded:
     flags = MegatronParallel(
         given.world_size, given.size("seq_length", None, name), size, batch, use_torch_fsdp2=_STAGES[stage] is True,
     )
-    return Loaded(flags, _dtype(keys))
+    return LoadedConfig(flags, _dtype(keys))
 
 
 def _size(entry: Entry | None) -> int | None:
@@ -115,7 +115,7 @@ def _dtype(keys: dict[str, Entry]) -> str | None:
     return "fp32"
 
 
-DEEPSPEED = Runtime(
+DEEPSPEED = ForeignRuntime(
     "deepspeed", tensor=False, pipeline=False, uneven=False, recompute=("none",), weights=(None, True),
     dtypes=("bf16", "fp16", "fp32"), write=write, read=read,
 )  # fmt: skip

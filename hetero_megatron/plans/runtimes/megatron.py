@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hetero_megatron.plans.runtimes.runtime import Launch, Runtime
+from hetero_megatron.plans.runtimes.runtime import ForeignRuntime, RuntimeLaunch
 
 
-def write(launch: Launch) -> str:
+def write(launch: RuntimeLaunch) -> str:
     """The flags of parallelism, sizes and dtype; data, model and training flags stay the launch script's."""
     flags = launch.flags
     lines = [
@@ -29,7 +29,7 @@ def write(launch: Launch) -> str:
     return launch.heading() + "\n".join(lines) + "\n"
 
 
-MEGATRON = Runtime(
+MEGATRON = ForeignRuntime(
     "megatron", tensor=True, pipeline=True, uneven=True, recompute=("none", "selective", "full", "first"),
     weights=(None,), dtypes=("bf16", "fp16", "fp32"), write=write,
 )  # fmt: skip

@@ -18,7 +18,7 @@ def replicas(flags: MegatronParallel) -> int:
 
 
 @dataclass(frozen=True)
-class Launch:
+class RuntimeLaunch:
     """What is written for a runtime.
 
     Attributes:
@@ -67,7 +67,7 @@ NODES = "# nodes in the order of their ranks: "
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenSizes:
     """What is known beside a file: of the command line, the cluster and the model. None: not said."""
 
     world_size: int
@@ -91,7 +91,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """What a runtime's file says; ``dtype``: None: nothing."""
 
     flags: MegatronParallel
@@ -100,7 +100,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Runtime:
+class ForeignRuntime:
     """A runtime and its file format.
 
     Attributes:
@@ -120,8 +120,8 @@ class Runtime:
     recompute: tuple[str, ...]
     weights: tuple[bool | None, ...]
     dtypes: tuple[str, ...]
-    write: Callable[[Launch], str]
-    read: Callable[[str, str, Given], Loaded] | None = None
+    write: Callable[[RuntimeLaunch], str]
+    read: Callable[[str, str, GivenSizes], LoadedConfig] | None = None
 
     def check(self, flags: MegatronParallel, dtype: str) -> None:
         """Refuse degrees that it has not.
@@ -155,7 +155,7 @@ class Runtime:
 
 
 def nodes_of(text: str) -> tuple[str, ...]:
-    """The order of nodes that :meth:`Launch.heading` wrote; empty: none."""
+    """The order of nodes that :meth:`RuntimeLaunch.heading` wrote; empty: none."""
     line = next((line for line in text.splitlines() if line.startswith(NODES)), "")
     return tuple(name.strip() for name in line.removeprefix(NODES).split(",") if name.strip())
 

@@ -11,7 +11,7 @@ from hetero_megatron.plans.runtimes.accelerate import ACCELERATE
 from hetero_megatron.plans.runtimes.deepspeed import DEEPSPEED
 from hetero_megatron.plans.runtimes.degrees import degrees_of, node_order, rank_order, renumbered
 from hetero_megatron.plans.runtimes.megatron import MEGATRON
-from hetero_megatron.plans.runtimes.runtime import Launch, Loaded
+from hetero_megatron.plans.runtimes.runtime import LoadedConfig, RuntimeLaunch
 from hetero_megatron.plans.runtimes.torchtitan import TORCHTITAN
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def written(name: str, plan: Plan, spec: ModelSpec, cluster: Cluster, dtype: str
     order = rank_order(plan, flags, spec)
     nodes = node_order(order, cluster, name)
     counts = {sum(cluster.ranks[rank].node == node for rank in order) for node in nodes}
-    launch = Launch(flags, dtype, spec.num_layers, nodes, counts.pop() if len(counts) == 1 else 0)
+    launch = RuntimeLaunch(flags, dtype, spec.num_layers, nodes, counts.pop() if len(counts) == 1 else 0)
     return RUNTIMES[name].write(launch)
 
 
-def plan_of(loaded: Loaded, spec: ModelSpec, cluster: Cluster) -> Plan:
+def plan_of(loaded: LoadedConfig, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The plan that a file describes, on the nodes in the order that it says, else in that of the cluster file."""
     return reordered(from_megatron(loaded.flags, spec), loaded.nodes, cluster)
 

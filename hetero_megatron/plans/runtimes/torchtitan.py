@@ -14,7 +14,7 @@ from typing import Any
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.plans.runtimes.degrees import layout
-from hetero_megatron.plans.runtimes.runtime import Given, Launch, Loaded, Runtime, check_keys
+from hetero_megatron.plans.runtimes.runtime import ForeignRuntime, GivenSizes, LoadedConfig, RuntimeLaunch, check_keys
 from hetero_megatron.utils.foreign_keys import KeyTable, by_reason
 from hetero_megatron.utils.yaml_document import Entry, from_data
 
@@ -67,7 +67,7 @@ RECOMPUTE = KeyTable(
 )  # fmt: skip
 
 
-def write(launch: Launch) -> str:
+def write(launch: RuntimeLaunch) -> str:
     """TOML of the sections that say sizes and degrees."""
     flags = launch.flags
     stages, size = flags.pipeline_model_parallel_size, flags.micro_batch_size
@@ -116,7 +116,7 @@ def _parts(layers: list[int], head: str) -> list[list[str]]:
     return names
 
 
-def read(text: str, name: str, given: Given) -> Loaded:
+def read(text: str, name: str, given: GivenSizes) -> LoadedConfig:
     """What the TOML says. Replicated weights are refused: there every rank has all optimizer state."""
     try:
         document = from_data(tomllib.loads(text), "", name)
@@ -164,7 +164,7 @@ def read(text: str, name: str, given: Given) -> Loaded:
         recompute_granularity="full" if mode == "full" else None,
         use_torch_fsdp2=dp > 1, torch_fsdp2_no_reshard_after_forward=dp > 1 and kept,
     )  # fmt: skip
-    return Loaded(flags, _dtype(training))
+    return LoadedConfig(flags, _dtype(training))
 
 
 def _check_replicas(parallel: dict[str, Entry], dp: int, name: str) -> None:
@@ -240,7 +240,7 @@ def _even(parallel: dict[str, Entry], pp: int, layers: int) -> list[int]:
     return counts
 
 
-TORCHTITAN = Runtime(
+TORCHTITAN = ForeignRuntime(
     "torchtitan", tensor=True, pipeline=True, uneven=True, recompute=("none", "full"), weights=(True, False),
     dtypes=("bf16", "fp32"), write=write, read=read,
 )  # fmt: skip

@@ -1,11 +1,10 @@
 """Rates: what is known about how fast chips and links are. Read from the cluster file (docs/calibrate.md has the keys
 and their units), else from data sheets.
 
-Cold start: data sheet x default efficiency. Matrix products: achievable share of peak ("MAMF") as tabulated in
-stas00/ml-engineering and FlagPerf, for very large products in 16 bit, and taken for fp32 and fp64 too; half-saturation
-at 300, as fits of vTrain's A100 runs have it (h/tp of 290-455). Fitted to Megatron's four published times with full
-recompute, the plateau is 1.04 x MAMF. Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100 NVLink
-0.86, 200 Gb NIC 0.77).
+Cold start: data sheet x default efficiency. Matrix products: share of peak as measured (``efficiency``);
+half-saturation at 300, as fits of vTrain's A100 runs have it (h/tp of 290-455). Fitted to Megatron's four published
+times with full recompute, the plateau is 1.04 x that of ml-engineering. Memory: 0.85 of the data sheet
+(A100 measured 0.854). Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
 """
 
 from __future__ import annotations
@@ -21,20 +20,16 @@ from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_STRIPES, Chip, Cluster, 
 from hetero_megatron.cluster.cluster import BRIDGE
 from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
+from hetero_megatron.predictor.cost.efficiency import share_of_peak
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.cached_method import cached_method
 from hetero_megatron.utils.text import format_rate
 from hetero_megatron.utils.yaml_document import Entry, from_data
 
-MAMF = {  # measured share of dense 16-bit peak, by the beginning of the chip's name; the longest match counts
-    "A100-80-PCIe": 0.811, "A100-40": 0.831, "A100": 0.869, "A800": 0.869, "H100": 0.803, "H800": 0.803, "H200": 0.803,
-    "GH200": 0.838, "B200": 0.776, "MI300X": 0.514, "MI325X": 0.604, "Gaudi2": 0.969, "Gaudi3": 0.741, "MetaX": 0.828,
-    "Iluvatar-BI-V150": 1.0,  # the catalogue's value is itself measured
-}  # fmt: skip
-OTHER_MAMF = 0.75  # assumed for chips without a published measurement: the lower end of the above but MI3xx
 ATTENTION = 0.6  # of the products' rate: flash kernels, forward and backward together
 MEMORY_BANDWIDTH, LINK_BANDWIDTH = 0.85, 0.8
-HALF = 300  # half-saturation of m and of min(n, k); the same fit gave 350 and 360
+HALF = 300  # half-saturation of m and of min(n, k) on A100; the same fit gave 350 and 360
+HALF_FLOPS = 2.7e14  # what A100 reaches; in proportion below, as Zorse's cards have it, and no more above
 LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS = 100e-6, 50e-6, 10e-6, 5e-3
 CORE_FLOPS, CORE_BYTES = 5e10, 6e9  # one CPU core (emulated chips, speed 1.0): assumed; calibrate measures it
 OVERHEAD_BYTES = 1 << 29  # context and libraries of an accelerator: assumed
@@ -300,7 +295,7 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             action_seconds=ACTION_SECONDS, message_seconds=MESSAGE_SECONDS, step_seconds=STEP_SECONDS,
         )  # fmt: skip
     peak = chip.flops.get(dtype)
-    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name) if peak else None)
+    rate = given.get("gemm_flops") or (peak * share_of_peak(chip.name, dtype).value if peak else None)
     if rate is None and given["gemm"]:
         rate = max(2 * m * n * k / seconds for m, n, k, seconds in given["gemm"])
     if rate is None:
@@ -315,20 +310,20 @@ def _cold_start(chip: Chip, dtype: str, given: Mapping[str, Any], cluster: Clust
             accepted="memory_bandwidth: 2 TB/s, or rates that `hetero-megatron calibrate` wrote",
         )  # fmt: skip
     return ChipRates(
-        chip.name, dtype, rate, rate * ATTENTION, memory, 0.0 if "gemm_flops" in given else HALF, LAYER_SECONDS,
-        ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES, layer_backward_seconds=2 * LAYER_SECONDS,
+        chip.name, dtype, rate, rate * ATTENTION, memory, 0.0 if "gemm_flops" in given else half_saturation(rate),
+        LAYER_SECONDS, ACTION_SECONDS, MESSAGE_SECONDS, STEP_SECONDS, OVERHEAD_BYTES,
+        layer_backward_seconds=2 * LAYER_SECONDS,
     )  # fmt: skip
+
+
+def half_saturation(flops: float) -> float:
+    """At which size products reach half the rate ``flops`` of large ones: slower chips are filled by smaller ones."""
+    return HALF * min(1.0, flops / HALF_FLOPS)
 
 
 def source_of(chip: Chip) -> str:
     """Where the values are from that a cold start takes."""
     return chip.source if chip.speed is None else "emulated: a usual core is assumed"
-
-
-def share_of_peak(chip: str) -> float:
-    """Measured share of peak that large products reach, by the chip's name; :data:`OTHER_MAMF` if unpublished."""
-    names = [name for name in MAMF if chip.startswith(name)]
-    return MAMF[max(names, key=len)] if names else OTHER_MAMF
 
 
 def capped_bridges(cluster: Cluster) -> list[str]:

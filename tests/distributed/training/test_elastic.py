@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_megatron.plans import load_plan
+from hetero_megatron.plans.buckets import make_buckets
+from hetero_megatron.plans.memory.replicas import replica_bytes
+from hetero_megatron.spec.presets import load_model
 from tests.support.elastic_jobs import ElasticRun, Happening, final_state, run_elastic, run_segments
 
 HEAD = "version: 1\nseq_length: 16\nglobal_batch_size: 4\npipelines:\n"
@@ -45,8 +49,9 @@ def _plans(directory: Path) -> dict[int, Path]:
 
 def _words(directory: Path, *more: str) -> list[str]:
     run = str(directory / "run")
+    dtype = () if {"--bf16", "--fp16"} & set(more) else ("--fp64",)
     return [
-        *("--model", "tiny", "--mock-data", "--fp64", "--lr", "1e-3", "--train-iters", str(STEPS)),
+        *("--model", "tiny", "--mock-data", *dtype, "--lr", "1e-3", "--train-iters", str(STEPS)),
         *("--save", run, "--load", run, "--distributed-timeout-minutes", "0.5", "--no-kernel-check", *more),
     ]
 
@@ -57,7 +62,7 @@ def run(directory: Path, ranks: int, happenings: Sequence[Happening], *more: str
     return run_elastic(directory, [plans[ranks]], words, ranks, happenings, plans.get, grace)
 
 
-def check(directory: Path, ranks: int, found: ElasticRun) -> list[int]:
+def check(directory: Path, ranks: int, found: ElasticRun, *more: str) -> list[int]:
     """The run against one that is begun anew at the same steps; returns after which steps these were."""
     assert found.code == 0, found.output
     assert [s["step"] for s in found.steps] == list(range(1, STEPS + 1)), found.output
@@ -66,7 +71,7 @@ def check(directory: Path, ranks: int, found: ElasticRun) -> list[int]:
     apart = directory / "undisturbed"
     plans = _plans(apart)
     segments = zip([ranks, *counts], [*switched, STEPS], strict=True)
-    steps = run_segments(apart, _words(apart), [(plans[n], n, last) for n, last in segments if last])
+    steps = run_segments(apart, _words(apart, *more), [(plans[n], n, last) for n, last in segments if last])
     for key in ("loss", "grad_norm", "consumed_samples"):
         assert [s[key] for s in found.steps] == [s[key] for s in steps], key
     mine, theirs = final_state(directory), final_state(apart)
@@ -83,14 +88,21 @@ def test_lost_and_leaving_ranks_change_nothing(tmp_path: Path) -> None:
     switched = check(tmp_path, 4, found)
     assert switched[0] in (2, 3) and switched[1] == 7, found.output
     assert "from memory" in found.epochs[0][0] and "from memory" in found.epochs[1][0]
+    nodes = {rank: f"rank{rank}" for rank in range(3)}
+    plan = load_plan(str(_plans(tmp_path)[3]), load_model("tiny"))
+    predicted = replica_bytes(plan, make_buckets(plan, load_model("tiny")), "fp64", 2, nodes)
+    real = dict(re.findall(r"copies after step 5: rank (\d) has (\d+)", found.output))
+    assert {int(rank): int(size) for rank, size in real.items()} == {r: held for r, (held, _) in predicted.items()}
 
 
+# Copies of ranks 0, 1, 2 and 3 of the first plan lie on 1, 2, 3 and 0.
 # Name -> (happenings, flags, what the line of the last epoch says, grace)
 CASES = {
-    "two at once": ([Happening(0, "step", 4), Happening(2, "step", 4)], (), "", 30.0),
+    "two at once": ([Happening(0, "step", 4), Happening(2, "step", 4)], (), "from memory", 30.0),
     "in the update": ([Happening(1, "update", 4)], (), "from memory", 30.0),
     "before its copy": ([Happening(2, "copy", 5)], (), "from memory", 30.0),
-    "while state moves": ([Happening(3, "step", 3), Happening(0, "move", 1)], (), "from memory", 30.0),
+    "while state moves": ([Happening(3, "step", 3), Happening(1, "move", 1)], (), "from memory", 30.0),
+    "with its copy": ([Happening(3, "step", 3), Happening(0, "move", 1)], (), "from a checkpoint", 30.0),
     "while groups are made": ([Happening(3, "step", 3), Happening(1, "join", 1)], (), "from memory", 30.0),
     "three in turn": ([Happening(r, "step", 2 * r + 2) for r in range(3)], (), "from memory", 30.0),
     "frozen": ([Happening(1, "step", 4, "freeze")], (), "from memory", 3.0),
@@ -98,6 +110,17 @@ CASES = {
     "no copies": ([Happening(1, "step", 5)], ("--save-interval", "2"), "from a checkpoint", 30.0),
     "copies of every third step": ([Happening(1, "step", 5)], ("--peer-replicas-every", "3"), "from memory", 30.0),
 }
+
+
+# Other states: none beside the weights, masters apart from them, a loss scale.
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--optimizer sgd --sgd-momentum 0", "--bf16", "--fp16"])
+def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
+    flags = words.split()
+    found = run(
+        tmp_path, 4, [Happening(1, "step", 4), Happening(3, "step", 6, "leave")], "--peer-replicas-every", "1", *flags
+    )
+    assert len(check(tmp_path, 4, found, *flags)) == 2 and "from memory" in found.epochs[0][0], found.output
 
 
 @pytest.mark.slow

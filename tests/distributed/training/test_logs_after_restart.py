@@ -154,5 +154,5 @@ def test_a_run_goes_on_in_its_wandb_run(tmp_path: Path, monkeypatch: pytest.Monk
     MetricsWriter(str(tmp_path), wandb={"project": "p"}).step(step(1))  # another run
     assert len(service.runs) == 2
     (tmp_path / "wandb.json").write_text('{"id": "../x"}')
-    with pytest.raises(UserError, match="wandb.json: id = ../x: is not the name of a W&B run"):
+    with pytest.raises(UserError, match="wandb.json: id = ../x: is not the name of a run of W&B"):
         MetricsWriter(str(tmp_path), wandb={"project": "p"}, resumed=Resumed(1))

@@ -19,10 +19,11 @@ from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.memory.of_plan import estimate_memory
+from hetero_megatron.predictor.cost.efficiency import share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
 from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.predictor.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
-from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint, share_of_peak
+from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint
 from hetero_megatron.predictor.cost.rates_document import as_document
 from hetero_megatron.predictor.report.prediction import format_prediction
 from hetero_megatron.predictor.simulate.step import StepSimulator, predict
@@ -94,7 +95,14 @@ def test_every_chip_of_the_catalogue_has_a_cold_start_below_its_peak() -> None:
             rates = load_rates(dgx(chip.name), dtype).chips[chip.name]
             assert 0.3 * chip.flops[dtype] < rates.gemm_flops <= chip.flops[dtype] and not rates.calibrated
             assert 0 < rates.attention_flops < rates.gemm_flops
-    assert share_of_peak("A100-80-PCIe") == 0.811 and share_of_peak("A100-80-SXM") == 0.869
+    shares = {(chip, dtype): share_of_peak(chip, dtype).value for chip in ("A100-80-PCIe", "A100-80-SXM", "A10G", "A10",
+              "L40S", "L4", "H20") for dtype in ("bf16", "fp32")}  # fmt: skip
+    assert shares == {
+        ("A100-80-PCIe", "bf16"): 0.811, ("A100-80-PCIe", "fp32"): 0.811, ("A100-80-SXM", "bf16"): 0.869,
+        ("A100-80-SXM", "fp32"): 0.869, ("A10G", "bf16"): 0.84, ("A10G", "fp32"): 0.58, ("A10", "bf16"): 0.75,
+        ("A10", "fp32"): 0.54, ("L40S", "bf16"): 0.75, ("L40S", "fp32"): 0.54, ("L4", "bf16"): 0.41,
+        ("L4", "fp32"): 0.34, ("H20", "bf16"): 0.75, ("H20", "fp32"): 0.75,
+    }  # fmt: skip
 
 
 def test_layers_cost_more_than_peak_and_less_than_a_third_of_it() -> None:

@@ -22,7 +22,7 @@ from hetero_megatron.plans import Plan
 from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.plans.runtimes.degrees import layout, renumbered
-from hetero_megatron.plans.runtimes.runtime import Given, nodes_of
+from hetero_megatron.plans.runtimes.runtime import GivenSizes, nodes_of
 from hetero_megatron.plans.runtimes.table import RUNTIMES, plan_of, reordered, written
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, load_model
@@ -77,7 +77,7 @@ def read(name: str, text: str, plan: Plan, nodes: tuple[str, ...], spec: ModelSp
     said = {"deepspeed": (plan.seq_length, None, None)}.get(name, (plan.seq_length, size, plan.global_batch_size))
     runtime_read = RUNTIMES[name].read
     assert runtime_read is not None
-    given = Given(plan.world_size, spec.num_layers, *(said if name != "torchtitan" else ()))
+    given = GivenSizes(plan.world_size, spec.num_layers, *(said if name != "torchtitan" else ()))
     loaded = runtime_read(text, f"f.{ {'deepspeed': 'json', 'torchtitan': 'toml'}.get(name, 'yaml')}", given)
     assert loaded.dtype == "bf16"
     return reordered(plan_of(loaded, spec, cluster), nodes, cluster)
@@ -210,7 +210,7 @@ def test_refused_by_name(name: str, data: str | dict[str, Any], said: str) -> No
     assert runtime_read is not None
     suffix = {"deepspeed": "json", "torchtitan": "toml", "accelerate": "yaml"}[name]
     with pytest.raises(UserError) as error:
-        runtime_read(text, f"f.{suffix}", Given(4, 4) if name == "torchtitan" else Given(4, 4, 256, 1, 8))
+        runtime_read(text, f"f.{suffix}", GivenSizes(4, 4) if name == "torchtitan" else GivenSizes(4, 4, 256, 1, 8))
     assert said in str(error.value)
 
 

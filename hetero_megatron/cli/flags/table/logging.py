@@ -17,6 +17,7 @@ _PROFILE = "profiles are not built yet"
 _WITHOUT = "the trace holds steps, actions and transfers"
 _PROFILED = needs("--profile", harmless=True)
 _BOARD, _WANDB = needs("--tensorboard-dir"), needs("--wandb-project")
+_MLFLOW = needs("--mlflow-experiment")
 _IN_PLACE = "restarts inside a process are not supported"
 
 FLAGS = (
@@ -55,6 +56,9 @@ FLAGS = (
     value("--wandb-entity", str, None, "owner of the project", needs=_WANDB),
     value("--wandb-exp-name", str, None, "name of the run", needs=_WANDB),
     value("--wandb-save-dir", str, None, "where Weights & Biases keeps its files", needs=_WANDB),
+    value("--mlflow-experiment", str, None, "log to a run of this MLflow experiment, which is made if it is not there"),
+    value("--mlflow-run-name", str, None, "name of the run", needs=_MLFLOW),
+    value("--mlflow-tracking-uri", str, None, "of the server or database (MLFLOW_TRACKING_URI)", needs=_MLFLOW),
     value("--routing-stats", str, None, "at the end, write how often the tokens of this run chose each expert (JSON, "
           "for the planner)"),
     switch("--profile", "write what every rank did, on one clock, as a trace for ui.perfetto.dev: "

@@ -1,0 +1,117 @@
+"""Seconds from a kill to the next completed step: ``run --elastic`` beside ``run --on-failure replan``.
+
+    python benchmarks/bench_elastic.py [--rounds 3] [--layers 6]
+
+Six ranks on this host train the tiny model in fp32 (``--layers``: deeper) under a plan of three pipelines of two
+stages; one is killed once 8 steps are done, and the fallback plan has five. The restart reads a checkpoint of every
+step. Printed are the wall seconds until the next line of metrics.jsonl, the phases that the elastic run says, and the
+CPU seconds of all processes of each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine, median
+
+HEAD = "version: 1\nseq_length: 32\nglobal_batch_size: 6\npipelines:\n"
+STEPS, KILL_AFTER, RANKS = 16, 8, 6
+
+
+def plans(layers: int) -> tuple[str, str]:
+    """For six ranks, and for five."""
+    half = layers // 2
+
+    def pipeline(first: int, batches: int) -> str:
+        stages = f"{{ranks: {first}, layers: [0, {half}]}}, {{ranks: {first + 1}, layers: [{half}, {layers}]}}"
+        return f"  - {{micro_batch_size: 1, num_micro_batches: {batches}, stages: [{stages}]}}\n"
+
+    whole = f"  - {{micro_batch_size: 1, num_micro_batches: 2, stages: [{{ranks: 4, layers: [0, {layers}]}}]}}\n"
+    return HEAD + "".join(pipeline(2 * i, 2) for i in range(3)), HEAD + pipeline(0, 2) + pipeline(2, 2) + whole
+
+
+def lines(path: Path) -> tuple[int, int]:
+    """(which file it is, how many lines it has)."""
+    try:
+        return path.stat().st_ino, path.read_bytes().count(b"\n")
+    except OSError:
+        return 0, 0
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, in the order in which they were started."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def one_run(folder: Path, layers: int, elastic: bool) -> tuple[float, float, str]:
+    """(seconds from the kill to the next step, CPU seconds, what the elastic run says)."""
+    run = folder / "run"
+    for path, text in zip((folder / "six.yaml", folder / "five.yaml"), plans(layers), strict=True):
+        path.write_text(text)
+    words = ["--elastic"] if elastic else ["--on-failure", "replan"]
+    flags = ["--peer-replicas-every", "1"] if elastic else ["--save-interval", "1", "--keep-checkpoints", "2"]
+    command = [
+        *(sys.executable, "-m", "hetero_megatron.cli.main", "run", "--plan", str(folder / "six.yaml")),
+        *("--fallback-plan", str(folder / "five.yaml"), *words, "--", "--model", "tiny", "--num-layers", str(layers)),
+        *("--mock-data", "--lr", "1e-3", "--train-iters", str(STEPS), "--save", str(run), "--load", str(run), *flags),
+    ]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        job = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            while lines(run / "metrics.jsonl")[1] < KILL_AFTER and job.poll() is None:
+                time.sleep(0.01)
+            assert job.poll() is None, (folder / "log").read_text()
+            os.kill(children(job.pid)[RANKS - 1], signal.SIGKILL)
+            begin = time.perf_counter()
+            while "ended with SIGKILL" not in (folder / "log").read_text():
+                time.sleep(0.005)
+            known = lines(run / "metrics.jsonl")
+            while (now := lines(run / "metrics.jsonl"))[1] <= known[1] or now[0] != known[0]:
+                known = now if now[0] != known[0] or now[1] < known[1] else known
+                assert job.poll() is None, (folder / "log").read_text()
+                time.sleep(0.005)
+            seconds = time.perf_counter() - begin
+            assert job.wait(timeout=600) == 0, (folder / "log").read_text()
+        finally:
+            job.kill()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    told = [line for line in (folder / "log").read_text().splitlines() if line.startswith("elastic: epoch")]
+    return seconds, cpu, told[0] if told else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=6)
+    options = parser.parse_args()
+    print(machine())
+    found: dict[str, list[tuple[float, float]]] = {"elastic": [], "replan": []}
+    for _ in range(options.rounds):
+        for kind, of_kind in found.items():
+            folder = Path(tempfile.mkdtemp(prefix="bench-elastic-"))
+            try:
+                seconds, cpu, told = one_run(folder, options.layers, kind == "elastic")
+            finally:
+                shutil.rmtree(folder)
+            of_kind.append((seconds, cpu))
+            print(f"{kind:8s} {seconds:6.2f} s to the next step, {cpu:6.1f} CPU seconds in all  {told}", flush=True)
+    middle = {kind: median([seconds for seconds, _ in of_kind]) for kind, of_kind in found.items()}
+    print(json.dumps({**middle, "times faster": middle["replan"] / middle["elastic"]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Proposer of plans of one pipeline whose stages divide their weights over replicas, unlike chips included.
+
+How fast a chip is decides its sequences, and how much memory is left beside activations its share of the state: the two
+are independent. Dividing buys memory with traffic, so such plans are tried where no other fits, or where the best other
+one recomputes activations, has optimizers in host memory or leaves chips idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.estimate.template_score import TemplateScorer
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.chip_structures import ChipStructure
+from hetero_megatron.planner.search.concrete_search import StagedSearch, StageSpeed
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan
+from hetero_megatron.planner.shares import min_max_counts
+from hetero_megatron.plans import Pipeline, Plan, Recompute, Stage, Unit
+from hetero_megatron.plans.canonical import WeightSharding
+from hetero_megatron.plans.fields import reduced
+from hetero_megatron.plans.memory.divided import owned_bytes
+from hetero_megatron.predictor.simulate.step import StepSimulator
+from hetero_megatron.spec import stage_tensors
+
+MOST_CHIPS = 64
+FEW = 4  # structures that are made into plans; four times as many where nothing else fits
+PARTS = 100  # of the state of a stage, which shares are made of
+WAYS = (WeightSharding((1,)), WeightSharding((1,), reshard_after_forward=False), WeightSharding((1,), "step", False))
+
+
+class DividedStages:
+    """Proposes plans with divided weights. ``why``: the outcome; empty where they were not tried."""
+
+    def __init__(self) -> None:
+        self.why = ""
+
+    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
+        plans = incumbent.plans
+        if _cannot(problem) or incumbent.scorer.pool.chips > MOST_CHIPS or (plans and not _short(plans[0])):
+            return True
+        if not plans and not _room(incumbent.scorer):
+            return True
+        alone, before = not plans, plans[0].step_seconds if plans else math.inf
+        found = _DividedSearch(problem, incumbent.scorer)
+        found.most = 4 * FEW if alone else FEW
+        outcome = found.propose_to(incumbent)
+        self.why = str(outcome)
+        if outcome.plans:
+            best = outcome.plans[0]
+            times = before / best.step_seconds
+            faster = "nothing fits without" if alone else f"{times:.2f} x as fast as the best without"
+            self.why += "; ".join([f"; chosen: {faster}", *shares_text(best)])
+        elif outcome.tried:
+            self.why += "; none fits into memory" if alone else "; none is faster than the plan without"
+        return outcome.ended
+
+
+def _cannot(problem: PlanningProblem) -> bool:
+    """What :mod:`hetero_megatron.plans.weights` refuses beside divided weights, or the question rules out."""
+    model, space = problem.model, problem.space
+    dora = model.lora is not None and model.lora.dora
+    beside = model.moe is not None or dora or problem.options.costs.fp8 is not None
+    return beside or not space.inner_dp or space.offload == "always" or space.context == "always"
+
+
+def _room(scorer: TemplateScorer) -> bool:
+    """Whether all chips together have room for the state alone."""
+    rooms = [scorer.costs.memory_limit(g.chip) - scorer.costs.overhead(g.chip) for g in scorer.pool.groups]
+    return sum(scorer.costs.memory.whole) <= sum(r * g.chips for r, g in zip(rooms, scorer.pool.groups, strict=True))
+
+
+def _short(best: SimulatedPlan) -> bool:
+    """Whether a plan shows that memory is short."""
+    return bool(best.idle) or any(x.recompute.kind != "none" or x.optimizer.offload for x in best.plan.stages)
+
+
+def shares_text(best: SimulatedPlan) -> list[str]:
+    """By stage of unlike chips, such as ``1 big hold 65% of the state and 50% of the tokens, 1 small 35% and 50%``."""
+    found, size = [], best.plan.pipelines[0].micro_batch_size
+    for stage in best.plan.stages:
+        chips = dict.fromkeys(best.cluster.ranks[rank].chip for rank in stage.ranks)
+        if stage.weights is None or len(chips) == 1:
+            continue
+        rows = {rank: u.sequences[1] - u.sequences[0] for u in stage.units for rank in u.ranks}
+        keeps = dict(zip(stage.ranks, stage.weights.shard, strict=True))
+        parts = []
+        for i, chip in enumerate(chips):
+            ranks = [rank for rank in stage.ranks if best.cluster.ranks[rank].chip == chip]
+            state = sum(keeps[r] for r in ranks) / sum(keeps.values())
+            tokens = sum(rows[r] for r in ranks) / stage.units[0].tp / size
+            hold, of, and_of = ("", "", "") if i else (" hold", " of the state", " of the tokens")
+            parts.append(f"{len(ranks)} {chip}{hold} {state:.0%}{of} and {tokens:.0%}{and_of}")
+        found.append(", ".join(parts))
+    return found
+
+
+class _DividedSearch(StagedSearch):
+    def __init__(self, problem: PlanningProblem, scorer: TemplateScorer) -> None:
+        super().__init__(problem, scorer)
+        self._rows: dict[object, list[int] | None] = {}
+        self._speeds: dict[object, StageSpeed | None] = {}
+        layer = [(math.prod(t.shape), t) for t in stage_tensors(self.model, (0,), False, False)]
+        self._trained = sum(n for n, t in layer if t.trained) if self.model.lora is None else 0
+        self._frozen = sum(n * (1 if t.int8 else self.costs.item) for n, t in layer if not t.trained)
+
+    def bound(self, structure: ChipStructure) -> float:
+        """Nor is a step shorter than its messages, of which shares by room may save half."""
+        seconds = super().bound(structure)
+        return seconds if seconds == math.inf else max(seconds, self._traffic(structure) / 2)
+
+    def _traffic(self, structure: ChipStructure) -> float:
+        """Seconds in which a stage with equal shares sums up the gradients of every micro-batch, and gathers what is
+        frozen: once, or forward and backward of every micro-batch where a rank has no room for all of it."""
+        found, rounds = 0.0, self.rounds(structure)
+        for ranks, layers in zip(structure.ranks[0], self.layers(structure), strict=True):
+            room = min(self.costs.memory_limit(self.cluster.ranks[rank].chip) for rank in ranks)
+            times = 1 if self._frozen * layers / structure.tp <= room else 2 * rounds
+            size = (self._trained * self.costs.wide * rounds + self._frozen * times) * layers / len(ranks)
+            groups = [ranks[t :: structure.tp] for t in range(structure.tp)]
+            pairs = [(a, b, round(size)) for group in groups for a in group for b in group if a != b]
+            found = max(found, self.costs.links.exchange(pairs).seconds if pairs else 0.0)
+        return found
+
+    def structures(self) -> list[ChipStructure]:
+        """Those of one pipeline in which some stage has replicas, and each of them a sequence."""
+        return [
+            x for x in super().structures()
+            if x.pipelines == 1 and any(len(stage) > x.tp for stage in x.ranks[0])
+            and x.size >= max(len(stage) for stage in x.ranks[0]) // x.tp
+        ]  # fmt: skip
+
+    def speed(self, structure: ChipStructure, s: int) -> StageSpeed | None:
+        ranks, tp, head = structure.ranks[0][s], structure.tp, s == structure.stages - 1
+        key = (self.alike(ranks), tp, structure.size, head)
+        if key not in self._speeds:
+            operators = [self.costs.operators(self.cluster.ranks[rank].chip) for rank in ranks[::tp]]
+            length, sizes = self.costs.seq_length, range(structure.size + 1)
+            seconds = [[sum(ops.layer(1 / tp, n, length)) if n else 0.0 for n in sizes] for ops in operators]
+            rows = self._rows[key] = min_max_counts(seconds, structure.size)
+            if rows is None:
+                self._speeds[key] = None
+                return None
+            layer = max(table[n] for table, n in zip(seconds, rows, strict=True))
+            ends = [sum(ops.head(1 / tp, n, length)) for ops, n in zip(operators, rows, strict=True)] if head else [0.0]
+            self._speeds[key] = StageSpeed(layer, max(ends), layer)
+        return self._speeds[key]
+
+    def best_plan(self, structure: ChipStructure, best: float) -> SimulatedPlan | None:
+        """With the recompute and the way of gathering that are fastest."""
+        chosen: SimulatedPlan | None = None
+        for recompute in self.recompute_kinds:
+            fits = False
+            for way in WAYS:
+                try:
+                    plan = self.checked(self._plan(structure, recompute, way))
+                except UserError:  # a rank without any column
+                    return chosen
+                step = StepSimulator(self._shared_by_room(plan), self.costs)
+                if step.over and not fits:
+                    break  # other ways take more
+                if not step.over:
+                    fits, found = True, step.prediction()
+                    if found.step_seconds < best:
+                        best, chosen = found.step_seconds, self.simulated(step.plan, found, self._text(step.plan))
+            if fits:
+                break  # what recomputes nothing is faster
+        return chosen
+
+    def _shared_by_room(self, plan: Plan) -> Plan:
+        """Shares of state from the memory that is left beside everything else."""
+        step = StepSimulator(plan, self.costs)
+        owned = owned_bytes(step.prepared.compiled.divided, self.costs.item, self.costs.options.moments)
+        room = {r: max(step.limits[r] - memory.total + owned.get(r, 0), 0) for r, memory in step.memory.items()}
+
+        def shared(stage: Stage) -> Stage:
+            if stage.weights is None:
+                return stage
+            most = max(sum(room[rank] for rank in stage.ranks), 1)
+            shard = [round(PARTS * room[rank] / most) for rank in stage.ranks]
+            tp = stage.units[0].tp
+            if any(not sum(shard[t::tp]) for t in range(tp)):
+                return stage
+            return replace(stage, weights=replace(stage.weights, shard=reduced(tuple(shard))))
+
+        return plan.with_stages(shared)
+
+    def _plan(self, structure: ChipStructure, recompute: str, way: WeightSharding) -> Plan:
+        ends = list(itertools.accumulate(self.layers(structure), initial=0))
+        stages = []
+        for s, ranks in enumerate(structure.ranks[0]):
+            head, tp = s == structure.stages - 1, structure.tp
+            rows = self._rows[self.alike(ranks), tp, structure.size, head]
+            assert rows is not None, "a structure with a bound"
+            weights = replace(way, shard=(1,) * len(ranks)) if len(rows) > 1 else None
+            stages.append(Stage(
+                ((ends[s], ends[s + 1]),), self._units(ranks, tp, rows), s == 0, head, Recompute(recompute),
+                self.chip(ranks), weights=weights,
+            ))  # fmt: skip
+        pipeline = Pipeline(structure.size, self.rounds(structure), tuple(stages))
+        return Plan(self.costs.seq_length, self.batch, "1f1b", (pipeline,))
+
+    def _units(self, ranks: Sequence[int], tp: int, rows: Sequence[int]) -> tuple[Unit, ...]:
+        ends = list(itertools.accumulate(rows, initial=0))
+        span, heads = ((0, self.costs.seq_length),), (0, self.model.num_heads)
+        groups = [tuple(ranks[i : i + tp]) for i in range(0, len(ranks), tp)]
+        return tuple(
+            Unit(group, (1,) * tp, interval, span, heads)
+            for group, interval in zip(groups, itertools.pairwise(ends), strict=True)
+        )
+
+    def _text(self, plan: Plan) -> str:
+        """Text such as ``1 x (m 4, b 8) 8 card24 rows 1,1,... weights by layer [32]``."""
+        pipeline, parts = plan.pipelines[0], []
+        for stage in plan.stages:
+            chips = [self.cluster.ranks[rank].chip for rank in stage.ranks]
+            names = " + ".join(f"{chips.count(chip)} {chip}" for chip in dict.fromkeys(chips))
+            rows = ",".join(str(u.sequences[1] - u.sequences[0]) for u in stage.units)
+            tp = f" tp{stage.units[0].tp}" if stage.units[0].tp > 1 else ""
+            weights = "" if stage.weights is None else f" weights by {stage.weights.gather}"
+            more = "" if stage.recompute.kind == "none" else f" recompute {stage.recompute.kind}"
+            parts.append(f"{names}{tp} rows {rows}{weights} [{stage.num_layers}]{more}")
+        return f"1 x (m {pipeline.num_micro_batches}, b {pipeline.micro_batch_size}) {' > '.join(parts)}"

@@ -1,0 +1,63 @@
+"""Copies of what ranks own in other ranks' host memory: who holds whose, and what that takes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.canonical import Plan
+from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
+
+MOMENTS_KEPT = 2  # the newest copies count once all are there; until then the ones before do
+
+
+def choose_holders(nodes: Sequence[str], sizes: Sequence[int], staying: Sequence[bool] | None = None) -> list[int]:
+    """For each rank, which other one holds its copy: of another node where there is one, and of those the one that
+    holds least so far, the nearest after it first; itself where no other one may.
+
+    Args:
+        nodes: of the ranks; sizes: what each owns; staying: may hold copies (None: all).
+    """
+    count = len(nodes)
+    stays = [True] * count if staying is None else list(staying)
+    load, found = [0] * count, [0] * count
+    for i in sorted(range(count), key=lambda i: (-sizes[i], i)):
+        others = [j for j in range(count) if j != i and stays[j]] or [i]
+        apart = [j for j in others if nodes[j] != nodes[i]] or others
+        found[i] = min(apart, key=lambda j: (load[j], (j - i) % count))
+        load[found[i]] += sizes[i]
+    return found
+
+
+def replica_bytes(
+    plan: Plan, buckets: Sequence[Bucket], dtype: str, moments: int, nodes: Mapping[int, str]
+) -> dict[int, tuple[int, int]]:
+    """By rank: (host memory that copies take, bytes that it sends whenever they are made).
+
+    Args:
+        moments: states per element of the optimizer, beside the master.
+        nodes: by rank.
+    """
+    owned = dict.fromkeys(sorted(plan.ranks), 0)
+    for bucket in buckets:
+        for rank, count in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
+            owned[rank] += count
+    element = max(ITEM_BYTES[dtype], 4) * (1 + moments)
+    ranks, sizes = list(owned), [count * element for count in owned.values()]
+    if len(ranks) == 1:
+        return {ranks[0]: (0, 0)}
+    held = list(sizes)
+    for i, holder in enumerate(choose_holders([nodes[rank] for rank in ranks], sizes)):
+        held[holder] += sizes[i]
+    return {rank: (MOMENTS_KEPT * held[i], sizes[i]) for i, rank in enumerate(ranks)}
+
+
+def format_replicas(found: Mapping[int, tuple[int, int]], every: int) -> str:
+    """One line, of the rank that holds most and the one that sends most."""
+    most, sends = (max(found, key=lambda rank: found[rank][which]) for which in (0, 1))
+    steps = "every step" if every == 1 else f"every {every} steps"
+    return (
+        f"copies for peers: up to {format_bytes(found[most][0])} of host memory (rank {most}); "
+        f"{steps} up to {format_bytes(found[sends][1])} sent (rank {sends})"
+    )

@@ -1,0 +1,84 @@
+"""--elastic: what a run must have, and what cannot be left and taken up again inside a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_megatron.cli.configure import configure
+from hetero_megatron.cli.pretrain import main as pretrain
+from hetero_megatron.cli.run import main
+from hetero_megatron.errors import UserError
+from hetero_megatron.training.config import ElasticConfig, RunConfig
+
+BASE = "--model tiny --mock-data --seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3"
+SAVES = "--save runs/a --load runs/a"
+STREAM = "--data-path README.md --dataloader-type streaming"
+PLAN = """
+version: 1
+seq_length: 32
+global_batch_size: 4
+pipelines:
+  - {micro_batch_size: 1, num_micro_batches: 4, stages: [{ranks: 0, layers: [0, 3]}, {ranks: 1, layers: [3, 6]}]}
+"""
+
+
+def run(words: str, supervised: bool = True) -> RunConfig:
+    environment = {"HETERO_LAUNCHER": "1"} if supervised else {}
+    return configure(words.split(), {"WORLD_SIZE": "1", "RANK": "0", **environment})
+
+
+def test_what_an_elastic_run_has() -> None:
+    assert run(BASE).elastic is None
+    assert run(f"{BASE} --elastic {SAVES}").elastic == ElasticConfig(None)
+    assert run(f"{BASE} --elastic --peer-replicas-every 3").elastic == ElasticConfig(3)
+
+
+def test_what_cannot_go_on_is_refused_by_name() -> None:
+    copies = f"{BASE} --elastic --peer-replicas-every 1"
+    for words, field, problem in (
+        (f"{BASE} --elastic", "--elastic", "lost with it"),
+        (f"{copies} --save runs/a", "--elastic", "go on from what is there"),
+        (f"{copies} --save runs/a --load runs/b", "--elastic", "go on from what is there"),
+        (f"{copies} {SAVES} --finetune", "--elastic", "go on from what is there"),
+        (f"{copies} {SAVES} --profile", "--profile", "one run of the processes"),
+        (f"{copies} --wandb-project p", "--wandb-project", "one run of the processes"),
+        (f"{copies} --dump-layers d", "--dump-layers", "one run of the processes"),
+        (f"{copies} --exit-signal-handler", "--exit-signal-handler", "leave"),
+        (f"{copies} --peer-replicas-every 0", "--peer-replicas-every", ""),
+        (f"{copies.replace('--mock-data', STREAM)}", "--elastic", "stream"),
+    ):
+        with pytest.raises(UserError) as error:
+            run(words)
+        assert field in str(error.value) and problem in str(error.value), (words, str(error.value))
+    with pytest.raises(UserError, match="torchrun"):
+        run(copies, supervised=False)
+
+
+def test_what_the_launcher_refuses_beside_it(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    rest = ["--plan", str(plan), "--fallback-plan", str(plan)]
+    flags = ["--", "--model", "tiny", "--mock-data", "--train-iters", "2", "--lr", "1e-3"]
+    for words, field in (
+        (["--testbed"], "--testbed"), (["--via", "ssh"], "--via"), (["--max-replans", "3"], "--max-replans"),
+        (["--on-failure", "restart"], "--on-failure"),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as error:
+            main(["--elastic", *rest, *words, *flags])
+        assert error.value.field == field and "contradicts --elastic" in str(error.value)
+    with pytest.raises(UserError, match="lost with it"):
+        main(["--elastic", *rest, *flags])
+    with pytest.raises(UserError, match="belongs before --"):
+        main([*rest, *flags, "--elastic"])
+
+
+def test_a_dry_run_says_what_copies_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    words = f"--dry-run --model tiny --plan {plan} --elastic --peer-replicas-every 4".split()
+    assert pretrain(words, {}) == 0
+    out = capsys.readouterr().out
+    # Two ranks with 12 bytes of every element that they own: each holds its own and the other's, of two moments.
+    assert "copies for peers: up to " in out and "every 4 steps up to " in out

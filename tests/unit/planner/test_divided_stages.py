@@ -1,0 +1,78 @@
+"""Plans that divide weights: found where nothing else fits; state goes by memory, tokens by speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_megatron.cluster import Cluster, cluster_from_dict
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
+from hetero_megatron.planner.search.driver import search
+from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.spec import Lora, adapted
+from hetero_megatron.spec.hf_config import from_hf_config
+
+WIDE = from_hf_config({  # a layer has 202 million weights
+    "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 1000, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+})  # fmt: skip
+WITHOUT_TP = SearchSpace(max_tp=1, offload="never", more_schedules="never")
+
+
+def cards(big: float, small: float, slow: float = 1.0, **more: object) -> Cluster:
+    """Two cards of each kind in one box; ``slow``: how many times as fast the big ones are."""
+    rates = {"memory_bandwidth": "1 TB/s"}
+    return cluster_from_dict({
+        "version": 1,
+        "nodes": [{"name": n, "chip": n, "chips_per_node": 2} for n in ("big", "small")],
+        "chips": {
+            "big": {"memory": f"{big} GiB", "tflops": {"bf16": 100}, **rates},
+            "small": {"memory": f"{small} GiB", "tflops": {"bf16": 100 / slow}, **rates},
+        },
+        "links": {
+            "intra_node": {"bandwidth": "100 GB/s", "latency": "10 us"},
+            "inter_node": {"bandwidth": "50 GB/s", "latency": "20 us"},
+        },
+    })  # fmt: skip
+
+
+def problem(cluster: Cluster, space: SearchSpace = WITHOUT_TP, lora: Lora | None = None) -> PlanningProblem:
+    model = WIDE if lora is None else adapted(WIDE, lora)
+    return PlanningProblem(model, cluster, 1024, 4, SearchOptions(space=space))
+
+
+def test_found_where_nothing_else_fits() -> None:
+    """Four layers and half the embedding and head are too much for two cards of a kind in a row. Of more memory a card
+    keeps more of the state; of equal speed as many tokens."""
+    cluster = cards(12, 8)
+    with pytest.raises(UserError, match="fits in no plan"):
+        search(problem(cluster, SearchSpace(inner_dp=False, max_tp=1, offload="never", more_schedules="never")))
+    result = search(problem(cluster))
+    best = result.best
+    for words in ("nothing fits without; 1 big hold", "of the state and 50% of the tokens"):
+        assert words in result.divided
+    assert not best.prediction.over
+    for stage in (s for s in best.plan.stages if len(s.units) == 2):
+        assert stage.weights is not None
+        keeps = {cluster.ranks[r].chip: share for r, share in zip(stage.ranks, stage.weights.shard, strict=True)}
+        assert keeps["big"] > 1.4 * keeps["small"] > 0
+        assert {u.sequences[1] - u.sequences[0] for u in stage.units} == {1}
+
+
+def test_chosen_where_it_is_faster() -> None:
+    """The frozen base of adapters, on cards of unlike speed; never slower than what is found without."""
+    asked = problem(cards(4, 3, slow=3.0), lora=Lora(4, 8.0))
+    result, plain = search(asked), search(asked.with_space(inner_dp=False))
+    assert "x as fast as the best without" in result.divided
+    assert any(stage.weights is not None for stage in result.best.plan.stages)
+    assert result.best.step_seconds < plain.best.step_seconds
+
+
+def test_not_tried_where_memory_is_plenty_or_far_too_small() -> None:
+    """Nor of what cannot be divided."""
+    result = search(problem(cards(40, 30)))
+    assert result.divided == "" and all(stage.weights is None for stage in result.best.plan.stages)
+    assert search(problem(cards(4, 3, slow=3.0), lora=Lora(4, 8.0, dora=True))).divided == ""
+    with pytest.raises(UserError, match="too little even without activations"):
+        search(problem(cards(5, 4)))
