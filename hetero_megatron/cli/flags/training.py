@@ -291,7 +291,8 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     if data is not None and data.reads_stream:
         problem = "a data set that is read as a stream has one reader on each node, which may be lost"
         raise flag_error("elastic", True, problem, "another --dataloader-type than streaming, or --mock-data")
-    for key in ("replan_on_drift", "profile", "wandb_project", "dump_layers", "capture_operators", "skip_train"):
+    once = ("replan_on_drift", "profile", "wandb_project", "mlflow_experiment", "dump_layers", "capture_operators")
+    for key in (*once, "skip_train"):
         if args[key]:
             raise flag_error(key, args[key], "it belongs to one run of the processes, and --elastic makes several",
                              "without it, or without --elastic")  # fmt: skip
