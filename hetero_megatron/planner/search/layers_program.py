@@ -330,8 +330,8 @@ class LayersProgram:
         sync = float(self.added_seconds(np.full(self.depth + 1, tau), mask)[stages])
         return PipelineFamily(mask, budget, self.size, tau, stages, self.replicas, step, sync)
 
-    def families_by_stages(self, most_tau: float, fewest: int = 2) -> Iterator[PipelineFamily]:
-        """Per set of groups and number of stages from ``fewest`` on, the family with the least bottleneck, up to
+    def families_by_stages(self, most_tau: float) -> Iterator[PipelineFamily]:
+        """Per set of groups and number of stages from two on, the family with the least bottleneck, up to
         ``most_tau`` (s)."""
         least = self.least_tau()
         if not least <= most_tau or math.isinf(least):
@@ -343,7 +343,7 @@ class LayersProgram:
             for mask, layers in self.solve(block)[0].items():
                 enough = layers[1] >= self.inputs.model.num_layers  # [tau, stages]
                 for p in np.flatnonzero(enough.any(axis=0)).tolist():
-                    if p >= fewest and (mask, p) not in known:
+                    if p >= 2 and (mask, p) not in known:
                         known.add((mask, p))
                         step = block[int(np.argmax(enough[:, p]))]
                         yield self._family(mask, RATIO**step, p, step)
