@@ -107,7 +107,7 @@ def test_a_rank_reduces_one_segment_after_the_other() -> None:
     template = PlanTemplate(tuple(PipelineReplicas(PipelineTemplate(1, shape), 1, 2) for shape in shapes))
     simulated, score = simulate_template(template, problem, scorer), scorer.score(template)
     assert simulated is not None and score is not None
-    assert score.step_seconds == pytest.approx(simulated.step_seconds, rel=0.03)
+    assert score.step_seconds == pytest.approx(simulated.step_seconds, rel=0.04)
 
 
 def test_equal_plans_are_kept_once() -> None:
