@@ -44,6 +44,8 @@ class DividedStages:
             return True
         if not plans and not _room(incumbent.scorer):
             return True
+        if incumbent.budget is not None and incumbent.budget.over():
+            return False
         alone, before = not plans, plans[0].step_seconds if plans else math.inf
         found = _DividedSearch(problem, incumbent.scorer)
         found.most = 4 * FEW if alone else FEW

@@ -20,7 +20,9 @@ NAMES = {  # as torch.cuda.get_device_name gives them, with what is left of thei
     ("AMD Instinct MI250X", 63.98): "MI250X-GCD", ("AMD Instinct MI250", 63.98): "MI250-GCD",
     ("Tesla V100-SXM2-32GB", 31.7): "V100-32-SXM2", ("Tesla V100-SXM2-16GB", 15.8): "V100-16-SXM2",
     ("Tesla T4", 14.6): "T4", ("Ascend910B3", 61.3): "Ascend-910B", ("NVIDIA H20", 95.6): "H20",
-    ("NVIDIA A10G", 22.1): None, ("NVIDIA H100 NVL", 93.6): None, ("Some Chip 9000", 64.0): None,
+    ("NVIDIA A10G", 22.1): "A10G", ("Tesla P100-PCIE-16GB", 15.9): "P100-16-PCIe",
+    ("AMD Radeon PRO W6800", 29.98): "W6800", ("NVIDIA A2", 14.6): None,
+    ("NVIDIA H100 NVL", 93.6): None, ("Some Chip 9000", 64.0): None,
 }  # fmt: skip
 
 

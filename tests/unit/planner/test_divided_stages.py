@@ -20,8 +20,8 @@ WIDE = from_hf_config({  # a layer has 202 million weights
 WITHOUT_TP = SearchSpace(max_tp=1, offload="never", more_schedules="never")
 
 
-def cards(big: float, small: float, slow: float = 1.0, **more: object) -> Cluster:
-    """Two cards of each kind in one box; ``slow``: how many times as fast the big ones are."""
+def cards(big: float, small: float, slow: float = 1.0, links: float = 1.0) -> Cluster:
+    """Two cards of each kind in one box; ``slow``: how many times as fast the big ones are; ``links``: as fast links."""
     rates = {"memory_bandwidth": "1 TB/s"}
     return cluster_from_dict({
         "version": 1,
@@ -31,8 +31,8 @@ def cards(big: float, small: float, slow: float = 1.0, **more: object) -> Cluste
             "small": {"memory": f"{small} GiB", "tflops": {"bf16": 100 / slow}, **rates},
         },
         "links": {
-            "intra_node": {"bandwidth": "100 GB/s", "latency": "10 us"},
-            "inter_node": {"bandwidth": "50 GB/s", "latency": "20 us"},
+            "intra_node": {"bandwidth": f"{100 * links} GB/s", "latency": "10 us"},
+            "inter_node": {"bandwidth": f"{50 * links} GB/s", "latency": "20 us"},
         },
     })  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_found_where_nothing_else_fits() -> None:
 
 def test_chosen_where_it_is_faster() -> None:
     """The frozen base of adapters, on cards of unlike speed; never slower than what is found without."""
-    asked = problem(cards(4, 3, slow=3.0), lora=Lora(4, 8.0))
+    asked = problem(cards(4, 3, slow=3.0, links=4.0), lora=Lora(4, 8.0))
     result, plain = search(asked), search(asked.with_space(inner_dp=False))
     assert "x as fast as the best without" in result.divided
     assert any(stage.weights is not None for stage in result.best.plan.stages)
