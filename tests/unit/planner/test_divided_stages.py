@@ -21,7 +21,7 @@ WITHOUT_TP = SearchSpace(max_tp=1, offload="never", more_schedules="never")
 
 
 def cards(big: float, small: float, slow: float = 1.0, links: float = 1.0) -> Cluster:
-    """Two cards of each kind in one box; ``slow``: how many times as fast the big ones are; ``links``: as fast links."""
+    """Two cards of each kind in one box, the big ones ``slow`` times as fast as the small ones."""
     rates = {"memory_bandwidth": "1 TB/s"}
     return cluster_from_dict({
         "version": 1,
