@@ -203,11 +203,13 @@ def make_buckets(
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
 
 
-def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout]) -> tuple[Bucket, ...]:
-    """Of the frozen weights that stages divide, which are gathered, and never change."""
+def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | None = None) -> tuple[Bucket, ...]:
+    """Of the frozen weights that stages divide, which are gathered, and never change; ``holders``: of the tensors, if
+    known."""
     sharding = sharding_stages(plan)
     if spec.lora is None or not sharding:
         return ()
+    holders = tensor_holders(plan, spec) if holders is None else holders
     order = backward_order(t for t in logical_tensors(spec) if not t.trained)
     rows = [
         [(t.name, (holders[t.name].ranks, t.wide, t.int8, t.layer)) for t in segment

@@ -165,6 +165,19 @@ class Stage:
         """All its ranks: TP fastest, then context member, then inner data parallel."""
         return tuple(rank for unit in self.units for rank in unit.ranks)
 
+    def on_ranks(self, number: Callable[[int], int]) -> Stage:
+        """The same stage with rank ``number(r)`` where it has r."""
+
+        def moved(ranks: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(map(number, ranks))
+
+        units = tuple(replace(unit, ranks=moved(unit.ranks)) for unit in self.units)
+        groups = tuple(
+            replace(group, members=tuple(replace(m, ranks=moved(m.ranks)) for m in group.members))
+            for group in self.experts
+        )
+        return replace(self, units=units, experts=groups)
+
     def layer_indices(self) -> tuple[int, ...]:
         return tuple(i for a, b in self.layers for i in range(a, b))
 

@@ -20,14 +20,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import (
     SCHEDULES,
     STAGE_DTYPES,
     VERSION,
-    ExpertMember,
     KeyValues,
     Optimizer,
     Pipeline,
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
     from hetero_megatron.spec import ModelSpec
 
-T = TypeVar("T", Unit, ExpertMember)
 PLAN_KEYS = (
     "version", "seq_length", "global_batch_size", "schedule", "islands", "allow_bridge", "made_for", "pipelines",
 )  # fmt: skip
@@ -203,15 +201,7 @@ def _holders(stages: list[dict[str, Entry]], key: str, default: int) -> list[boo
 
 def shifted(pipeline: Pipeline, offset: int) -> Pipeline:
     """The same pipeline on ranks that are ``offset`` higher."""
-
-    def move(part: T) -> T:
-        return replace(part, ranks=tuple(r + offset for r in part.ranks))
-
-    def stage(s: Stage) -> Stage:
-        groups = tuple(replace(g, members=tuple(map(move, g.members))) for g in s.experts)
-        return replace(s, units=tuple(map(move, s.units)), experts=groups)
-
-    return replace(pipeline, stages=tuple(map(stage, pipeline.stages)))
+    return replace(pipeline, stages=tuple(stage.on_ranks(lambda rank: rank + offset) for stage in pipeline.stages))
 
 
 def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bool) -> Stage:

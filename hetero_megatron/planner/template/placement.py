@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
@@ -107,18 +107,8 @@ def to_plan(placed: PlacedTemplate, cluster: Cluster, seq_length: int, num_heads
 
 def renumbered(plan: Plan, number: Mapping[int, int]) -> Plan:
     """The plan with every rank replaced by ``number[rank]``."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        stages = []
-        for stage in pipeline.stages:
-            units = tuple(replace(u, ranks=tuple(number[r] for r in u.ranks)) for u in stage.units)
-            groups = tuple(
-                replace(g, members=tuple(replace(m, ranks=tuple(number[r] for r in m.ranks)) for m in g.members))
-                for g in stage.experts
-            )
-            stages.append(replace(stage, units=units, experts=groups))
-        pipelines.append(replace(pipeline, stages=tuple(stages)))
-    return Plan(plan.seq_length, plan.global_batch_size, plan.schedule, tuple(pipelines))
+    moved = plan.with_stages(lambda stage: stage.on_ranks(number.__getitem__))
+    return Plan(plan.seq_length, plan.global_batch_size, plan.schedule, moved.pipelines)
 
 
 def _stage(

@@ -10,15 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
-from hetero_megatron.plans.buckets import (
-    IN_FLIGHT,
-    Bucket,
-    buffer_bytes,
-    frozen_buckets,
-    make_buckets,
-    plan_groups,
-    tensor_holders,
-)
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, buffer_bytes, frozen_buckets, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
@@ -154,7 +146,7 @@ def estimate_memory(
     places: dict[tuple[int, ...], Ints] = {}
     known: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
     buckets = buckets if buckets is not None else make_buckets(plan, spec)
-    base = frozen_buckets(plan, spec, tensor_holders(plan, spec)) if spec.lora is not None else ()
+    base = frozen_buckets(plan, spec)
     divided, elsewhere = divided_bytes(plan, spec.tied, (*buckets, *base), item), frozen_bytes(base, item)
     kept = np.zeros(len(index), np.int64)
     for bucket in buckets:

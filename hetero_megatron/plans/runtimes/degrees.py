@@ -102,11 +102,7 @@ def node_order(order: Sequence[int], cluster: Cluster, runtime: str) -> tuple[st
 
 def renumbered(plan: Plan, order: Sequence[int]) -> Plan:
     """The plan with rank ``order[i]`` where it has ``i``."""
-
-    def change(stage: Stage) -> Stage:
-        return replace(stage, units=tuple(replace(u, ranks=tuple(order[r] for r in u.ranks)) for u in stage.units))
-
-    return plan.with_stages(change)
+    return plan.with_stages(lambda stage: stage.on_ranks(order.__getitem__))
 
 
 def _flags(plan: Plan, spec: ModelSpec) -> MegatronParallel:
@@ -154,7 +150,7 @@ def _unnumbered(plan: Plan) -> tuple[Any, ...]:
         for stage in pipeline.stages:
             recomputed = "selective" if stage.recompute.kind == "selective" and stage.num_layers else stage.recomputed
             stages.append({
-                "layers": tuple(chunk for chunk in stage.chunks), "embed": stage.embed, "head": stage.head,
+                "layers": stage.chunks, "embed": stage.embed, "head": stage.head,
                 "units": tuple(replace(unit, ranks=(0,) * unit.tp) for unit in stage.units),
                 "recompute": recomputed, "weights": stage.weights, "optimizer": stage.optimizer.share,
             })  # fmt: skip
