@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
-from dataclasses import replace
 
 from hetero_megatron.api.inputs import Cluster, Model
 from hetero_megatron.api.plans import Plan
@@ -14,10 +13,11 @@ from hetero_megatron.cli.flags.fp8 import fp8_of
 from hetero_megatron.cli.foreign_launch import launches_of
 from hetero_megatron.cli.shell_script import shown, unresolved
 from hetero_megatron.errors import UserError
+from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.runtimes.accelerate import ACCELERATE
 from hetero_megatron.plans.runtimes.deepspeed import DEEPSPEED
 from hetero_megatron.plans.runtimes.runtime import ForeignRuntime, GivenSizes, nodes_of
-from hetero_megatron.plans.runtimes.table import plan_of, reordered
+from hetero_megatron.plans.runtimes.table import reordered
 from hetero_megatron.plans.runtimes.torchtitan import TORCHTITAN
 from hetero_megatron.plans.validate import validate
 from hetero_megatron.spec import load_model
@@ -51,7 +51,7 @@ def read_plan(args: Namespace, cluster: Cluster) -> Plan:
         problem = f"the file says {loaded.dtype}"
         raise UserError(problem, field="--dtype", value=args.dtype, accepted=loaded.dtype, where=name)
     dtype = loaded.dtype or args.dtype or "bf16"
-    plan = plan_of(replace(loaded, nodes=nodes), model.spec, cluster.described)
+    plan = reordered(from_megatron(loaded.flags, model.spec), nodes, cluster.described)
     validate(plan, model.spec, cluster.described, dtype=dtype)
     return Plan(plan, model.stretched(plan.seq_length), dtype, args.optimizer or "adam", fp8_of(args), name)
 

@@ -110,13 +110,14 @@ def read_stored_schedule(stored: Any, pipeline: Pipeline, field: str) -> tuple[s
     Raises:
         UserError: malformed, for another pipeline, incomplete or deadlocked, with the place marked.
     """
-    from hetero_megatron.schedule.stored import schedule_from_dict, stages_of
+    from hetero_megatron.schedule.stored import schedule_from_dict, unpacked
 
+    stored = unpacked(stored, len(pipeline.stages), pipeline.num_micro_batches * pipeline.chunks, field)
     schedule_from_dict(
         stored, len(pipeline.stages), pipeline.num_micro_batches, made_for(pipeline), field=field,
         num_chunks=pipeline.chunks,
     )  # fmt: skip
-    return tuple(stages_of(stored, len(pipeline.stages), pipeline.num_micro_batches * pipeline.chunks, field))
+    return tuple(stored["stages"])
 
 
 GROUPS_SHOWN = 8

@@ -174,8 +174,7 @@ def schedule_from_dict(
         UserError: not of this form or version, for another plan, incomplete, out of order, deadlocked, or with more
             activations than the memory of a stage holds; with the place marked.
     """
-    _check_keys(stored, field)
-    stored = {**stored, "stages": stages_of(stored, num_stages, num_micro_batches * num_chunks, field)}
+    stored = unpacked(stored, num_stages, num_micro_batches * num_chunks, field)
     for key, value, here in (
         ("num_micro_batches", stored["num_micro_batches"], num_micro_batches),
         ("stages", len(stored["stages"]), num_stages),
@@ -200,15 +199,20 @@ def schedule_from_dict(
     return schedule
 
 
-def stages_of(stored: Mapping[str, Any], num_stages: int, passes: int, field: str = "schedule") -> list[str]:
-    """The orders of a stored schedule, unpacked.
+def unpacked(stored: Any, num_stages: int, passes: int, field: str = "schedule") -> Mapping[str, Any]:
+    """The stored schedule with its orders as letters.
 
     Args:
         passes: micro-batches times chunks, each of which has at most three actions of five letters on a stage.
+
+    Raises:
+        UserError: not of this form or version, or it cannot be unpacked.
     """
+    _check_keys(stored, field)
     if stored["version"] == VERSION:
-        return list(stored["stages"])
-    return unpack(stored["stages"], num_stages * (24 * passes + 64), f"{field}.stages")
+        return dict(stored)
+    stages = unpack(stored["stages"], num_stages * (24 * passes + 64), f"{field}.stages")
+    return {**stored, "version": VERSION, "stages": stages}
 
 
 def _check_keys(stored: Any, field: str) -> None:

@@ -98,8 +98,12 @@ class ElasticState:
         if self.optimizer.updates > self._updates:
             step, consumed, scale = step + 1, consumed + training.config.batch_size.at(consumed), scale.update(False)
         copies = self.replicas.held() if self.replicas is not None else []
-        tensors, numbers = owned_state(self.optimizer, training.config.spec)
-        return [*copies, Held(Moment(step, consumed, scale.state_dict(), numbers), tensors)]
+        return [*copies, self._live(step, consumed, scale)]
+
+    def _live(self, step: int, consumed: int, scale: LossScale) -> Held:
+        """What this rank owns, in the optimizer's own memory, at a moment."""
+        tensors, numbers = owned_state(self.optimizer, self.training.config.spec)
+        return Held(Moment(step, consumed, scale.state_dict(), numbers), tensors)
 
     def _stop(self, training: Training) -> None:
         """Whether some leave, or all stop."""
@@ -111,9 +115,8 @@ class ElasticState:
             return
         training.checkpoints.wait()
         leaves = self.node in away
-        tensors, numbers = owned_state(self.optimizer, training.config.spec)
-        moment = Moment(training.step, training.consumed, training.loss_scale.state_dict(), numbers)
-        raise HandOver(leaves, hand_over(runtime.world, self.node, moment, tensors, leaves))
+        live = self._live(training.step, training.consumed, training.loss_scale)
+        raise HandOver(leaves, hand_over(runtime.world, self.node, live.moment, live.tensors, leaves))
 
     def _wish(self, training: Training) -> str:
         if training.checkpoints.failed or self.called_off:
@@ -125,9 +128,8 @@ class ElasticState:
         training, replicas = self.training, self.replicas
         assert replicas is not None
         training.runtime.comm.activity = "copying the optimizer's state to a peer"
-        tensors, numbers = owned_state(self.optimizer, training.config.spec)
-        moment = Moment(training.step, training.consumed, training.loss_scale.state_dict(), numbers)
-        replicas.start(moment, tensors, self._had_states or self.optimizer.updates > 0)
+        live = self._live(training.step, training.consumed, training.loss_scale)
+        replicas.start(live.moment, live.tensors, self._had_states or self.optimizer.updates > 0)
 
     def _tell(self) -> None:
         phases, self.phases = self.phases, None

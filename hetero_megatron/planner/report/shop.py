@@ -39,7 +39,6 @@ class Offer:
     gain: float
     plan: str
     removes: str
-    result: SearchResult | None
     best: bool = False
 
     @property
@@ -80,7 +79,7 @@ def _searched(problem: PlanningProblem) -> SearchResult | None:
 
 def _offer(cards: Mapping[str, int], cost: float, result: SearchResult | None, there: SearchResult | None) -> Offer:
     if result is None:
-        return Offer(cards, cost, 0.0, 0.0, 0.0, "fits in no plan", "", None)
+        return Offer(cards, cost, 0.0, 0.0, 0.0, "fits in no plan", "")
     found = result.best
     tokens = found.prediction.tokens_per_second
     before = 0.0 if there is None else there.best.prediction.tokens_per_second
@@ -89,7 +88,7 @@ def _offer(cards: Mapping[str, int], cost: float, result: SearchResult | None, t
         removes = why_slower(found, there.best)
     gain = (tokens - before) / cost if cost else 0.0
     plan = choice_text(found, [group.chip for group in result.pool.groups])
-    return Offer(cards, cost, tokens, found.step_seconds, gain, plan, removes, result)
+    return Offer(cards, cost, tokens, found.step_seconds, gain, plan, removes)
 
 
 def _not_slower(offer: Offer, before: Sequence[Offer]) -> Offer:
@@ -104,7 +103,7 @@ def _not_slower(offer: Offer, before: Sequence[Offer]) -> Offer:
 
 
 def _unbeaten(offer: Offer, offers: list[Offer]) -> bool:
-    return offer.result is not None and not any(
+    return offer.tokens_per_second > 0 and not any(
         other.tokens_per_second > offer.tokens_per_second and other.cost <= offer.cost
         or other.tokens_per_second == offer.tokens_per_second and other.cost < offer.cost
         for other in offers

@@ -96,7 +96,6 @@ class LoadedConfig:
 
     flags: MegatronParallel
     dtype: str | None = None
-    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

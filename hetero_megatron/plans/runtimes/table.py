@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero_megatron.plans.canonical import Plan
-from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.runtimes.accelerate import ACCELERATE
 from hetero_megatron.plans.runtimes.deepspeed import DEEPSPEED
 from hetero_megatron.plans.runtimes.degrees import degrees_of, node_order, rank_order, renumbered
 from hetero_megatron.plans.runtimes.megatron import MEGATRON
-from hetero_megatron.plans.runtimes.runtime import LoadedConfig, RuntimeLaunch
+from hetero_megatron.plans.runtimes.runtime import RuntimeLaunch
 from hetero_megatron.plans.runtimes.torchtitan import TORCHTITAN
 
 if TYPE_CHECKING:
@@ -34,11 +33,6 @@ def written(name: str, plan: Plan, spec: ModelSpec, cluster: Cluster, dtype: str
     counts = {sum(cluster.ranks[rank].node == node for rank in order) for node in nodes}
     launch = RuntimeLaunch(flags, dtype, spec.num_layers, nodes, counts.pop() if len(counts) == 1 else 0)
     return RUNTIMES[name].write(launch)
-
-
-def plan_of(loaded: LoadedConfig, spec: ModelSpec, cluster: Cluster) -> Plan:
-    """The plan that a file describes, on the nodes in the order that it says, else in that of the cluster file."""
-    return reordered(from_megatron(loaded.flags, spec), loaded.nodes, cluster)
 
 
 def reordered(plan: Plan, nodes: Sequence[str], cluster: Cluster) -> Plan:

@@ -23,7 +23,7 @@ from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.plans.runtimes.degrees import layout, renumbered
 from hetero_megatron.plans.runtimes.runtime import GivenSizes, nodes_of
-from hetero_megatron.plans.runtimes.table import RUNTIMES, plan_of, reordered, written
+from hetero_megatron.plans.runtimes.table import RUNTIMES, reordered, written
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, load_model
 
@@ -80,7 +80,7 @@ def read(name: str, text: str, plan: Plan, nodes: tuple[str, ...], spec: ModelSp
     given = GivenSizes(plan.world_size, spec.num_layers, *(said if name != "torchtitan" else ()))
     loaded = runtime_read(text, f"f.{ {'deepspeed': 'json', 'torchtitan': 'toml'}.get(name, 'yaml')}", given)
     assert loaded.dtype == "bf16"
-    return reordered(plan_of(loaded, spec, cluster), nodes, cluster)
+    return reordered(from_megatron(loaded.flags, spec), nodes, cluster)
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "deepspeed", "accelerate"])
