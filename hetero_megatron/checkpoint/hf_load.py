@@ -20,10 +20,10 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # logical names
 _DTYPE_OF = {label: dtype for dtype, (label, _) in DTYPES.items()}
 # Buffers that old exports contain and that hold no weights.
-_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))")
 # Of weights in fewer bits: their tensors beside, or instead of, the weight (GPTQ, AWQ, bitsandbytes, fp8, MXFP4).
 _QUANTISED = re.compile(
     r".*[._](qweight|qzeros|g_idx|scales|absmax|quant_map|SCB|weight_packed|weight_scale|weight_scale_inv|blocks)"
@@ -68,7 +68,8 @@ class HFWeights:
 
     def _unwrap(self, whole: str | None) -> Names:
         """Take wrappers off the tensors' names."""
-        names = plain_names(self._files.files_of, FAMILIES[self.spec.hf_model_type].names.layer, HEAD, whole)
+        layer, head = FAMILIES[self.spec.hf_model_type].names.layer, hf_source(self.spec, HEAD).name
+        names = plain_names(self._files.files_of, layer, head, whole)
         if names.adapters:
             accepted = "what merge_and_unload() and save_pretrained write, or the base with --load-adapter"
             raise self._files.refuse(unmerged(names), self.directory, accepted)
@@ -84,13 +85,15 @@ class HFWeights:
         """Where a logical tensor is in these files."""
         source = hf_source(self.spec, name)
         source = replace(source, name=self._prefix + source.name)
+        if name == HEAD and source.name not in self._shapes and self._prefix + HEAD in self._shapes:
+            source = replace(source, name=self._prefix + HEAD)  # as transformers calls it in memory
         if self.spec.tied and name == EMBEDDING and source.name not in self._shapes and self._head in self._shapes:
             return HFSource(self._head)  # of a tied pair, either may be in the files
         return source
 
     @property
     def _head(self) -> str:
-        return self._prefix + HEAD
+        return self._prefix + hf_source(self.spec, HEAD).name
 
     def _check(self) -> None:
         problems, used = [], set()
@@ -165,18 +168,23 @@ class HFWeights:
         if tensor.per_expert:
             return torch.stack([self.read(stored, inside) for stored, inside in stored_boxes(tensor, box)])
         source = self._sources[tensor.name]
-        slices = source.slices(box)
+        parts = [self._part(source, slices) for _, slices in source.runs(box)]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not is_finite(values):
+            self.nonfinite[source.name] = None
+        return values.T if source.transpose else values
+
+    def _part(self, source: HFSource, slices: tuple[slice, ...]) -> torch.Tensor:
+        """What ``slices`` are of a stored tensor."""
         values: torch.Tensor
+        if source.width:
+            return self._files.whole(source.name).flatten()[slices]
         if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
             values = self._files.whole(source.name)  # mapped, not copied
         else:  # safetensors takes no steps
             values = self._files.tensor(source.name)[tuple(slice(s.start, s.stop) for s in slices)]
             values = values[tuple(slice(None, None, s.step) for s in slices)]
-        if source.expert is not None:
-            values = values[0]
-        if not is_finite(values):
-            self.nonfinite[source.name] = None
-        return values.T if source.transpose else values
+        return values if source.expert is None else values[0]
 
     def read_masters(self, owned: Iterable[tuple[str, Box, torch.Tensor]], dtype: torch.dtype) -> None:
         """Overwrite master weights whose values would have been rounded to the run's ``dtype``.

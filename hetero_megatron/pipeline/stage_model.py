@@ -223,7 +223,8 @@ class StageLoss:
                 dloss = torch.full(labels.shape, seed, dtype=wide, device=labels.device)
                 dloss = dloss if batch.loss_mask is None else dloss * batch.loss_mask
             chunk = labels.numel() if self._chunk is None else self._chunk
-            return in_chunks(self.head, max(chunk, 1), out, self._model.lm_head.matrix, labels, dloss)
+            head = self._model.lm_head
+            return in_chunks(self.head, max(chunk, 1), out, head.matrix, labels, dloss, head.bias)
         if self._group.size > 1:
             return vocab_parallel_cross_entropy(out, labels, self._group, self._vocab, kernels.vocab_cross_entropy)
         return kernels.cross_entropy(out, labels)  # type: ignore[no-any-return]

@@ -338,7 +338,7 @@ def head_activation_bytes(
     logits = tokens * per_token
     if limit is not None:
         rows, copies = min(tokens, chunk_tokens(limit, per_token)), 2.0 if itemsize >= 4 else 2.5
-        if tp == 1 and spec.logit_softcap is None and spec.lora is None:  # head and loss are one operator
+        if tp == 1 and spec.plain_head and spec.lora is None:  # head and loss are one operator
             rows = min(rows, max(CHUNK_ELEMENTS // spec.vocab_size // TILE, 1) * TILE)
             copies = 2.0 if itemsize >= 4 else 1.5  # logits become their gradients, which are cast
         logits = rows * per_token * copies
