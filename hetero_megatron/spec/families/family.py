@@ -165,6 +165,15 @@ def refuse_other_head_dim(read: ConfigReader) -> None:
     read.must_be("head_dim", hidden // heads, None)
 
 
+def some_features_turn(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """``spec``, of a family that transformers cannot run with a share of features and ``proportional`` frequencies."""
+    for rope in spec.ropes:
+        proportional = rope.scaling is not None and rope.scaling.kind == "proportional"
+        if proportional and rope.turned(spec.head_dim) < spec.head_dim:
+            raise read.refuse("not known where a share of the features turns", "rope_scaling", "another rope_type")
+    return spec
+
+
 def refuse_quantised(read: ConfigReader, what: str, how: str = "") -> None:
     """Refuse a checkpoint whose weights are ``what``: nothing is trained in such a format."""
     if read.value("quantization_config", None) is not None:

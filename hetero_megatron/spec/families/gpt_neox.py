@@ -13,6 +13,7 @@ from hetero_megatron.spec.families.family import (
     layer_norm_config,
     read_activation,
     refuse_other_head_dim,
+    some_features_turn,
 )
 from hetero_megatron.spec.families.gpt2 import DROPOUTS, GPT2_ALIASES, own_names
 from hetero_megatron.spec.hf_names import NameTable
@@ -100,11 +101,12 @@ def _read_phi(read: ConfigReader, name: str) -> ModelSpec:
     normed = read.flag("qk_layernorm")
     if normed:  # whose width is hidden_size / heads
         refuse_other_head_dim(read)
-    return decoder(
+    spec = decoder(
         read, "phi", name, _PHI, norm="layer", norm_eps=read.positive("layer_norm_eps", 1e-5),
         activation=read_activation(read, "hidden_act", "gelu_new"), parallel_block="one_norm",
         qk_norm="head_layer" if normed else None, qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True,
     )  # fmt: skip
+    return some_features_turn(read, spec)
 
 
 def _write_phi(spec: ModelSpec) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hetero_megatron.spec.families.family import (
     decoder,
     layer_norm_config,
     refuse_other_head_dim,
+    some_features_turn,
 )
 from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
@@ -23,10 +24,11 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     if read.flag("qk_layernorm"):
         raise read.refuse("norms of queries and keys in a tensor per head are not supported", "qk_layernorm", "false")
     refuse_other_head_dim(read)
-    return decoder(
+    spec = decoder(
         read, "stablelm", name, _DEFAULTS, norm="layer", norm_eps=read.positive("layer_norm_eps", 1e-5),
         parallel_block="one_norm" if read.flag("use_parallel_residual") else None, qkv_bias=read.flag("use_qkv_bias"),
     )  # fmt: skip
+    return some_features_turn(read, spec)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:

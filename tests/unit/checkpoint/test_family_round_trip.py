@@ -20,7 +20,8 @@ from tests.support.moe_models import MOE_FAMILIES
 FAMILIES = DENSE | MOE_FAMILIES
 BACK = [
     "gemma2", "gemma3", "phi4_mini", "olmo3_yarn", "smollm3", "glm4", "granite", "mixtral", "gpt_oss", "deepseek_v2",
-    "deepseek_v3", "llama4",
+    "deepseek_v3", "llama4", "gpt_neox_three_heads", "gptj_whole_heads_tied", "phi_qk_norm", "falcon_three_heads",
+    "falcon_40b", "cohere_qk_norm", "cohere2_mixed", "stablelm_parallel",
 ]  # fmt: skip
 
 
