@@ -62,9 +62,21 @@ class HFWeights:
         self._prefix, self._apart = (whole.prefix, whole.apart) if wrapped and whole is not None else ("", ())
         if apart := sum(n.startswith(self._apart) for n in self._shapes):
             self.notices.append(f"{directory}: {apart} tensors of other parts than the language model are not read")
+        self._apart += self._predictions()
         self._sources = {t.name: self._source(t.name) for t, _ in stored_tensors(spec)}
         self._check()
         self._check_copies()
+
+    def _predictions(self) -> tuple[str, ...]:
+        """How the tensors of layers after the last one begin that predict further tokens (DeepSeek-V3, GLM-4.5)."""
+        layer = self._prefix + FAMILIES[self.spec.hf_model_type].names.layer.format(r"(\d+)").replace(".", r"\.")
+        found = [re.fullmatch(rf"({layer}\.)eh_proj\.weight", name) for name in self._shapes]
+        starts = tuple(match[1] for match in found if match is not None and int(match[2]) >= self.spec.num_layers)
+        if starts:
+            tensors, layers = sum(n.startswith(starts) for n in self._shapes), ", ".join(sorted(starts))
+            said = f"{tensors} tensors of layers that predict further tokens ({layers}) are not read"
+            self.notices.append(f"{self.directory}: {said}")
+        return starts
 
     def _unwrap(self, whole: str | None) -> Names:
         """Take wrappers off the tensors' names."""

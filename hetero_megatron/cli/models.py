@@ -27,6 +27,8 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
 - Of a `llama4` directory (text and images) the language model is read; an export is of that alone, `llama4_text`. Its
   chunks of attention, and the positions with which its queries grow, are counted from the start of each document, so
   that documents packed into one row are what they are by themselves (transformers counts along the row).
+- Layers that predict further tokens (`num_nextn_predict_layers` of `deepseek_v3` and `glm4_moe`) are left out with a
+  notice, as transformers leaves them out; an export has none.
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported
@@ -50,7 +52,7 @@ def adapters(family: Family) -> str:
         experts = family.names.experts
         return "attention, experts" + (", merged" if experts is not None and not experts.interleaved else "")
     names = family.names
-    merged = names.fused or names.transposed or any(module.startswith("mlp.") for module in names.modules)
+    merged = names.fused or names.transposed or any(module.endswith("_proj") for module in names.modules)
     return "all, merged" if merged else "all"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.families import FAMILIES
+from hetero_megatron.spec.families.deepseek import PREDICTION_KEYS
 from hetero_megatron.spec.hf_config import from_hf_config, language_config
 from hetero_megatron.spec.hf_reader import HARMLESS
 from hetero_megatron.spec.hf_rope import ROPE_KEYS
@@ -68,6 +69,8 @@ def export_config(spec: ModelSpec, source: Mapping[str, Any] | None, dtype: str 
     own = [FAMILIES[config["model_type"]].causal_lm]
     if own[0].lower() not in [name.lower() for name in config.get("architectures") or ()]:
         config["architectures"] = own
+    for key in (key for key in PREDICTION_KEYS if config.get(key)):
+        config[key] = 0  # those layers are not in the files
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype

@@ -23,12 +23,15 @@ from hetero_megatron.spec.rope import Rope
 
 _NEOX = Defaults(positions=2048, partial_rotary=0.25)
 _PHI = Defaults(positions=2048, partial_rotary=0.5)
+_UNREAD_DROPOUTS = ("attention_probs_dropout_prob", "hidden_dropout_prob")  # in GPT-NeoX-20B's configuration
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def _read_neox(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("num_key_value_heads", read.integer("num_attention_heads"), None)
     refuse_other_head_dim(read)
+    for key in _UNREAD_DROPOUTS:
+        read.must_be(key, 0, 0.0)
     theta, share = read.positive("rotary_emb_base", 10000.0), read.positive("rotary_pct", 0.25)
     for key, counts in (("rope_theta", theta), ("partial_rotary_factor", share)):
         if key in read.config and read.config[key] != counts:  # transformers writes it beside its own, and reads that
@@ -123,7 +126,7 @@ GPT_NEOX = Family(
     "gpt_neox", "GPTNeoXForCausalLM", read=_read_neox, write=_write_neox, examples="GPT-NeoX-20B, Pythia 14M to 12B",
     keys=DECODER_KEYS | words(
         "hidden_act layer_norm_eps use_parallel_residual attention_bias rotary_pct rotary_emb_base hidden_dropout"
-    ),
+    ) | {*_UNREAD_DROPOUTS},
     names=NameTable(
         layer="gpt_neox.layers.{}",
         modules={
