@@ -75,6 +75,7 @@ class AdapterWeights:
     def __init__(self, directory: str, spec: ModelSpec, field: str = LOAD) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self._spec = spec
         path, self._directory, self._field = Path(directory) / WEIGHTS, directory, field
         if not path.exists():
             raise UserError(f"holds no {WEIGHTS}", field=field, value=directory, accepted=ACCEPTED)
@@ -132,7 +133,7 @@ class AdapterWeights:
         if not box.size:
             return torch.empty(box.shape)
         if tensor.name not in self._sources:
-            return torch.stack([self.read(one, inside) for one, inside in stored_boxes(tensor, box)])
+            return torch.stack([self.read(one, inside) for one, inside in stored_boxes(self._spec, tensor, box)])
         source, _ = self._sources[tensor.name]
         if isinstance(source, ExpertSource):
             return source.read(self._file, box)

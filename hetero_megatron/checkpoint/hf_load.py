@@ -161,8 +161,8 @@ class HFWeights:
         return str(self._files.tensor(name).get_dtype())
 
     def name(self, tensor: LogicalTensor) -> str:
-        """The Hugging Face tensor that holds it; of one over experts, the first expert's."""
-        stored, _ = next(stored_boxes(tensor, Box.whole(tensor.shape)))
+        """The Hugging Face tensor that holds it; of several, the first one."""
+        stored, _ = next(stored_boxes(self.spec, tensor, Box.whole(tensor.shape)))
         return self._sources[stored.name].name
 
     def dtype(self, tensor: LogicalTensor) -> torch.dtype:
@@ -177,8 +177,9 @@ class HFWeights:
         """The values of one box in the file's dtype; only these bytes are read."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
-        if tensor.per_expert:
-            return torch.stack([self.read(stored, inside) for stored, inside in stored_boxes(tensor, box)])
+        if tensor.name not in self._sources:
+            pieces = [self.read(stored, inside) for stored, inside in stored_boxes(self.spec, tensor, box)]
+            return torch.stack(pieces) if tensor.per_expert else torch.cat(pieces)
         source = self._sources[tensor.name]
         parts = [self._part(source, slices) for _, slices in source.runs(box)]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)

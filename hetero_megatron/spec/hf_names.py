@@ -11,6 +11,7 @@ from hetero_megatron.spec.model_spec import ModelSpec
 
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 
+_HEAD_NORM = re.compile(r"(.*_norm)\.(\d+)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -107,6 +108,7 @@ class NameTable:
         by_group: those of them with such rows of each key-value group: its queries, its key, its value.
         two_norms: logical norm -> theirs in layers whose attention and MLP take one input through norms of their own,
             where it is called otherwise there.
+        heads_apart: logical modules whose vector is stored as a tensor for each head, ``{}`` in theirs for its number.
         head_rows: logical modules whose vector is stored as a matrix, with a row for each head.
         transposed: their modules whose weights are stored transposed.
         experts: how they are stored, where not one by one.
@@ -118,6 +120,7 @@ class NameTable:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     by_group: frozenset[str] = frozenset()
     two_norms: Mapping[str, str] = field(default_factory=dict)
+    heads_apart: frozenset[str] = frozenset()
     head_rows: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     experts: FusedExperts | None = None
@@ -135,6 +138,9 @@ class NameTable:
             prefix = f"{self.layer.format(layer)}.{self.modules.get(expert[1], expert[1])}"
             return self.experts.source(spec, prefix, int(expert[2]), expert[3], kind)
         theirs, start, rows, block, period = self.modules.get(any_expert, any_expert), 0, None, 0, 0
+        head = _HEAD_NORM.fullmatch(module)
+        if head is not None:
+            theirs = self.modules[head[1]].format(head[2])
         if spec.parallel_block == "two_norms":
             theirs = self.two_norms.get(module, theirs)
         theirs = theirs if expert is None else theirs.format(expert[2])

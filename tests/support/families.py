@@ -96,7 +96,8 @@ PARALLEL_BLOCKS: dict[str, dict[str, Any]] = {
     },
     "stablelm": STABLELM,
     "stablelm_parallel": STABLELM | {
-        "use_parallel_residual": True, "use_qkv_bias": True, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
     },
     "stablelm_three_heads": STABLELM | {
         "use_parallel_residual": True, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48,

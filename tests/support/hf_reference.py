@@ -20,7 +20,7 @@ from transformers.models.ernie4_5 import modeling_ernie4_5
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.ministral3 import modeling_ministral3
 
-from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
@@ -316,15 +316,18 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 
 
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    table, found = name_table(spec), {}
+    table, found = name_table(spec), dict[str, torch.Tensor]()
     for tensor in logical_tensors(spec):
         if ".experts." in tensor.name:
             found[tensor.name] = _of_experts(values, tensor.name, spec.hf_model_type).contiguous()
             continue
-        source = table[tensor.name]
-        stored = values[source.name if source.name in values else tensor.name]
-        stored = stored.view(source.view(tuple(stored.shape)))
-        value = torch.cat([stored[slices] for _, slices in source.runs(Box.whole(tensor.shape))])
+        parts = list[torch.Tensor]()
+        for one, box in stored_boxes(spec, tensor, Box.whole(tensor.shape)):
+            source = table[one.name]
+            stored = values[source.name if source.name in values else one.name]
+            stored = stored.view(source.view(tuple(stored.shape)))
+            parts += [stored[slices] for _, slices in source.runs(box)]
+        value = torch.cat(parts)
         found[tensor.name] = (value.T if source.transpose else value).contiguous()
     return found
 

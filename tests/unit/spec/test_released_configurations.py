@@ -143,6 +143,11 @@ RELEASED = {
                      "max_position_embeddings": 8192}, 11.1e9,
     ),
     "StableLM-2-1.6B": (STABLELM_2, 1.645e9),
+    "StableLM-2-12B": (
+        STABLELM_2 | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+                      "num_key_value_heads": 8, "qk_layernorm": True, "use_parallel_residual": True,
+                      "use_qkv_bias": False}, 12.14e9,
+    ),
     "gpt-oss-20b": (GPT_OSS, 20.91e9),
     "gpt-oss-120b": (
         GPT_OSS | {"num_hidden_layers": 36, "layer_types": [SLIDING, FULL] * 18, "num_local_experts": 128}, 116.83e9,
