@@ -13,6 +13,7 @@ import torch
 
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
+from hetero_megatron.checkpoint.hf_quantised import dequantise
 from hetero_megatron.checkpoint.names import Names, hf_source, plain_names, stored_boxes, stored_tensors, unmerged
 from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.layout import Box
@@ -56,6 +57,7 @@ class HFWeights:
         self.nonfinite: dict[str, None] = {}
         whole = FAMILIES[spec.hf_model_type].inside
         self._renamed = self._unwrap(whole.prefix if whole is not None else None)
+        dequantise(self._files)
         self._shapes = self._files.shapes()
         # What the names have before them, and those beside, in the files of a model of more than language.
         wrapped = whole is not None and any(n.startswith(whole.prefix) for n in self._shapes)

@@ -14,6 +14,7 @@ from hetero_megatron.spec.hf_config import from_hf_config, language_config
 from hetero_megatron.spec.hf_reader import HARMLESS
 from hetero_megatron.spec.hf_rope import ROPE_KEYS
 from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.quantised import KEY, method_of
 
 # Field of ModelSpec -> the keys of any family that say it; they are written anew, together, where the field changed.
 _KEYS_OF: dict[str, tuple[str, ...]] = {
@@ -66,6 +67,8 @@ def export_config(spec: ModelSpec, source: Mapping[str, Any] | None, dtype: str 
         UserError: no Hugging Face family has this combination of features.
     """
     config = _changed(spec, language_config(source)) if source is not None else to_hf_config(spec)
+    if method_of(config) is not None:
+        del config[KEY]  # the files hold what was dequantised
     own = [FAMILIES[config["model_type"]].causal_lm]
     if own[0].lower() not in [name.lower() for name in config.get("architectures") or ()]:
         config["architectures"] = own

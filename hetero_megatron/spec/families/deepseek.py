@@ -12,7 +12,6 @@ from hetero_megatron.spec.families.family import (
     decoder,
     decoder_config,
     num_layers,
-    refuse_quantised,
 )
 from hetero_megatron.spec.families.mixtral import read_moe, with_experts
 from hetero_megatron.spec.hf_names import NameTable
@@ -28,12 +27,11 @@ _KEYS = DECODER_KEYS | words(
     "hidden_act attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim"
     " n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace moe_layer_freq"
     " routed_scaling_factor n_group topk_group topk_method scoring_func norm_topk_prob aux_loss_alpha seq_aux ep_size"
-    " router_aux_loss_coef output_router_logits quantization_config num_nextn_predict_layers"
+    " router_aux_loss_coef output_router_logits num_nextn_predict_layers"
 )
 
 
 def _fixed(read: ConfigReader) -> None:
-    refuse_quantised(read, "quantised (FP8)")
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("moe_layer_freq", 1)  # not read by transformers
 

@@ -174,15 +174,6 @@ def some_features_turn(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def refuse_quantised(read: ConfigReader, what: str, how: str = "") -> None:
-    """Refuse a checkpoint whose weights are ``what``: nothing is trained in such a format."""
-    if read.value("quantization_config", None) is not None:
-        raise read.refuse(
-            f"the weights are {what}; dequantise them first", "quantization_config",
-            f"null: a directory of weights in a plain dtype{how}",
-        )  # fmt: skip
-
-
 def num_layers(read: ConfigReader) -> int:
     return read.integer("num_hidden_layers", most=MAX_LAYERS)
 

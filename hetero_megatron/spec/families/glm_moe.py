@@ -21,7 +21,6 @@ from hetero_megatron.spec.families.family import (
     layer_type_config,
     layer_types,
     num_layers,
-    refuse_quantised,
     silu_config,
 )
 from hetero_megatron.spec.hf_reader import ConfigReader, words
@@ -33,12 +32,11 @@ _DOTS = Defaults(positions=2048, kv_heads=32)
 _KEYS = DECODER_KEYS | words(
     "hidden_act attention_bias n_routed_experts num_local_experts n_shared_experts num_experts_per_tok"
     " moe_intermediate_size first_k_dense_replace routed_scaling_factor n_group topk_group norm_topk_prob"
-    " output_router_logits router_aux_loss_coef quantization_config"
+    " output_router_logits router_aux_loss_coef"
 )
 
 
 def _fixed(read: ConfigReader) -> None:
-    refuse_quantised(read, "quantised")
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("num_local_experts", read.config.get("n_routed_experts"))  # the same by another name
 

@@ -1,6 +1,6 @@
 """Configurations as their makers released them are read, and give the numbers of parameters of the model cards.
 
-Left out is what is refused: formats of quantised weights.
+Those that are quantised or predict further tokens are read as plain ones.
 """
 
 from __future__ import annotations
@@ -166,11 +166,25 @@ def test_parameters_of_the_model_card(name: str) -> None:
     assert from_hf_config(export_config(spec, None)) == spec and export_config(spec, config) == config
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "DeepSeek-V3"])
+def test_as_released_they_are_the_same_models(name: str) -> None:
+    """Quantised, and with a layer of multi-token prediction."""
+    config, _ = RELEASED[name]
+    fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    added = {"quantization_config": mxfp4 if name == "gpt-oss-20b" else fp8}
+    added |= {"num_nextn_predict_layers": 1} if name == "DeepSeek-V3" else {}
+    spec = from_hf_config(config | added)
+    plain = from_hf_config(config)
+    assert spec == plain and len(spec.notices) == len(plain.notices) + len(added)
+    assert export_config(spec, config | added) == config
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "quantization_config"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers"),
         (DEEPSEEK_V2_LITE | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
