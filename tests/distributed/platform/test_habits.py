@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import pytest
@@ -136,7 +137,7 @@ def test_only_ranks_that_exchange_have_communicators() -> None:
     assert counting.counts == [2] * 4
 
 
-def _join(rank: int, port: int, job: str, pipe: Connection) -> None:
+def _join(rank: int, port: int, job: str, pipe: Connection, both: Barrier) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "HETERO_EMULATED_MEMORY_MIB": "64", "HETERO_EMULATED_VERSION": f"2.{rank}" if job == "unlike" else "2.0",
@@ -149,15 +150,17 @@ def _join(rank: int, port: int, job: str, pipe: Connection) -> None:
         os._exit(0)
 
     try:
-        comm = start_comm(platform("emulated:freeing-waits", rank), 5.0, lost=lost)
+        mine = platform("emulated:freeing-waits", rank)
+        both.wait(120)  # the time-out is that of joining too, and a busy machine starts processes one after the other
+        comm = start_comm(mine, 15.0, lost=lost)
     except Exception as error:
         return lost(error)
     comm.connect([1 - rank])
     theirs = comm.irecv(torch.zeros(4, device=comm.device), 1 - rank, 0)
     kept = [torch.zeros(1 << 18, device=comm.device) for _ in range(100 if rank == 0 else 1)]  # 1 MiB each
-    mine = torch.zeros(4, device=comm.device) if rank == 0 else theirs.wait()
-    assert kept and mine is not None
-    comm.isend(mine, 1 - rank, 0).wait()
+    row = torch.zeros(4, device=comm.device) if rank == 0 else theirs.wait()
+    assert kept and row is not None
+    comm.isend(row, 1 - rank, 0).wait()
     comm.accelerator.synchronize()  # type: ignore[union-attr]
 
 
@@ -165,10 +168,10 @@ def said_by_rank_0(job: str) -> str:
     """What ends rank 0 of two."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port, pipes, ranks = free_port(), [], []
+    port, both, pipes, ranks = free_port(), context.Barrier(2), [], []
     for rank in range(2):
         mine, theirs = context.Pipe(duplex=False)
-        ranks.append(context.Process(target=_join, args=(rank, port, job, theirs), daemon=True))
+        ranks.append(context.Process(target=_join, args=(rank, port, job, theirs, both), daemon=True))
         ranks[-1].start()
         pipes.append(mine)
     try:
