@@ -26,6 +26,7 @@ RESOLVE_SECONDS = 0.7  # that a name server may take; joining waits longer, and 
 WHERE = "environment"
 SECRET = "HETERO_JOB_SECRET"
 SUPERVISED = "HETERO_LAUNCHER"  # set by ``hetero-megatron run``, which plans again when told to
+JOINS = "HETERO_JOINS"  # set for the processes of a host that joins a running job
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 TESTBED, TESTBED_DIRECTORY = "HETERO_TESTBED", "HETERO_TESTBED_DIR"
@@ -48,6 +49,7 @@ class LauncherEnvironment:
         counted, numbered: whether WORLD_SIZE and RANK were there.
         testbed, testbed_directory: what the testbed emulates (its file), and where it meets its ranks; None: none.
         diagnoses: the directory where the launcher reads what its ranks found; None: it reads nothing.
+        joins: it joins a running elastic job, and is in none of its epochs yet.
         started_by: another launcher whose variables were taken, as messages call it; empty: torchrun's were.
     """
 
@@ -67,6 +69,7 @@ class LauncherEnvironment:
     testbed: str | None = None
     testbed_directory: str | None = None
     diagnoses: str | None = None
+    joins: bool = False
     started_by: str = ""
 
     @property
@@ -124,7 +127,8 @@ def read_launcher(environment: Mapping[str, str] = os.environ, joins: bool = Tru
     started_by = task.launcher if task is not None and world is not None else ""
     return LauncherEnvironment(
         rank or 0, world or 1, local_rank, local_world, address, port, restarts, agent_store, node, supervised, secret,
-        world is not None, rank is not None, testbed, testbed_directory, diagnoses, started_by,
+        world is not None, rank is not None, testbed, testbed_directory, diagnoses,
+        _choice(environment, JOINS, ("1",)) == "1", started_by,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import multiprocessing as mp
 import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import pytest
@@ -137,7 +136,7 @@ def test_only_ranks_that_exchange_have_communicators() -> None:
     assert counting.counts == [2] * 4
 
 
-def _join(rank: int, port: int, job: str, pipe: Connection, both: Barrier) -> None:
+def _join(rank: int, port: int, job: str, pipe: Connection) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "HETERO_EMULATED_MEMORY_MIB": "64", "HETERO_EMULATED_VERSION": f"2.{rank}" if job == "unlike" else "2.0",
@@ -150,17 +149,16 @@ def _join(rank: int, port: int, job: str, pipe: Connection, both: Barrier) -> No
         os._exit(0)
 
     try:
-        mine = platform("emulated:freeing-waits", rank)
-        both.wait(120)  # the time-out is that of joining too, and a busy machine starts processes one after the other
-        comm = start_comm(mine, 15.0, lost=lost)
+        # The other one waits for rank 0: it must not be gone when rank 0 says why it waits.
+        comm = start_comm(platform("emulated:freeing-waits", rank), 5.0 if rank == 0 else 60.0, lost=lost)
     except Exception as error:
         return lost(error)
     comm.connect([1 - rank])
     theirs = comm.irecv(torch.zeros(4, device=comm.device), 1 - rank, 0)
     kept = [torch.zeros(1 << 18, device=comm.device) for _ in range(100 if rank == 0 else 1)]  # 1 MiB each
-    row = torch.zeros(4, device=comm.device) if rank == 0 else theirs.wait()
-    assert kept and row is not None
-    comm.isend(row, 1 - rank, 0).wait()
+    mine = torch.zeros(4, device=comm.device) if rank == 0 else theirs.wait()
+    assert kept and mine is not None
+    comm.isend(mine, 1 - rank, 0).wait()
     comm.accelerator.synchronize()  # type: ignore[union-attr]
 
 
@@ -168,10 +166,10 @@ def said_by_rank_0(job: str) -> str:
     """What ends rank 0 of two."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port, both, pipes, ranks = free_port(), context.Barrier(2), [], []
+    port, pipes, ranks = free_port(), [], []
     for rank in range(2):
         mine, theirs = context.Pipe(duplex=False)
-        ranks.append(context.Process(target=_join, args=(rank, port, job, theirs, both), daemon=True))
+        ranks.append(context.Process(target=_join, args=(rank, port, job, theirs), daemon=True))
         ranks[-1].start()
         pipes.append(mine)
     try:
