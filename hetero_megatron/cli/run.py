@@ -15,7 +15,7 @@ from hetero_megatron.cli.arguments import beyond, read_number, refuse_empty
 from hetero_megatron.cli.run_join import join
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.hosts import read_cluster_document
-from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
+from hetero_megatron.environment.launcher import SUPERVISED, gloo_towards, refuse_copies
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
@@ -122,7 +122,10 @@ def main(argv: Sequence[str]) -> int:
         from hetero_megatron.launch.in_place import InPlaceSupervisor
         from hetero_megatron.launch.joining import JOB_FILE
 
-        start = lambda host, port: LocalJob(setup, words, host, port, 0, diagnoses_at(scratch, 0))  # noqa: E731
+        diagnoses = diagnoses_at(scratch, 0)
+        start = lambda host, port: LocalJob(  # noqa: E731
+            setup, words, host, port, 0, diagnoses, more=gloo_towards(host)
+        )
         if fallbacks:
             planner = largest_that_fits(words, [setup.plan, *fallbacks])
         opened = partial(_open_job, setup=setup, words=words, scratch=scratch)

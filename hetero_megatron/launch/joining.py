@@ -20,7 +20,7 @@ from typing import Protocol
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinAnswer, JoinRequest
 from hetero_megatron.comm.rendezvous import await_listener, connect_store
-from hetero_megatron.environment.launcher import JOINS
+from hetero_megatron.environment.launcher import JOINS, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, say_code
@@ -98,7 +98,7 @@ class HostJob(Protocol):
 
 
 def _start(setup: Setup, job: JobFile, first: int) -> HostJob:
-    folder, more = Path(job.folder), {JOINS: "1"}
+    folder, more = Path(job.folder), {JOINS: "1", **gloo_towards(job.host)}
     return LocalJob(setup, job.words, job.host, job.port, 0, folder, first, more, job.secret)
 
 
