@@ -33,7 +33,7 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     sizes = {"num_key_value_heads": _kv_heads(read), "intermediate_size": ffn}
     bias = read.flag("bias")
     return decoder(
-        ConfigReader(read.config | sizes, read.where), "falcon", name, _DEFAULTS, norm="layer",
+        ConfigReader({**read.config, **sizes}, read.where), "falcon", name, _DEFAULTS, norm="layer",
         norm_eps=read.positive("layer_norm_epsilon", 1e-5), parallel_block=_parallel_block(read),
         activation=read_activation(read, "activation", "gelu"), qkv_bias=bias, out_bias=bias, mlp_bias=bias,
     )  # fmt: skip

@@ -40,7 +40,7 @@ def _read_neox(read: ConfigReader, name: str) -> ModelSpec:
     named = {"rope_theta": theta, "partial_rotary_factor": share}
     bias = read.flag("attention_bias", True)
     return decoder(
-        ConfigReader(read.config | named, read.where), "gpt_neox", name, _NEOX, norm="layer",
+        ConfigReader({**read.config, **named}, read.where), "gpt_neox", name, _NEOX, norm="layer",
         norm_eps=read.positive("layer_norm_eps", 1e-5), activation=read_activation(read, "hidden_act", "gelu"),
         parallel_block="two_norms" if read.flag("use_parallel_residual", True) else None,
         qkv_bias=bias, out_bias=bias, mlp_bias=True,
