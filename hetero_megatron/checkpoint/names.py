@@ -9,6 +9,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.spec import Axis, LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
+from hetero_megatron.spec.lora import LATENT_TARGETS, MLP_TARGETS, all_linear
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.utils.text import listed
 
@@ -16,6 +17,17 @@ from hetero_megatron.utils.text import listed
 def hf_source(spec: ModelSpec, name: str) -> HFSource:
     """The Hugging Face tensor that holds stored tensor ``name``."""
     return FAMILIES[spec.hf_model_type].names.source(spec, name)
+
+
+def module_names(spec: ModelSpec) -> dict[str, str]:
+    """Projection -> what the family calls it, of those that have a matrix of their own in its files."""
+    found = {}
+    for name in all_linear(spec.gated) + (LATENT_TARGETS if spec.mla is not None else ()):
+        block = "mlp" if name in MLP_TARGETS else "self_attn"
+        source = hf_source(spec, f"model.layers.0.{block}.{name}.weight")
+        if source == HFSource(source.name):
+            found[name] = source.name.split(".")[-2]
+    return found
 
 
 def stored_tensors(spec: ModelSpec) -> Iterator[tuple[LogicalTensor, LogicalTensor]]:
