@@ -50,8 +50,9 @@ def _plans(directory: Path) -> dict[int, Path]:
 def _words(directory: Path, *more: str) -> list[str]:
     run = str(directory / "run")
     dtype = () if {"--bf16", "--fp16"} & set(more) else ("--fp64",)
+    model = () if "--num-layers" in more else ("--model", "tiny")
     return [
-        *("--model", "tiny", "--mock-data", *dtype, "--lr", "1e-3", "--train-iters", str(STEPS)),
+        *(*model, "--mock-data", *dtype, "--lr", "1e-3", "--train-iters", str(STEPS)),
         *("--save", run, "--load", run, "--distributed-timeout-minutes", "0.5", "--no-kernel-check", *more),
     ]
 
@@ -125,9 +126,20 @@ CASES = {
 }
 
 
-# Other states: none beside the weights, masters apart from them, a loss scale.
+# Experts, and a head that is the embedding, which several stages hold.
+EXPERTS = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 48 --max-position-embeddings 64 --vocab-size 257 --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --seq-length 16 --num-experts 4 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 24"
+)
+
+
+# Other states: none beside the weights, masters apart from them, a loss scale, some weights only.
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--optimizer sgd --sgd-momentum 0", "--bf16", "--fp16"])
+@pytest.mark.parametrize(
+    "words", ["--optimizer sgd --sgd-momentum 0", "--bf16", "--fp16", "--lora-rank 2", EXPERTS]
+)
 def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
     flags = words.split()
     found = run(
@@ -154,6 +166,14 @@ JOINING = {
                                Host("rank1", 3, 1), "rank1 joined (1 rank); 2 ranks went on"),
     "with another program's data": (2, [WAIT], Host("late", 1, 2, words=("--seed", "7")), "lost rank 2 (late, chip 0)"),
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_host_comes_when_all_are_gone(tmp_path: Path) -> None:
+    found = run(tmp_path, 1, [Happening(0, "step", 5)], "--save-interval", "2", hosts=[Host("new", 4, 2)])
+    check(tmp_path, 1, found)
+    assert "no rank is left" in found.output and "new joined (2 ranks); 2 ranks went on" in found.epochs[0][0]
+    assert "from a checkpoint" in found.epochs[0][0], found.output
 
 
 @pytest.mark.slow
