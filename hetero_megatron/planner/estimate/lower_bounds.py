@@ -34,7 +34,7 @@ class TemplateBounds:
         worst = 0.0
         for part in template.parts:
             shape, stages = part.shape, part.shape.stages
-            forward, backward = self.scorer.stage_seconds(shape)
+            forward, backward = self.scorer.least_stage_seconds(shape)
             link = [self._fastest_link(a, b, shape.micro_batch_size) for a, b in zip(stages, stages[1:])]
             compute = closed_form(forward, backward, link, part.num_micro_batches, template.schedule)
             worst = max(worst, compute + self.sync_tail(shape, link, template.pipelines))
@@ -53,8 +53,8 @@ class TemplateBounds:
         for s, stage in enumerate(shape.stages):
             reduce, latency, rest = self.stage_sync_tail(stage, pipelines, s == 0, s == last)
             own = self.scorer.stage(stage, shape.micro_batch_size, s == 0, s == last)
-            after, update = max(after, exposed(reduce, own.own, stage.layers) + latency - drain), max(update, rest)
-            drain += own.own + (links[s][1] if s < last else 0.0)
+            after, update = max(after, exposed(reduce, own.backward, stage.layers) + latency - drain), max(update, rest)
+            drain += own.backward + (links[s][1] if s < last else 0.0)
             saved = max(saved, own.saved)
         return after + update - saved
 

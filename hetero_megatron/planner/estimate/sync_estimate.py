@@ -19,9 +19,26 @@ from hetero_megatron.planner.template.node_classes import NodeClasses, StageId
 from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
 from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.cost.link_model import RankHost, back_copies
+from hetero_megatron.predictor.cost.link_model import HostRates, RankHost, exchange_host_seconds
 
+SINGLE = 8  # buckets of a segment up to which each is one event, as in the simulator; more travel together
 Port = tuple[int, ...]  # (node class,): a node's network cards; (part, stage, 0): a chip's own link
+
+
+@dataclass(frozen=True)
+class BucketRun:
+    """Consecutive buckets of a segment that travel as one event.
+
+    Attributes:
+        count: their number; fraction: of the segment's elements.
+        layers: of the segment, counted from the last one, whose gradients a single bucket waits for; embed: whether it
+            has the embedding.
+    """
+
+    count: int
+    fraction: float = 1.0
+    layers: int = 0
+    embed: bool = False
 
 
 @dataclass
@@ -38,6 +55,7 @@ class SyncSegment:
             layers on average, and in the last one.
         ports: seconds per byte of an element that each port is busy; link: the same for the most loaded pair of ends.
         latency: seconds, including the hosts' time per message.
+        runs: what travels, in order: every bucket, or where there are many, all at once.
     """
 
     held: dict[StageId, float]
@@ -55,6 +73,7 @@ class SyncSegment:
     ports: dict[Port, float] = field(default_factory=dict)
     link: float = 0.0
     latency: float = 0.0
+    runs: tuple[BucketRun, ...] = ()
 
     @property
     def buckets(self) -> int:
@@ -76,10 +95,16 @@ class SyncSegment:
     def _fraction(self, elements: int) -> float:
         return elements / self.elements
 
+    def complete(self, bucket: BucketRun, times: Mapping[StageId, LastBackward]) -> dict[StageId, float]:
+        """When a single bucket's gradients are, by stage, in seconds from the start of the step."""
+        if bucket.embed:
+            return {at: times[at].done for at in self.held}
+        return {at: times[at].after_layers(self.lowest[at] + self.layers - bucket.layers) for at in self.held}
+
     def releases(self, times: Mapping[StageId, LastBackward]) -> list[tuple[float, dict[StageId, float]]]:
-        """When gradients become complete: those of a layer at the end of its backward, all at once. By head, first and
-        last bucket of layers (those between are proportional), embedding: (fraction of the segment that is not complete
-        before, by stage, seconds from the start of the step)."""
+        """When gradients become complete where all buckets travel as one: those of a layer at the end of its backward,
+        all at once. By head, first and last bucket of layers (those between are proportional), embedding: (fraction of
+        the segment that is not complete before, by stage, seconds from the start of the step)."""
         share, found = self.bucket / max(self.held.values()), []
         head, embed = self._fraction(self.head), self._fraction(self.embed)
         if head:
@@ -155,7 +180,17 @@ def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, c
     loads.segments = [segment for segment in loads.segments if segment.elements]  # adapters leave some with nothing
     for segment in loads.segments:
         _price_segment(segment, classes, stages, links)
+        segment.runs = _bucket_runs(segment, min(stages[at].tp for at in segment.held), costs)
     return loads
+
+
+def _bucket_runs(segment: SyncSegment, tp: int, costs: CostModel) -> tuple[BucketRun, ...]:
+    """``tp``: the least degree of its TP groups, whose ranks hold most."""
+    if segment.buckets > SINGLE:
+        return (BucketRun(segment.buckets),)
+    rows = costs.memory.bucket_rows(tp, segment.layers, segment.embed > 0, segment.head > 0)
+    total = sum(elements for elements, _, _ in rows)
+    return tuple(BucketRun(1, elements / total, layers, embed) for elements, layers, embed in rows)
 
 
 def _price_segment(
@@ -187,9 +222,11 @@ def _price_segment(
         most[g], count[g] = max(most[g], one[c]), count[g] + classes.count[c] + (one[c] < n)
     groups = sorted(units)
     message = 0.0
-    largest = max(stages[at].share for at in segment.held)
     for at, held in segment.held.items():
         tp = stages[at].tp
+        # Most of what a rank holds that one other rank owns.
+        owners = [stages[b] for b in segment.held if b != at or classes.units[at] > 1]
+        largest = held * max((b.share * min(tp, b.tp) for b in owners), default=0) / segment.total
         for c, mine in classes.nodes[at].items():
             g = classes.group[c]
             inside, others_inside = nodes[c], inside_units[c] - 1
@@ -201,7 +238,7 @@ def _price_segment(
                 given = (inside - tp * stages[at].share) / segment.total
                 own = held * max(given * near.out, segment.share[at] * others_inside * near.into)
                 segment.ports[*at, 0] = max(segment.ports.get((*at, 0), 0.0), own)
-                segment.link = max(segment.link, held * largest / segment.total * near.pair)
+                segment.link = max(segment.link, largest * near.pair)
                 segment.latency, message = max(segment.latency, near.alpha), max(message, near.message)
             out = into = 0.0
             for h in groups:
@@ -213,28 +250,11 @@ def _price_segment(
                 out, into = out + others / segment.total * way.out, into + copies * segment.share[at] * back.into
                 if h != g or count[g] > 1:
                     between = mine * here(at, g) * held / segment.total * most[h] * max(way.link, back.link)
-                    pair = held * largest / segment.total * max(way.pair, back.pair)
-                    segment.link = max(segment.link, between, pair)
+                    segment.link = max(segment.link, between, largest * max(way.pair, back.pair))
                 segment.latency, message = max(segment.latency, way.alpha), max(message, way.message)
             if out:
                 segment.ports[(c,)] = segment.ports.get((c,), 0.0) + mine * here(at, g) * held * max(out, into)
     segment.latency += (segment.ranks - 1) * message
-
-
-def host_seconds(
-    segment: SyncSegment, at: StageId, costs: CostModel, chip: str, item: float, gather: bool
-) -> tuple[float, float]:
-    """(before, after): seconds that a rank's host spends on a segment before and after it travels, as in
-    :meth:`GradSync.host_seconds`."""
-    rates, held = costs.chip_rates(chip), segment.held[at]
-    given, taken = held * (1 - segment.share[at]) * item, held * segment.share[at] * (segment.copies - 1) * item
-    fixed, own = rates.exchange_seconds * segment.buckets, held * segment.share[at] * item
-    dense = segment.ranks == segment.copies  # without TP all ranks hold the same elements
-    if gather:
-        packed, unpacked = back_copies(given, taken, dense, segment.ranks)
-        return packed * rates.pack + fixed, unpacked * rates.unpack + fixed
-    begin = own * (rates.add if segment.copies > 1 else rates.pack)
-    return (0.0 if dense else given) * rates.pack + fixed, taken * rates.add + begin + fixed * segment.ranks
 
 
 @dataclass(frozen=True)
@@ -276,30 +296,31 @@ def sync_ends(
         times: the last backwards for gradient reduction; None: all-gather of updated parameters.
     """
     run = _SyncRun(costs, chips, idle, item, times)
-    queues: dict[StageId, list[int]] = defaultdict(list)  # segments of each stage that did not start, last one first
-    for number in range(len(loads.segments) - 1, -1, -1):
-        for at in loads.segments[number].held:
+    events = [(segment, bucket) for segment in loads.segments for bucket in segment.runs]
+    queues: dict[StageId, list[int]] = defaultdict(list)  # events of each stage that did not start, last one first
+    for number in range(len(events) - 1, -1, -1):
+        for at in events[number][0].held:
             queues[at].append(number)
     heap: list[tuple[float, int, list[tuple[float, float]], dict[StageId, float]]] = []
 
     def launch(candidates: Iterable[int]) -> None:
         for number in candidates:
-            segment = loads.segments[number]
+            segment, bucket = events[number]
             if all(queues[at][-1] == number for at in segment.held):
-                releases, afters = run.releases(segment)
-                heapq.heappush(heap, (run.ready(segment, releases), number, releases, afters))
+                releases, afters = run.releases(segment, bucket)
+                heapq.heappush(heap, (run.ready(segment, bucket, releases), number, releases, afters))
 
     launch(dict.fromkeys(queue[-1] for queue in queues.values()))
     while heap:
         _, number, releases, afters = heapq.heappop(heap)
-        segment = loads.segments[number]
-        run.travel(segment, releases, afters)
+        segment, bucket = events[number]
+        run.travel(segment, bucket, releases, afters)
         launch(dict.fromkeys(queues[at][-1] for at in segment.held if queues[at].pop() == number and queues[at]))
     return {at: host.finish(idle[at]) for at, host in run.hosts.items()}
 
 
 class _SyncRun:
-    """State of :func:`sync_ends`. Releases: (fraction of a segment, when it and what comes before it is packed, in
+    """State of :func:`sync_ends`. Releases: (fraction of what travels, when it and what comes before it is packed, in
     seconds), in the order of time."""
 
     def __init__(
@@ -310,24 +331,35 @@ class _SyncRun:
         item: float,
         times: Mapping[StageId, LastBackward] | None,
     ) -> None:
-        self.costs, self.chips, self.idle, self.item, self.times = costs, chips, idle, item, times
+        self.costs, self.idle, self.item, self.times = costs, idle, item, times
         self.hosts = {at: RankHost() for at in idle}
-        self.free: dict[object, float] = {}  # when ports, and stages, are free for the next segment (s)
+        self.rates = {at: costs.chip_rates(chip).host for at, chip in chips.items()}
+        self.free: dict[object, float] = {}  # when ports, and stages, are free for the next event (s)
 
-    def host_seconds(self, segment: SyncSegment, at: StageId) -> tuple[float, float]:
+    def host_seconds(self, segment: SyncSegment, bucket: BucketRun, at: StageId) -> tuple[float, float]:
+        """(before, after) that it travels, on a rank's host."""
         if not self.costs.options.sharded:
             return 0.0, 0.0
-        return host_seconds(segment, at, self.costs, self.chips[at], self.item, self.times is None)
+        pack, add, unpack, exchange = self.rates[at]
+        held = segment.held[at] * bucket.fraction
+        owned = held * segment.share[at]
+        return exchange_host_seconds(
+            HostRates(pack, add, unpack, exchange * bucket.count), held - owned, owned * (segment.copies - 1), owned,
+            segment.copies == 1, segment.ranks == segment.copies, segment.ranks, self.item, self.times is None,
+        )  # fmt: skip
 
-    def releases(self, segment: SyncSegment) -> tuple[list[tuple[float, float]], dict[StageId, float]]:
-        """(releases of a segment that starts, by stage the host's seconds after it has travelled)."""
-        share = 1 / segment.buckets
+    def releases(
+        self, segment: SyncSegment, bucket: BucketRun
+    ) -> tuple[list[tuple[float, float]], dict[StageId, float]]:
+        """(releases of what starts, by stage the host's seconds after it has travelled)."""
+        share = 1 / bucket.count
         found: Sequence[tuple[float, Mapping[StageId, float]]] = [(1.0, self.idle)]
         if self.times is not None and self.costs.options.overlap:
-            found = segment.releases(self.times)
+            single = bucket.count == 1
+            found = [(1.0, segment.complete(bucket, self.times))] if single else segment.releases(self.times)
         packed, afters = [0.0] * len(found), dict[StageId, float]()
         for at in segment.held:
-            pack, after = self.host_seconds(segment, at)
+            pack, after = self.host_seconds(segment, bucket, at)
             afters[at], last = after, found[-1][1][at]
             late = self.hosts[at].send(last, pack) - last
             for i, (left, when) in enumerate(found):
@@ -336,15 +368,19 @@ class _SyncRun:
                 packed[i] = max(packed[i], when[at] + late + summed - pack * max(0.0, left - share))
         return [(left, seconds) for (left, _), seconds in zip(found, packed)], afters
 
-    def ready(self, segment: SyncSegment, releases: list[tuple[float, float]]) -> float:
+    def ready(self, segment: SyncSegment, bucket: BucketRun, releases: list[tuple[float, float]]) -> float:
         """When its ranks can send the first bucket (s)."""
         return max(releases[0][1], *(self.free.get(at, 0.0) for at in segment.held))
 
     def travel(
-        self, segment: SyncSegment, releases: list[tuple[float, float]], afters: Mapping[StageId, float]
+        self,
+        segment: SyncSegment,
+        bucket: BucketRun,
+        releases: list[tuple[float, float]],
+        afters: Mapping[StageId, float],
     ) -> None:
-        item, share, free = self.item, 1 / segment.buckets, self.free
-        begin = max([self.ready(segment, releases), *(free.get(port, 0.0) for port in segment.ports)])
+        item, share, free = self.item * bucket.fraction, 1 / bucket.count, self.free
+        begin = max([self.ready(segment, bucket, releases), *(free.get(port, 0.0) for port in segment.ports)])
 
         def end_of(seconds: float) -> float:
             """When something is done that takes so many seconds per byte of an element."""
@@ -354,9 +390,15 @@ class _SyncRun:
         for port, seconds in segment.ports.items():
             free[port] = end_of(seconds)
             end = max(end, free[port])
+        end += segment.latency
+        if bucket.count == 1:
+            for at, after in afters.items():
+                self.hosts[at].under_way.append((end, after))
+            return
         # At most IN_FLIGHT buckets travel at once, so the latency and the host's time are paid once per IN_FLIGHT ones.
-        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-segment.buckets // IN_FLIGHT)
-        end = max(end + segment.latency, begin + rows * (segment.latency + (each + max(afters.values())) * share))
+        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-bucket.count // IN_FLIGHT)
+        slowest = max(afters.values()) * share
+        end = max(end, begin + rows * (segment.latency + each * share + slowest) - slowest)
         # A rank sends its next segment's first bucket when all but this one's last are done.
         free |= dict.fromkeys(segment.held, end - each * segment.trailing)
         last = segment.last_bucket

@@ -130,7 +130,7 @@ class ProgramInputs:
             inside = (holders <= group.per_node) | math.isinf(far)
             port = np.maximum(port, np.where(inside, near if math.isfinite(near) else 0.0, far * group.per_node))
             latency = np.maximum(latency, np.where(inside, soon if math.isfinite(soon) else 0.0, late))
-            message = max(message, costs.chip_rates(group.chip).message_seconds)
+            message = max(message, costs.links.least_message(group.home))
         each = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
         return held * costs.wide * port + each, held * costs.item * port + each
 

@@ -133,6 +133,18 @@ class StageSequences:
         return found
 
     @cached_method
+    def _messages(self, size: int) -> Floats:
+        """[options, options, sender and receiver] seconds of a stage's hosts for the messages of a micro-batch, forward
+        and backward, over a boundary, beyond what stage tables count."""
+        options, tables, groups = self._options(size), self.tables, self.inputs.pool.groups
+        counted = [tables.links.least_message(groups[x.group].home) for x in options]
+        found = np.zeros((len(options), len(options), 2))
+        for (i, a), (j, b) in itertools.product(enumerate(options), repeat=2):
+            sent, received = tables.message_seconds(a, b, tables.likely_same_node(a, b))
+            found[i, j] = 2 * (sent - counted[i]), 2 * (received - counted[j])
+        return found
+
+    @cached_method
     def _reduction(self, size: int, pipelines: int, embed: bool, head: bool) -> Floats:
         """[options, layers, near and far, reducing and spreading] seconds, as :meth:`ProgramInputs.sync_seconds`;
         affine in the layers. Near: if the holders of a stage are in one node where so many fit."""
@@ -153,12 +165,16 @@ class StageSequences:
         part = share * np.full(len(rows.options), self.inputs.batch / size)
         count = np.maximum(1.0, part)
         last, every = rows.options.shape[1] - 1, np.arange(len(count))
-        tables, links = [], np.zeros((len(count), last, 2))
+        tables, links, messages = list[Floats](), *(np.zeros((len(count), last, 2)) for _ in range(2))
         for s in range(last + 1):
             alive = np.minimum(last + 1 - s, np.ceil(count)).astype(np.int64)
             tables.append(self._seconds(size, pipelines, s == 0, s == last)[rows.options[:, s], alive - 1])
             if s < last:
-                links[:, s] = self._links(size)[rows.options[:, s], rows.options[:, s + 1]]
+                pair = rows.options[:, s], rows.options[:, s + 1]
+                links[:, s], messages[:, s] = self._links(size)[pair], self._messages(size)[pair]
+        for s in range(last):
+            tables[s] += messages[:, s, :1]
+            tables[s + 1] += messages[:, s, 1:]
         split = self._divided(tables, links.sum(axis=2), count)
         times = np.stack([table[every, split[:, s]] for s, table in enumerate(tables)], axis=1)
         seconds = closed_forms_of_each(times, links.sum(axis=2), count, round_trips=True)

@@ -363,6 +363,11 @@ class CostModel:
             seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
         return seconds + self.chip_rates(home.chip).step_seconds
 
+    def first_backward_saved(self, chip: str, held: float) -> float:
+        """Seconds by which a step's first backward is shorter on a rank that holds so many trained elements: it writes
+        gradients, the others add to them."""
+        return held * self.item * self.chip_rates(chip).accumulate_beta
+
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """Memory of the stage's worst rank.
 
