@@ -30,7 +30,7 @@ from public_data import (
     with_optimizer_rate,
 )
 
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.rates import Rates, load_rates
 from hetero_megatron.predictor.measured_runs import MeasuredRun
 from hetero_megatron.predictor.rate_fitting import fit_rates, format_fit, predict_runs

@@ -22,11 +22,10 @@ import torch.distributed as dist
 
 from hetero_megatron.cluster import BRIDGE_STRIPES
 from hetero_megatron.comm.bridge import Bridge, Copies
-from hetero_megatron.comm.connectivity import Reach, explain
+from hetero_megatron.comm.connectivity import Reach, Sockets, explain
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks, Work
 from hetero_megatron.comm.islands import Islands
-from hetero_megatron.comm.sockets import Sockets
 from hetero_megatron.comm.watchdog import TransferWatch
 from hetero_megatron.comm.work import CommError, Handle, Waiter, Works, in_time, within
 from hetero_megatron.environment.launcher import LauncherEnvironment

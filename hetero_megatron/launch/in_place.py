@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hetero_megatron.comm.epochs import Epoch, EpochStore
-from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, Planner, left_without, say_code
 from hetero_megatron.monitoring.record import add_event

@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hetero_megatron.plans.canonical import SCHEDULES, Interval, Pipeline, Plan, Stage, Unit
-from hetero_megatron.plans.capabilities import TABLE, used_features
-from hetero_megatron.plans.fields import Source
-from hetero_megatron.plans.fit_checks import (
-    chips_have_the_dtype,
-    chips_match_the_cluster,
-    experts_are_held,
-    ranks_fit_the_cluster,
-    sequence_fits_the_model,
-    stages,
-    weights_can_be_split,
-)
+from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Stage, Unit
+from hetero_megatron.plans.capabilities import features_are_supported
+from hetero_megatron.plans.experts import experts_are_held
+from hetero_megatron.plans.fields import Source, stages
+from hetero_megatron.plans.shares import weights_can_be_split
 from hetero_megatron.plans.weights import weights_can_be_sharded
 from hetero_megatron.schedule.generators import CHUNKED
 from hetero_megatron.utils.text import plural
@@ -331,13 +324,51 @@ def step_is_short_enough(plan: Plan, source: Source) -> None:
             )
 
 
-def features_are_supported(plan: Plan, source: Source) -> None:
-    if plan.schedule not in SCHEDULES:
-        raise source.error("unknown schedule", "schedule", plan.schedule, "one of " + ", ".join(SCHEDULES))
-    for feature, path, value in used_features(plan):
-        capability = TABLE[feature]
-        if not capability.supported:
-            raise source.error(f"this version cannot run {capability.what}", path, value, capability.instead)
+def sequence_fits_the_model(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    if plan.seq_length > spec.max_position_embeddings:
+        raise source.error(
+            f"the model has {plural(spec.max_position_embeddings, 'position')}",
+            "seq_length",
+            plan.seq_length,
+            f"at most {spec.max_position_embeddings}",
+        )
+
+
+def ranks_fit_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
+    if plan.ranks[-1] >= cluster.world_size:
+        path = next(path for path, _, stage in stages(plan) if plan.ranks[-1] in stage.ranks)
+        raise source.error(
+            f"the cluster {cluster.file or ''} has {plural(cluster.world_size, 'rank')}".replace("  ", " "),
+            f"{path}.ranks",
+            plan.ranks[-1],
+            f"ranks 0 to {cluster.world_size - 1}",
+        )
+
+
+def chips_match_the_cluster(plan: Plan, cluster: Cluster, source: Source) -> None:
+    for path, _, stage in stages(plan):
+        for rank in stage.ranks:
+            there = cluster.ranks[rank]
+            if stage.chip is not None and stage.chip != there.chip:
+                raise source.error(
+                    f"rank {rank} is a {there.chip} (node {there.node})",
+                    f"{path}.chip",
+                    stage.chip,
+                    there.chip,
+                )
+
+
+def chips_have_the_dtype(plan: Plan, cluster: Cluster, dtype: str | None, source: Source) -> None:
+    for path, _, stage in stages(plan):
+        for rank in stage.ranks:
+            chip = cluster.chips[cluster.ranks[rank].chip]
+            if dtype is not None and dtype not in chip.dtypes:
+                raise source.error(
+                    f"rank {rank} is a {chip.name}, which has no {dtype}",
+                    f"{path}.ranks",
+                    rank,
+                    f"one of {', '.join(chip.dtypes)}",
+                )
 
 
 def idle_ranks(plan: Plan, cluster: Cluster) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ import numpy as np
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, scaled_rows
 from hetero_megatron.predictor.cost.rates_document import as_document, link_document
 from hetero_megatron.predictor.measured_runs import MeasuredRun

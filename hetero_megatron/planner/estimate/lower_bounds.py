@@ -8,14 +8,15 @@ gradient reduction, optimizer, all-gather of parameters.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form
+from hetero_megatron.planner.estimate.sync_segments import LinkTable
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 from hetero_megatron.utils.cached_method import cached_by
 
@@ -105,3 +106,24 @@ def exposed(reduce: float, backward: float, layers: int) -> float:
     """Seconds of a gradient reduction that are not hidden behind the stage's last backward: a layer's gradients travel
     during the backward of the layers before it, those of the first layer cannot."""
     return max(reduce - backward, reduce / max(1, layers))
+
+ASSUMPTIONS = (
+    "all plans; only products of layers and attention take time, at each chip's best rate",
+    "rates as given, chips steady (no jitter)",
+)
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """No plan has a shorter step than ``seconds``; ``method``: what it is computed from, "work"."""
+
+    seconds: float
+    method: str = "work"
+
+    def reached(self, step_seconds: float) -> float:
+        """Share of the tokens per second of the bound that a plan reaches, at most 1."""
+        return min(1.0, self.seconds / step_seconds)
+
+    def gap(self, step_seconds: float) -> float:
+        """Optimality gap of a plan: ``step_seconds / seconds - 1`` (inf without a bound)."""
+        return step_seconds / self.seconds - 1 if self.seconds > 0 else math.inf

@@ -23,7 +23,8 @@ from hetero_megatron.planner.template.plan_template import (
 )
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import NUMBERS
 from hetero_megatron.predictor.simulate.grad_sync import GradSync
 from hetero_megatron.predictor.simulate.stage_cost import PreparedPlan
