@@ -122,26 +122,31 @@ class StageSequences:
         rows = np.stack([np.maximum.accumulate(self.tables.table(kind, depth).seconds, axis=1) for kind in kinds])
         return np.concatenate([rows, np.full((*rows.shape[:2], 1), np.inf)], axis=2)
 
+    def _neighbours(self, size: int) -> Iterator[tuple[tuple[int, int], StageTemplate, StageTemplate, bool]]:
+        """(indices of two options, the options, whether they are likely in one node) of those that there are chips for
+        together."""
+        tables, counts = self.tables, self.inputs.counts
+        for (i, a), (j, b) in itertools.product(enumerate(self._options(size)), repeat=2):
+            if a.group != b.group or a.chips + b.chips <= counts[a.group]:
+                yield (i, j), a, b, tables.likely_same_node(a, b)
+
     @cached_method
     def _links(self, size: int) -> Floats:
         """[options, options, there and back] seconds of a transfer; 0 between stages with more chips than there are."""
-        options, tables, counts = self._options(size), self.tables, self.inputs.counts
-        found = np.zeros((len(options), len(options), 2))
-        for (i, a), (j, b) in itertools.product(enumerate(options), repeat=2):
-            if a.group != b.group or a.chips + b.chips <= counts[a.group]:
-                found[i, j] = tables.boundary(a, b, size, tables.likely_same_node(a, b))
+        found = np.zeros((len(self._options(size)), len(self._options(size)), 2))
+        for at, a, b, near in self._neighbours(size):
+            found[at] = self.tables.boundary(a, b, size, near)
         return found
 
     @cached_method
     def _messages(self, size: int) -> Floats:
         """[options, options, sender and receiver] seconds of a stage's hosts for the messages of a micro-batch, forward
         and backward, over a boundary, beyond what stage tables count."""
-        options, tables, groups = self._options(size), self.tables, self.inputs.pool.groups
-        counted = [tables.links.least_message(groups[x.group].home) for x in options]
-        found = np.zeros((len(options), len(options), 2))
-        for (i, a), (j, b) in itertools.product(enumerate(options), repeat=2):
-            sent, received = tables.message_seconds(a, b, tables.likely_same_node(a, b))
-            found[i, j] = 2 * (sent - counted[i]), 2 * (received - counted[j])
+        found = np.zeros((len(self._options(size)), len(self._options(size)), 2))
+        least = [self.tables.links.least_message(group.home) for group in self.inputs.pool.groups]
+        for at, a, b, near in self._neighbours(size):
+            sent, received = self.tables.message_seconds(a, b, near)
+            found[at] = 2 * (sent - least[a.group]), 2 * (received - least[b.group])
         return found
 
     @cached_method
