@@ -131,13 +131,12 @@ def main(argv: Sequence[str]) -> int:
         opened = partial(_open_job, setup=setup, words=words, scratch=scratch)
         address = options.get("--address")
         least = _number(options, "--least-speed", 0.5)
-        job_file = scratch / JOB_FILE
         try:
             return InPlaceSupervisor(
                 setup, start, planner, int(restarts), grace, scratch, log, opened, address, least
             ).run()
         finally:
-            job_file.unlink(missing_ok=True)
+            (scratch / JOB_FILE).unlink(missing_ok=True)
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     replans = int(_number(options, "--max-replans", 2))
     if replanner is not None and not replans:
