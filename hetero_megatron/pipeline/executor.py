@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hetero_megatron.comm import Comm, Handle
+from hetero_megatron.comm import Comm, Work
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.pipeline.boundary import Receive
@@ -30,8 +30,8 @@ class Live:
     grads: dict[Key, torch.Tensor] = field(default_factory=dict)
     products: dict[Key, deque[Product]] = field(default_factory=dict)  # between B_INPUT and W
     receives: dict[Action, Receive] = field(default_factory=dict)
-    sends: dict[Key, list[Handle]] = field(default_factory=dict)
-    old_sends: deque[list[Handle]] = field(default_factory=deque)
+    sends: dict[Key, list[Work]] = field(default_factory=dict)
+    old_sends: deque[list[Work]] = field(default_factory=deque)
 
 
 class PipelineExecutor:
@@ -263,7 +263,7 @@ class PipelineExecutor:
         self._keep(to.send(_gradient(x), True, self._tag(action, True, work)), live)
 
     @staticmethod
-    def _keep(handles: list[Handle], live: Live) -> None:
+    def _keep(handles: list[Work], live: Live) -> None:
         live.old_sends.append(handles)
         if len(live.old_sends) > SEND_LAG:
             _wait(live.old_sends.popleft())
@@ -288,6 +288,6 @@ def _gradient(x: torch.Tensor) -> torch.Tensor:
     return x.grad if x.grad is not None else torch.zeros_like(x)
 
 
-def _wait(handles: list[Handle]) -> None:
+def _wait(handles: list[Work]) -> None:
     for handle in handles:
         handle.wait()

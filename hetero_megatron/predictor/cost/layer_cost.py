@@ -27,7 +27,7 @@ from hetero_megatron.utils.cached_method import cached_method
 TP_COLLECTIVES = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
 
 
-def swaps(model: ModelSpec, load: ExpertLoad | None) -> float:
+def tp_collectives(model: ModelSpec, load: ExpertLoad | None) -> float:
     """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
     if model.moe is None or load is None:
         return TP_COLLECTIVES
@@ -168,28 +168,29 @@ class CostModel:
     def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:
         """Of a rank of an equal TP group on nodes of the group ``home``."""
         link = self.tp_link(self.cluster.groups[home], tp) if tp > 1 else None
-        swap = self.tp_exchange_seconds(tp, rows, link)
+        collective = self.tp_exchange_seconds(tp, rows, link)
         posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
         routed = self._routed_seconds(tp, rows, link, posting)
         operators = self.operators(chip, fp8)
-        return self.unit_seconds(operators, 1 / tp, rows, swap, recompute, posting, routed=routed)
+        return self.unit_seconds(operators, 1 / tp, rows, collective, recompute, posting, routed=routed)
 
     def unit_seconds(
-        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0,
-        load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0), chunked: bool | None = None,
+        self, operators: Operators, share: float, rows: int, collective: float, recompute: str = "none",
+        posting: float = 0.0, load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
+        chunked: bool | None = None,
     ) -> UnitSeconds:  # fmt: skip
         """Times of one rank of a TP group.
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
-            swap: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
+            collective: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
             load: of routed experts, None: of a plain TP group; routed: (forward, backward) seconds of exchanging
                 tokens in a layer that is a mixture of experts.
         """
         length = self.seq_length
-        forward, backward = operators.exchange(share, rows, length, swap)
+        forward, backward = operators.exchange(share, rows, length, collective)
         usual = load or operators.plain(share, rows * length)
-        count, moe = swaps(self.model, usual), usual.layers if usual is not None else 0.0
+        count, moe = tp_collectives(self.model, usual), usual.layers if usual is not None else 0.0
         exchanged = count * forward + moe * routed[0], count * backward + moe * routed[1]
         layer = operators.layer(share, rows, length, exchanged, count * posting, load)
         experts = operators.experts(usual) if usual is not None and rows else (0.0, 0.0)
