@@ -30,9 +30,10 @@ from public_data import (
     with_optimizer_rate,
 )
 
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.rates import Rates, load_rates
-from hetero_megatron.predictor.rate_fitting import MeasuredRun, fit_rates, format_fit, predict_runs
+from hetero_megatron.predictor.measured_runs import MeasuredRun
+from hetero_megatron.predictor.rate_fitting import fit_rates, format_fit, predict_runs
 from hetero_megatron.schedule import generate, in_flight
 from hetero_megatron.spec import load_model
 

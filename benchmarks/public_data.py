@@ -17,10 +17,10 @@ from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES
 from hetero_megatron.predictor.cost.rates import Rates, load_rates, model_fingerprint
-from hetero_megatron.predictor.rate_fitting import MeasuredRun
+from hetero_megatron.predictor.measured_runs import MeasuredRun
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.presets import gpt
 

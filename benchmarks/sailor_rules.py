@@ -20,7 +20,8 @@ from hetero_megatron.planner.estimate.template_score import TemplateScore, Templ
 from hetero_megatron.planner.template.device_pool import make_pool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, in_flight
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkPrice
 from hetero_megatron.predictor.cost.rates import ChipRates, LayerRow, LinkRates, Rates, model_fingerprint
 from hetero_megatron.spec import ModelSpec

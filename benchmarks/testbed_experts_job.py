@@ -27,7 +27,7 @@ from hetero_megatron.planner.search.uniform import top_uniform_plans
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.dump import to_dict
 from hetero_megatron.plans.routing import Routing
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, logical_tensors, tensor_box, whole_share
 

@@ -11,7 +11,8 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.search.schedule_search import adapted, interleaved
 from hetero_megatron.plans import Plan, plan_from_dict, validate
 from hetero_megatron.plans.dump import to_dict
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec
 

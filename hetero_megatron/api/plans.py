@@ -19,7 +19,8 @@ from hetero_megatron.plans.memory.of_plan import MemoryBytes as Memory
 from hetero_megatron.plans.memory.of_plan import estimate_memory, moments_of, with_communicators
 from hetero_megatron.plans.program import format_step
 from hetero_megatron.plans.routing import routing_of
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.report.prediction import Question, as_json, format_prediction, format_question, question
 from hetero_megatron.predictor.report.prediction_page import html_page
 from hetero_megatron.predictor.report.timeline import format_timeline, perfetto_trace

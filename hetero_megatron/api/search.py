@@ -26,7 +26,7 @@ from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
 from hetero_megatron.plans.routing import routing_of
 from hetero_megatron.plans.runtimes.table import RUNTIMES, written
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.utils.text import format_seconds
 
 Progress = Callable[[str], None]

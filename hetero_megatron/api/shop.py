@@ -16,7 +16,7 @@ from hetero_megatron.planner.report.shop import shop as search_sets
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.memory.of_plan import moments_of
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from hetero_megatron.calibration.layers import Job
 from hetero_megatron.calibration.measure import LEAST, repeated, robust_fit
 from hetero_megatron.comm import Group
-from hetero_megatron.comm.work import Handle
+from hetero_megatron.comm.work import Work
 from hetero_megatron.model.moe import Experts
 from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.gemm import WeightKernel
@@ -113,14 +113,14 @@ def _add(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, product: Weight
 class _Mirror(Group):
     """Ranks that send what they get: this one is all of them. Transfers are no work of the chip."""
 
-    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Handle:
+    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Work:
         clock = self.comm.clock
         clock.pause()
         for a, b in zip(send, receive, strict=True):
             if a is not b:
                 _copy(a, b)
         clock.resume()
-        return Handle(self.comm, None, None, (), send)
+        return Work(self.comm, None, None, (), send)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

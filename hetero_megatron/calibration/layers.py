@@ -94,7 +94,7 @@ class StageTimes:
         return len(self.ranks), self.micro_batch_size
 
     @property
-    def swaps(self) -> int:
+    def tp_collectives(self) -> int:
         """Exchanges with the TP group, each way."""
         layers, *ends = self.parts
         return TP_COLLECTIVES * layers + sum(ends) if len(self.ranks) > 1 else 0

@@ -64,9 +64,9 @@ def _measure(comm: Comm, a: int, b: int, tag: int, same_node: bool) -> LinkRates
     (small, _), (big, spread) = message(FIRST, REPEATS), message(large, REPEATS)
     alpha, beta = _line(FIRST, small - back, large, big - back)
     # TP groups exchange little at a time, so its time at nothing matters: it is measured, not extrapolated.
-    swap = _line(SMALL, exchange(SMALL, PINGS), large, exchange(large, REPEATS))
+    collective = _line(SMALL, exchange(SMALL, PINGS), large, exchange(large, REPEATS))
     posting, _ = repeated(lambda: [_posting(comm, a, b, tag + 2)], PINGS)[0]
-    return LinkRates(max(alpha, back), beta, posting, swap, same_node, True, swap, spread=spread)
+    return LinkRates(max(alpha, back), beta, posting, collective, same_node, True, collective, spread=spread)
 
 
 def _line(low: int, seconds: float, high: int, more: float) -> tuple[float, float]:

@@ -152,10 +152,10 @@ def _stage_rates(
     rates["split_seconds"] = put_off if put_off > LEAST else 0.0
     for (tp, rows), parts in by_key.items():
         parts |= {f"split_{table}": split[tp, rows][table] for table in ("layers", "head")}
-        if swapped := [o for o in seen if o.swaps and o.key == (tp, rows)]:
-            links = median(network.tp_exchange(o.ranks, rows * size)[0] for o in swapped)
-            counts = [[float(o.swaps)] for o in swapped]
-            ways = [robust_fit(counts, [max(o.waited[i], 0.0) for o in swapped], relative=False) for i in (0, 1)]
+        if exchanged := [o for o in seen if o.tp_collectives and o.key == (tp, rows)]:
+            links = median(network.tp_exchange(o.ranks, rows * size)[0] for o in exchanged)
+            counts = [[float(o.tp_collectives)] for o in exchanged]
+            ways = [robust_fit(counts, [max(o.waited[i], 0.0) for o in exchanged], relative=False) for i in (0, 1)]
             parts["waiting"] = (ways[0][0][0] - links, ways[1][0][0] - links)  # beyond what links explain
             spread["waiting"] = max(spread.get("waiting", 0.0), *(varied for _, varied in ways))
         for table, seconds in parts.items():

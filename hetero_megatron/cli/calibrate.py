@@ -148,7 +148,8 @@ def _read_rates(file: str) -> dict[str, Any]:
 
 def _fit(cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any]) -> dict[str, Any]:
     """``rates`` with those that measured runs determine."""
-    from hetero_megatron.predictor.rate_fitting import fit_rates, format_fit, rates_section, read_runs
+    from hetero_megatron.predictor.measured_runs import read_runs
+    from hetero_megatron.predictor.rate_fitting import fit_rates, format_fit, rates_section
 
     if options.model is not None:
         raise UserError("the CSV file names the models", field="--model", value=options.model, accepted="no --model")

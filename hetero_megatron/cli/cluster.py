@@ -15,7 +15,7 @@ import yaml
 from hetero_megatron.cli.arguments import ArgumentParser, seconds
 from hetero_megatron.cli.output import check_writable, write_text
 from hetero_megatron.cluster import Cluster
-from hetero_megatron.cluster.cluster import cluster_from_dict
+from hetero_megatron.cluster.cluster_file import cluster_from_dict
 from hetero_megatron.cluster.hosts import LAUNCH_WORDS, LaunchSettings
 from hetero_megatron.cluster.units import HOST
 from hetero_megatron.errors import UserError, printable

@@ -28,7 +28,7 @@ from hetero_megatron.cli.flags.plan import build_plan, take_defaults
 from hetero_megatron.cli.flags.training import build_checkpoint, build_elastic, build_failure, build_graphs
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, build_datasets, reads_text, refuse_bytes
-from hetero_megatron.data.tokenizers import choose_type
+from hetero_megatron.data.config import choose_type
 from hetero_megatron.environment.launcher import LauncherEnvironment, read_launcher
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan

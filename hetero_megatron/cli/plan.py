@@ -26,7 +26,7 @@ from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.plans.runtimes.table import RUNTIMES
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.outputs import try_folder

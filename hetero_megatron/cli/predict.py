@@ -16,7 +16,7 @@ from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.made_for import made_for_of
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
 from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document

@@ -24,20 +24,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hetero_megatron.cli.arguments import ArgumentParser, count
+from hetero_megatron.data.config import TOKENIZER_TYPES, build_tokenizer, choose_type
 from hetero_megatron.data.corpus import Corpus, find_corpus
 from hetero_megatron.data.guard import UNLIMITED, CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, token_dtype
 from hetero_megatron.data.sources.jsonl import read_objects, text_of
-from hetero_megatron.data.tokenizers import (
-    TOKENIZER_TYPES,
-    Tokenizer,
-    build_tokenizer,
-    choose_type,
-    is_foreign,
-    required_eod,
-    too_costly,
-    with_end,
-)
+from hetero_megatron.data.tokenizers import Tokenizer, is_foreign, required_eod, too_costly, with_end
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.outputs import try_folder
 from hetero_megatron.utils.text import format_seconds, plural, word

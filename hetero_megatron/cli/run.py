@@ -5,19 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hetero_megatron.cli.arguments import beyond, read_number, refuse_empty
-from hetero_megatron.cli.run_join import join
+from hetero_megatron.cli.run_elastic import Limits, join, run_elastic
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.hosts import read_cluster_document
-from hetero_megatron.environment.launcher import SUPERVISED, gloo_towards, refuse_copies
+from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
 from hetero_megatron.errors import UserError
-from hetero_megatron.launch.jobs import LocalJob, Seat, Setup, SupervisedJob, TestbedJob
+from hetero_megatron.launch.jobs import Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
 from hetero_megatron.monitoring.record import expectation
 from hetero_megatron.monitoring.stragglers import diagnoses_at
@@ -123,25 +122,10 @@ def main(argv: Sequence[str]) -> int:
     restarts, grace = _number(options, "--max-restarts", 3), _number(options, "--grace", 30)
     planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
     if elastic:
-        from hetero_megatron.launch.in_place import InPlaceSupervisor
-        from hetero_megatron.launch.joining import JOB_FILE
-
-        diagnoses = diagnoses_at(scratch, 0)
-        start = lambda host, port: LocalJob(  # noqa: E731
-            setup, words, host, port, 0, diagnoses, more=gloo_towards(host)
-        )
-        if fallbacks:
-            planner = largest_that_fits(words, [setup.plan, *fallbacks])
-        opened = partial(_open_job, setup=setup, words=words, scratch=scratch)
-        address = options.get("--address")
+        planner = largest_that_fits(words, [setup.plan, *fallbacks]) if fallbacks else planner
         least, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
-        job_file = scratch / JOB_FILE
-        try:
-            return InPlaceSupervisor(
-                setup, start, planner, int(restarts), grace, scratch, log, opened, address, least, wait
-            ).run()
-        finally:
-            job_file.unlink(missing_ok=True)
+        limits = Limits(int(restarts), grace, least, wait)
+        return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"))
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     replans = int(_number(options, "--max-replans", 2))
     if replanner is not None and not replans:
@@ -163,15 +147,6 @@ def main(argv: Sequence[str]) -> int:
     return Supervisor(
         setup, words, policy, planner, int(restarts), grace, scratch, log, replanner, replans, launch, watch
     ).run()
-
-
-def _open_job(host: str, port: int, secret: bytes, setup: Setup, words: Sequence[str], scratch: Path) -> None:
-    """Leave what hosts need that join later."""
-    from hetero_megatron.launch.joining import JobFile
-
-    cluster = str(setup.cluster.absolute()) if setup.cluster is not None else ""
-    plan, here = str(setup.plan.absolute()), str(Path.cwd())
-    JobFile(host, port, secret.decode(), plan, cluster, list(words), here).write(scratch)
 
 
 def _elastic(options: dict[str, str]) -> bool:

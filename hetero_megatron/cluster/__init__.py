@@ -10,9 +10,8 @@ from hetero_megatron.cluster.cluster import (
     Link,
     NodeGroup,
     Rank,
-    cluster_from_dict,
-    load_cluster,
 )
+from hetero_megatron.cluster.cluster_file import cluster_from_dict, load_cluster
 from hetero_megatron.cluster.units import format_bytes, format_rate, quantity
 
 __all__ = [

@@ -4,6 +4,6 @@ from hetero_megatron.comm.comm import Comm
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.rendezvous import start_comm, stop_comm, world_group
-from hetero_megatron.comm.work import CommError, Handle
+from hetero_megatron.comm.work import CommError, Work
 
-__all__ = ["Comm", "CommError", "Group", "Handle", "Hooks", "start_comm", "stop_comm", "world_group"]
+__all__ = ["Comm", "CommError", "Group", "Work", "Hooks", "start_comm", "stop_comm", "world_group"]

@@ -1,6 +1,6 @@
 """The communicator of one rank: groups, transfers, their byte counts and waiting times.
 
-``Comm`` is created once per process and passed along. Every wait happens in :meth:`Handle.wait`, which turns a
+``Comm`` is created once per process and passed along. Every wait happens in :meth:`Work.wait`, which turns a
 dead or silent peer into a :class:`CommError` that says who waited for whom in which action.
 """
 
@@ -22,13 +22,12 @@ import torch.distributed as dist
 
 from hetero_megatron.cluster import BRIDGE_STRIPES
 from hetero_megatron.comm.bridge import Bridge, Copies
-from hetero_megatron.comm.connectivity import Reach, explain
+from hetero_megatron.comm.connectivity import Reach, Sockets, explain
 from hetero_megatron.comm.group import Group
-from hetero_megatron.comm.hooks import Hooks, Work
+from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.comm.islands import Islands
-from hetero_megatron.comm.sockets import Sockets
 from hetero_megatron.comm.watchdog import TransferWatch
-from hetero_megatron.comm.work import CommError, Handle, Waiter, Works, in_time, within
+from hetero_megatron.comm.work import CommError, Waiter, Work, Works, in_time, within
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.accelerator import Accelerator
@@ -259,7 +258,7 @@ class Comm:
         self._groups.clear()
         self._background.clear()
 
-    def wait_for(self, work: Work) -> None:
+    def wait_for(self, work: TorchWork) -> None:
         """See :class:`Transport`."""
         if self.sockets is None:
             work.wait()
@@ -282,7 +281,7 @@ class Comm:
         mine = islands.of(self.rank)
         return sum(size for rank, size in self.sent_bytes.items() if islands.of(rank) != mine)
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Send a contiguous tensor, which must not change until the handle is complete."""
         size = tensor.numel() * tensor.element_size()
         self.sent_bytes[dst] += size
@@ -291,24 +290,24 @@ class Comm:
             work = self.start((dst,), lambda: Works(way.isend(tensor, dst, tag)), {dst: size})
         else:
             work = self.start((dst,), lambda: dist.isend(tensor, dst, way, tag), {dst: size})
-        return Handle(self, work, None, (dst,), tensor)
+        return Work(self, work, None, (dst,), tensor)
 
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
         way = self._channel(src, self.rank)
         if isinstance(way, Bridge):
-            work: Work | None = self.start((src,), lambda: Works(way.irecv(tensor, src, tag)))
+            work: TorchWork | None = self.start((src,), lambda: Works(way.irecv(tensor, src, tag)))
         else:
             work = self.start((src,), lambda: dist.irecv(tensor, src, way, tag))
-        return Handle(self, work, tensor, (src,))
+        return Work(self, work, tensor, (src,))
 
     def start(
         self,
         peers: tuple[int, ...],
-        transfer: Callable[[], Work | None],
+        transfer: Callable[[], TorchWork | None],
         sizes: Mapping[int, int] | None = None,
         group: tuple[int, ...] = (),
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Start a transfer. Sends (``sizes``: bytes by peer) go through ``hooks.submit``."""
         self.clock.pause()
         try:

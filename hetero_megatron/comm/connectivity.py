@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import os
 import secrets
 import socket
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 ANSWERS, HANGS, GONE, UNREACHABLE = "answers", "hangs", "is gone", "cannot be reached"
 PATIENCE = 5.0  # seconds for a connection, and for an answer on it: a lost first packet is sent again after 1 and 3 s
@@ -178,3 +180,38 @@ def explain(peers: Sequence[int], reach: Mapping[int, str]) -> str:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Sockets:
+    """Connections of this process that are younger than this object: those of the groups made since, for stores are
+    connected before and nothing else in a rank opens any."""
+
+    def __init__(self) -> None:
+        self._older = _open_sockets()
+
+    def cut(self) -> None:
+        """End all of them, on both sides: transfers that wait fail, and gloo closes what it had open."""
+        for number, name in _open_sockets().items():
+            if self._older.get(number) != name:
+                with suppress(OSError):
+                    _shut(number)
+
+
+def _shut(number: int) -> None:
+    with socket.socket(fileno=os.dup(number)) as one:
+        network = one.family in (socket.AF_INET, socket.AF_INET6)
+        listens = network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if network and not listens:  # gloo ends the process where its listener fails
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> dict[int, str]:
+    found = {}
+    for entry in os.listdir(DESCRIPTORS):
+        with suppress(OSError):  # closed meanwhile
+            name = os.readlink(DESCRIPTORS / entry)
+            if name.startswith("socket:"):
+                found[int(entry)] = name
+    return found

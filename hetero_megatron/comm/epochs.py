@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hetero_megatron.comm.rendezvous import Records, connect_store
+from hetero_megatron.comm.job_store import Records, connect_store
 from hetero_megatron.environment.launcher import LauncherEnvironment
 
 SCOPE = "elastic"

@@ -13,7 +13,7 @@ import torch
 
 from hetero_megatron.comm.comm import Comm
 from hetero_megatron.comm.group import Group, decode, encode
-from hetero_megatron.comm.work import Handle
+from hetero_megatron.comm.work import Work
 
 
 class FakeGroup(Group):
@@ -25,18 +25,18 @@ class FakeGroup(Group):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         into: torch.Tensor | None = None,
-    ) -> Handle:
+    ) -> Work:
         if self.size == 1:
-            return Handle(self.comm, None, send, ())
+            return Work(self.comm, None, send, ())
         assert send.numel() == sum(send_counts), f"{send.numel()} elements for counts {send_counts}"
         assert into is None or into.numel() == sum(recv_counts), f"{into.numel()} elements for counts {recv_counts}"
         self.count(send, send_counts)
         recv = send.new_empty(sum(recv_counts)) if into is None else into
-        return Handle(self.comm, None, recv, (), send)  # alive until waited for, as in earnest
+        return Work(self.comm, None, recv, (), send)  # alive until waited for, as in earnest
 
-    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Handle:
+    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Work:
         self.count(send[0], [x.numel() for x in send])
-        return Handle(self.comm, None, None, (), send)
+        return Work(self.comm, None, None, (), send)
 
     def gather_vectors(self, vector: torch.Tensor) -> torch.Tensor:
         return torch.stack([vector] * self.size)
@@ -54,9 +54,9 @@ class FakeComm(Comm):
     def _create(self, key: tuple[int, ...]) -> Group:
         return FakeGroup(self, key, None)
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         self.sent_bytes[dst] += tensor.numel() * tensor.element_size()
-        return Handle(self, None, None, (), tensor)
+        return Work(self, None, None, (), tensor)
 
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
-        return Handle(self, None, tensor, ())
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        return Work(self, None, tensor, ())

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.bridge import Bridge
-from hetero_megatron.comm.hooks import Work
-from hetero_megatron.comm.work import Handle, MessageWorks, Transport, Works
+from hetero_megatron.comm.hooks import TorchWork
+from hetero_megatron.comm.work import MessageWorks, Transport, Work, Works
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import parse_json
 from hetero_megatron.utils.text import plural
@@ -161,7 +161,7 @@ class Group:
         part = torch.zeros(1, device=self.comm.device)
         parts = [torch.empty_like(part) for _ in self.ranks]
         work = self.comm.start(self._others(), lambda: dist.all_gather(parts, part, group=self._handle, async_op=True))
-        Handle(self.comm, work, None, self._others(), parts).wait()
+        Work(self.comm, work, None, self._others(), parts).wait()
         if self.comm.accelerator is not None:
             self.comm.accelerator.synchronize()
 
@@ -180,7 +180,7 @@ class Group:
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         into: torch.Tensor | None = None,
-    ) -> Handle:
+    ) -> Work:
         """Ragged all-to-all of a flat buffer; the group's ranks must be ascending.
 
         Args:
@@ -192,7 +192,7 @@ class Group:
             A handle whose result is [sum(recv_counts)], parts in group order.
         """
         if self._handle is None:
-            return Handle(self.comm, None, send, ())
+            return Work(self.comm, None, send, ())
         assert list(self.ranks) == sorted(self.ranks), f"parts of a flat buffer are in ascending order: {self.ranks}"
         self.count(send, send_counts)
         recv = send.new_empty(sum(recv_counts)) if into is None else into
@@ -210,36 +210,36 @@ class Group:
             )
 
         work = self.comm.start(self._others(), start, sizes, self.ranks)
-        return Handle(self.comm, work, recv, self._others(), send, collective=True)
+        return Work(self.comm, work, recv, self._others(), send, collective=True)
 
-    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Handle:
+    def exchange(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Work:
         """Send part i to member i and receive its part into ``receive[i]``, without packing.
 
         Parts are contiguous; this rank's own are ignored. In host memory single messages are used, which take half the
         time of gloo's all-to-all (benchmarks/bench_tp.py); on devices one launch.
         """
         if self._handle is None:
-            return Handle(self.comm, None, None, ())
+            return Work(self.comm, None, None, ())
         self.count(send[0], [x.numel() for x in send])
         sizes = {r: x.nbytes for r, x in zip(self.ranks, send, strict=True) if r != self.comm.rank}
         messages = self._bridge is not None or self.comm.device.type == "cpu"
         start = self._messages if messages else self._one_launch
         work = self.comm.start(self._others(), lambda: start(send, receive), sizes, tuple(sorted(self.ranks)))
-        return Handle(self.comm, work, None, self._others(), send, collective=True)
+        return Work(self.comm, work, None, self._others(), send, collective=True)
 
     @property
     def has_collectives(self) -> bool:
         """Whether a device library provides :meth:`all_gather` and :meth:`reduce_scatter` for this order of ranks."""
         return self._library and list(self.ranks) == sorted(self.ranks)
 
-    def all_gather(self, part: torch.Tensor, into: torch.Tensor) -> Handle:
+    def all_gather(self, part: torch.Tensor, into: torch.Tensor) -> Work:
         """Every member's ``part`` [n] -> ``into`` [size x n] in group order; both contiguous."""
         assert self.has_collectives and into.numel() == self.size * part.numel()
         self.count(part, [part.numel()] * self.size)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter until torch 2.12
         return self._collective(gather, into, part, part.nbytes)
 
-    def reduce_scatter(self, parts: torch.Tensor, into: torch.Tensor) -> Handle:
+    def reduce_scatter(self, parts: torch.Tensor, into: torch.Tensor) -> Work:
         """``parts`` [size x n], one per member -> ``into`` [n], the sum over members, in the library's order and
         precision; both contiguous."""
         assert self.has_collectives and parts.numel() == self.size * into.numel()
@@ -249,19 +249,19 @@ class Group:
 
     def _collective(
         self, call: Callable[..., dist.Work], into: torch.Tensor, given: torch.Tensor, size: int
-    ) -> Handle:
+    ) -> Work:
         sizes = dict.fromkeys(self._others(), size)
         work = self.comm.start(
             self._others(), lambda: call(into, given, group=self._handle, async_op=True), sizes, self.ranks
         )
-        return Handle(self.comm, work, into, self._others(), given, collective=True)
+        return Work(self.comm, work, into, self._others(), given, collective=True)
 
     def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Works:
         peers = [(i, rank) for i, rank in enumerate(self.ranks) if rank != self.comm.rank]
         if self._bridge is not None:
             arriving = [w for i, rank in peers for w in self._bridge.irecv(receive[i], rank)]
             return Works(arriving + [w for i, rank in peers for w in self._bridge.isend(send[i], rank)])
-        handle, works = self._handle, list[Work | None]()
+        handle, works = self._handle, list[TorchWork | None]()
         works += [dist.irecv(receive[i], rank, handle) for i, rank in peers if receive[i].numel()]
         works += [dist.isend(send[i], rank, handle) for i, rank in peers if send[i].numel()]
         return MessageWorks([work for work in works if work is not None])
@@ -291,7 +291,7 @@ class Group:
             sizes,
             tuple(sorted(self.ranks)),
         )
-        Handle(self.comm, work, None, self._others(), collective=True).wait()
+        Work(self.comm, work, None, self._others(), collective=True).wait()
         return torch.stack(out).to(vector.device)
 
     def gather_objects(self, value: object, kind: Any = Any) -> list[Any]:

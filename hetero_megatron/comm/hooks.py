@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 
-class Work(Protocol):
+class TorchWork(Protocol):
     """A transfer under way, with the interface of torch.distributed's works."""
 
     def is_completed(self) -> bool:
@@ -27,8 +27,8 @@ class Submit(Protocol):
     """Starts a transfer now, or returns a work that starts it later."""
 
     def __call__(
-        self, start: Callable[[], Work | None], sizes: Mapping[int, int], group: tuple[int, ...]
-    ) -> Work | None:
+        self, start: Callable[[], TorchWork | None], sizes: Mapping[int, int], group: tuple[int, ...]
+    ) -> TorchWork | None:
         """Called for every transfer in which this rank sends, on the communicating thread.
 
         Args:
@@ -40,7 +40,9 @@ class Submit(Protocol):
         """
 
 
-def start_now(start: Callable[[], Work | None], sizes: Mapping[int, int], group: tuple[int, ...]) -> Work | None:
+def start_now(
+    start: Callable[[], TorchWork | None], sizes: Mapping[int, int], group: tuple[int, ...]
+) -> TorchWork | None:
     return start()
 
 

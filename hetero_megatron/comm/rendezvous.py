@@ -4,30 +4,26 @@ starts with."""
 from __future__ import annotations
 
 import errno
-import hmac
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.comm import Comm, first_line
-from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Reach, explain, listen
-from hetero_megatron.comm.group import Group, decode, encode
+from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Reach, Sockets, explain, listen
+from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
-from hetero_megatron.comm.sockets import Sockets
+from hetero_megatron.comm.job_store import Records, await_listener, open_listener, serve
 from hetero_megatron.comm.work import CommError, copies_of, within
 from hetero_megatron.environment.launcher import (
-    SECRET,
     LauncherEnvironment,
-    is_loopback,
     loopback_interface,
     read_launcher,
 )
@@ -35,114 +31,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import keep_freed_memory
 from hetero_megatron.utils.text import plural
-
-
-class JobStore:
-    """A TCP store on this host; ranks of round r use keys under ``round/r`` (see ``start_comm``)."""
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        listener = socket.create_server((host, 0), backlog=4096)
-        self.host, self.port = host, int(listener.getsockname()[1])
-        self._store = serve(listener, host, timedelta(seconds=30))
-
-    def keys(self, prefix: str) -> dist.Store:
-        """For this process's own records."""
-        return dist.PrefixStore(prefix, self._store)
-
-
-def serve(listener: socket.socket, host: str, timeout: timedelta) -> dist.TCPStore:
-    """A store in this process on the socket ``listener``, which it takes over; torch's own would listen on all
-    interfaces."""
-    port = int(listener.getsockname()[1])
-    return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
-
-
-def connect_store(host: str, port: int, timeout: timedelta, prefix: str) -> dist.Store:
-    """A client of a store, for keys under ``prefix``.
-
-    Raises:
-        RuntimeError: nobody answers there in time.
-    """
-    return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
-
-
-def await_listener(host: str, port: int, timeout: timedelta) -> None:
-    """Until somebody listens there. torch's own client may try for twice its time-out.
-
-    Raises:
-        RuntimeError: nobody does in time.
-    """
-    end = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=5.0).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= end:
-                raise RuntimeError(f"nobody listens there ({error.strerror or error})") from None
-            time.sleep(0.2)
-
-
-def open_listener(launcher: LauncherEnvironment) -> socket.socket:
-    """The socket of rank 0's store: on the loopback interface if all ranks are on this host, else on all interfaces.
-
-    Raises:
-        OSError: the port is taken.
-    """
-    host, port = launcher.meeting_point
-    if is_loopback(host):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=4096)
-    try:
-        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
-    except (OSError, ValueError) as error:  # a host without IPv6
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise
-        return socket.create_server(("", port), backlog=4096)
-
-
-@dataclass(frozen=True)
-class Records:
-    """Typed values in a store, by key; ``scope``: what they are valid for, e.g. the round of the job."""
-
-    store: dist.Store
-    secret: bytes
-    scope: str
-
-    def seal(self, key: str, value: object) -> str:
-        """The stored form of a value: authentication code over scope, key and value, a space, JSON."""
-        text = encode(value)
-        return f"{self._code(key, text)} {text.decode()}"
-
-    def set(self, key: str, value: object) -> None:
-        self.store.set(key, self.seal(key, value))
-
-    def open(self, key: str, data: bytes, kind: Any) -> Any:
-        """The value stored under ``key``.
-
-        Raises:
-            UserError: it was not written by a rank of this job.
-        """
-        code, _, text = data.partition(b" ")
-        if not hmac.compare_digest(code, self._code(key, text).encode()):
-            whose = f"was not written with this job's {SECRET}" if self.secret else f"was written with a {SECRET}"
-            accepted = f"the same {SECRET} on all ranks, and a rendezvous store that nobody else reaches"
-            raise UserError(f"the record {key} {whose}", field="rendezvous store", accepted=accepted)
-        return decode(text, kind, f"whoever wrote {key} into the rendezvous store")
-
-    def get(self, keys: Sequence[str], kind: Any) -> list[Any]:
-        """The values of keys that exist."""
-        found = self.store.multi_get(list(keys)) if keys else []
-        return [self.open(key, data, kind) for key, data in zip(keys, found, strict=True)]
-
-    def _code(self, key: str, text: bytes) -> str:
-        """Authentication code; without a secret it is keyless, and the record only as trustworthy as the network."""
-        if not self.secret:
-            return "-"
-        return hmac.new(self.secret, b"\0".join((self.scope.encode(), key.encode(), text)), "sha256").hexdigest()
-
 
 LOOK_SECONDS = 0.5  # longest interval between two reads of the records
 REFUSED = "hetero_megatron/refused"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from hetero_megatron.comm.hooks import Work
+from hetero_megatron.comm.hooks import TorchWork
 from hetero_megatron.comm.work import Works
 
 LOOK_SECONDS = 1.0  # polling interval; also how long the memory of completed works is kept
@@ -18,7 +18,7 @@ LOOK_SECONDS = 1.0  # polling interval; also how long the memory of completed wo
 
 @dataclass(frozen=True)
 class _Transfer:
-    work: Work
+    work: TorchWork
     peers: tuple[int, ...]
     activity: str
     started: float
@@ -56,7 +56,7 @@ class TransferWatch:
         self._transfers: deque[_Transfer] = deque()  # appended to by one thread, emptied under the lock
         self._lock = threading.Lock()
 
-    def add(self, work: Work, peers: tuple[int, ...], activity: str) -> None:
+    def add(self, work: TorchWork, peers: tuple[int, ...], activity: str) -> None:
         """Called for every started transfer."""
         for one in work.works if isinstance(work, Works) else (work,):
             self._transfers.append(_Transfer(one, peers, activity, time.monotonic()))

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hetero_megatron.comm.hooks import Clock, Work
+from hetero_megatron.comm.hooks import Clock, TorchWork
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform import Accelerator, Platform
 
@@ -43,7 +43,7 @@ class CommError(RuntimeError):
 class Works:
     """Several transfers that are waited for together."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[TorchWork]) -> None:
         self.works = works
 
     def is_completed(self) -> bool:
@@ -57,7 +57,7 @@ class Works:
 class MessageWorks(Works):
     """gloo messages. gloo only reports completion to a thread that waits, so ``is_completed`` starts one."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[TorchWork]) -> None:
         super().__init__(works)
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
@@ -96,19 +96,19 @@ class Transport(Protocol):
     def start(
         self,
         peers: tuple[int, ...],
-        transfer: Callable[[], Work | None],
+        transfer: Callable[[], TorchWork | None],
         sizes: Mapping[int, int] | None = None,
         group: tuple[int, ...] = (),
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Start a transfer; where this rank sends, ``sizes`` has the bytes by peer."""
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Handle:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Send a contiguous tensor; the tensor must not change until the handle was waited for."""
 
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Handle:
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
 
-    def wait_for(self, work: Work) -> None:
+    def wait_for(self, work: TorchWork) -> None:
         """Until a transfer has ended; RuntimeError: it has failed, or is in vain."""
 
     def failure(
@@ -117,13 +117,13 @@ class Transport(Protocol):
         """What to raise for a transfer that failed after ``seconds``."""
 
 
-class Handle:
+class Work:
     """A transfer under way; ``wait`` returns the received tensor (None for a send)."""
 
     def __init__(
         self,
         comm: Transport,
-        work: Work | None,
+        work: TorchWork | None,
         result: torch.Tensor | None,
         peers: tuple[int, ...],
         keep: object = None,
@@ -162,11 +162,11 @@ class Waiter:
 
     def __init__(self, over: Callable[[], bool]) -> None:
         self._over = over
-        self._works: SimpleQueue[Work] = SimpleQueue()
+        self._works: SimpleQueue[TorchWork] = SimpleQueue()
         self._ended: SimpleQueue[RuntimeError | None] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="waiting").start()
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: TorchWork) -> None:
         self._works.put(work)
         while True:
             try:

@@ -4,9 +4,9 @@
 """
 
 from hetero_megatron.data.build import Datasets, build_datasets, config_tokenizer, reads_text, refuse_bytes
-from hetero_megatron.data.config import DataConfig
+from hetero_megatron.data.config import DataConfig, build_tokenizer
 from hetero_megatron.data.sample import Dataset, Sample
-from hetero_megatron.data.tokenizers import Tokenizer, build_tokenizer
+from hetero_megatron.data.tokenizers import Tokenizer
 
 __all__ = [
     "DataConfig",

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetero_megatron.data.cache import Log, cache_folder, say
-from hetero_megatron.data.config import SPLITS, DataConfig
+from hetero_megatron.data.config import SPLITS, DataConfig, build_tokenizer
 from hetero_megatron.data.mock import MockDataset
 from hetero_megatron.data.packing import PackedDataset
 from hetero_megatron.data.sample import Blend, Dataset, StoredDataset, Stream
-from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, build_tokenizer, required_eod
+from hetero_megatron.data.tokenizers import NullTokenizer, Tokenizer, required_eod
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import plural
 

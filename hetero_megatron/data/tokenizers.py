@@ -21,21 +21,7 @@ from hetero_megatron.utils.files import read_bytes
 # Tokens of a text, at most: byte by byte, with letters that a normaliser takes apart (18 for the longest).
 _OWN_TOKENS, _TOKENS_PER_BYTE = 1 << 16, 32
 MAX_ID = 2**31 - 2  # token files hold 32 bits
-TOKENIZER_TYPES = (
-    "ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer",
-)  # fmt: skip
 
-_HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer with a directory or name of the same tokenizer"
-_REFUSED = {  # Megatron's names that this version does not read, and what to use instead
-    "SentencePieceTokenizer": _HUGGING_FACE,
-    "GPTSentencePieceTokenizer": _HUGGING_FACE,
-    "TikTokenizer": _HUGGING_FACE,
-    "NullMultimodalTokenizer": "--tokenizer-type NullTokenizer",
-    "MultimodalTokenizer": "a text tokenizer: this version trains on text only",
-    "SFTTokenizer": "--tokenizer-type HuggingFaceTokenizer with --sft: the tokenizer's chat template is used",
-    "BertWordPieceLowerCase": "a tokenizer of a GPT model: this version trains no BERT",
-    "BertWordPieceCase": "a tokenizer of a GPT model: this version trains no BERT",
-}
 
 USED_BY: Mapping[str, tuple[str, ...]] = {  # flag -> the types that read it
     "--tokenizer-model": ("HuggingFaceTokenizer", "Llama2Tokenizer"),
@@ -262,78 +248,6 @@ class Llama2Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids if i not in (self._bos, self.eod)]))
-
-
-def choose_type(
-    type: str | None, model: str | None, vocab_file: str | None, merge_file: str | None
-) -> str | None:
-    """The tokenizer type: the given one, or the one that reads the given files, as in Megatron.
-
-    Returns:
-        None if neither a type nor a file is given.
-
-    Raises:
-        UserError: no single type reads the given files.
-    """
-    if type is not None:
-        return type
-    files = [name for name, value in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if value]
-    if model and files:
-        raise UserError(
-            f"beside {' and '.join(files)}: these are two tokenizers", field="--tokenizer-model", value=model,
-            accepted="one of the two, or --tokenizer-type to say which one is meant",
-        )  # fmt: skip
-    return "HuggingFaceTokenizer" if model else "GPT2BPETokenizer" if files else None
-
-
-def build_tokenizer(
-    type: str,
-    model: str | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    vocab_size: int | None = None,
-    trust_remote_code: bool = False,
-) -> Tokenizer:
-    """The tokenizer for Megatron's flags of these names.
-
-    Raises:
-        UserError: a required flag is missing, or one is given that the type does not use; damaged files.
-    """
-    given = {"--tokenizer-model": model, "--vocab-file": vocab_file, "--merge-file": merge_file,
-             "--trust-remote-code": trust_remote_code}  # fmt: skip
-    for flag, value in given.items():
-        if value and type in TOKENIZER_TYPES and type not in USED_BY[flag]:
-            raise UserError(
-                f"{type} does not read it", field=flag, value=value,
-                accepted=f"--tokenizer-type {USED_BY[flag][0]}, or leave the flag out",
-            )  # fmt: skip
-    if type == "ByteTokenizer":
-        return ByteTokenizer()
-    if type == "NullTokenizer":
-        if vocab_size is None or not 1 <= vocab_size <= MAX_ID:
-            raise UserError(
-                "NullTokenizer needs to know how many ids there are", field="--vocab-size", value=vocab_size,
-                accepted=f"an integer from 1 to {MAX_ID:,}",
-            )  # fmt: skip
-        return NullTokenizer(vocab_size)
-    if type == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(_needed("--tokenizer-model", model, type), trust_remote_code)
-    if type == "Llama2Tokenizer":
-        return Llama2Tokenizer(_needed("--tokenizer-model", model, type))
-    if type == "GPT2BPETokenizer":
-        return GPT2BPETokenizer(_needed("--vocab-file", vocab_file, type), _needed("--merge-file", merge_file, type))
-    raise UserError(
-        "this version does not read that tokenizer" if type in _REFUSED else "no such tokenizer type",
-        field="--tokenizer-type",
-        value=type,
-        accepted=_REFUSED.get(type, ", ".join(TOKENIZER_TYPES)),
-    )
-
-
-def _needed(flag: str, value: str | None, type: str) -> str:
-    if not value:
-        raise UserError(f"{type} needs this flag", field=flag, value=value, accepted="a path or name")
-    return value
 
 
 def is_foreign(tokenizer: Tokenizer) -> bool:

@@ -9,7 +9,8 @@ import torch
 
 from hetero_megatron.dry_run.allocator import MemoryTracker
 from hetero_megatron.pipeline import PipelineExecutor
-from hetero_megatron.pipeline.executor import Key, Live, Reducer, StageWork, StepResult
+from hetero_megatron.pipeline.executor import Live
+from hetero_megatron.pipeline.stage_work import Key, Reducer, StageWork, StepResult
 from hetero_megatron.schedule import Action
 from hetero_megatron.schedule.actions import COMPUTE
 

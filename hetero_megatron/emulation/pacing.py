@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
 
-from hetero_megatron.comm.hooks import Work
+from hetero_megatron.comm.hooks import TorchWork
 
 MENDED_EVERY = 0.2  # seconds between two looks whether a cut link is mended
 
@@ -29,7 +29,7 @@ class PacedWork:
         timeout: seconds for the link; None: for ever.
     """
 
-    def __init__(self, started: Future[Work | None], timeout: float | None = None) -> None:
+    def __init__(self, started: Future[TorchWork | None], timeout: float | None = None) -> None:
         self._started, self._timeout = started, timeout
 
     def is_completed(self) -> bool:
@@ -52,8 +52,8 @@ class PacedWork:
 class _Message:
     due: float
     number: int
-    start: Callable[[], Work | None] = field(compare=False)
-    future: Future[Work | None] = field(compare=False)
+    start: Callable[[], TorchWork | None] = field(compare=False)
+    future: Future[TorchWork | None] = field(compare=False)
     peers: frozenset[int] = field(compare=False)
     group: tuple[int, ...] = field(compare=False)
 
@@ -130,8 +130,8 @@ class Pacer:
         threading.Thread(target=self._run, daemon=True, name="pacer").start()
 
     def submit(
-        self, start: Callable[[], Work | None], sizes: Mapping[int, int], group: tuple[int, ...] = ()
-    ) -> Work | None:
+        self, start: Callable[[], TorchWork | None], sizes: Mapping[int, int], group: tuple[int, ...] = ()
+    ) -> TorchWork | None:
         """``start`` is called when all messages (bytes by peer) are through: now, where none is paced."""
         rates, now = self.rate(), time.perf_counter()
         due = self._group_free.get(group, 0.0) if group else 0.0
@@ -150,7 +150,7 @@ class Pacer:
             return start()
         if group:
             self._group_free[group] = due
-        future: Future[Work | None] = Future()
+        future: Future[TorchWork | None] = Future()
         peers = frozenset(peer for peer, size in sizes.items() if size)
         with self._wake:
             heapq.heappush(self._queue, _Message(due, next(self._numbers), start, future, peers, group))

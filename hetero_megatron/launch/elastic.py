@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from hetero_megatron.comm.rendezvous import connect_store
+from hetero_megatron.comm.job_store import connect_store
 from hetero_megatron.environment.launcher import DIAGNOSES
 from hetero_megatron.launch.remote import ENDED_BY_AGENT, say
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import Epoch, EpochStore
-from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.launch.admission import Admission
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, Planner, left_without, say_code

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_megatron.cluster import Cluster, load_cluster
-from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.environment.launcher import SECRET, SUPERVISED, address_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.checks import CONNECT_SECONDS, check_facts, silent_hosts, wait_for_facts

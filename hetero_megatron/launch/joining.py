@@ -19,7 +19,7 @@ from typing import Protocol
 
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinAnswer, JoinRequest
-from hetero_megatron.comm.rendezvous import await_listener, connect_store
+from hetero_megatron.comm.job_store import await_listener, connect_store
 from hetero_megatron.environment.launcher import JOINS, gloo_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup

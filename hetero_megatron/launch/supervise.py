@@ -314,7 +314,7 @@ def say_code(code: int) -> str:
 
 def _local(scratch: Path) -> Launch:
     """Ranks on this host; the rendezvous store is here, and serves all rounds."""
-    from hetero_megatron.comm.rendezvous import JobStore
+    from hetero_megatron.comm.job_store import JobStore
 
     store = JobStore()
     return lambda setup, words, number: LocalJob(

@@ -20,7 +20,7 @@ from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.files import open_append
 
 if TYPE_CHECKING:
-    from hetero_megatron.predictor.cost.layer_cost import CostOptions
+    from hetero_megatron.predictor.cost.cost_options import CostOptions
     from hetero_megatron.predictor.simulate.step import Prediction
 
 FILE = "events.jsonl"
@@ -69,7 +69,7 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
 
 
 def _options(config: RunConfig) -> CostOptions:
-    from hetero_megatron.predictor.cost.layer_cost import CostOptions
+    from hetero_megatron.predictor.cost.cost_options import CostOptions
 
     return CostOptions(moments=moments_of(config.optimizer.name), fp8=config.fp8, logits_bytes=config.logits_bytes)
 

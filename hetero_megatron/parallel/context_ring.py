@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.comm import Comm, Handle
+from hetero_megatron.comm import Comm, Work
 from hetero_megatron.layout import Transfer
 from hetero_megatron.layout.mask import Interval
 from hetero_megatron.ops.attention import add_sinks, sink_gradient
@@ -91,7 +91,7 @@ class Messages:
 
     def post(
         self, t: int, sends: Sequence[tuple[Pair, int, int]], receives: Sequence[tuple[int, int, int]]
-    ) -> tuple[list[Handle], list[Arrival]]:
+    ) -> tuple[list[Work], list[Arrival]]:
         """Start a batch: blocks (pair, from group, to group) and (block, from group, to group)."""
         comm, hops = self.program.comm, self.program.hops
         out: list[tuple[int, torch.Tensor]] = []
@@ -102,8 +102,8 @@ class Messages:
         for block, source, to in receives:
             peers = hops.peers(source, to, self.gradients, sending=False)
             wanted.append([(peer, heads, self._buffer(block, heads)) for peer, heads in peers])
-        handles: list[Handle] = []
-        arrived: dict[int, Handle] = {}  # by the buffer's id
+        handles: list[Work] = []
+        arrived: dict[int, Work] = {}  # by the buffer's id
         for peer in sorted({p for p, _ in out} | {p for part in wanted for p, _, _ in part}):
             away = [buffer for p, buffer in out if p == peer]
             here = [buffer for part in wanted for p, _, buffer in part if p == peer]
@@ -136,7 +136,7 @@ class Arrival:
     """Posted receives of one block."""
 
     def __init__(
-        self, parts: list[tuple[slice, Handle]], shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+        self, parts: list[tuple[slice, Work]], shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
     ) -> None:
         self._parts, self._shape, self._dtype, self._device = parts, shape, dtype, like.device
 
@@ -209,7 +209,7 @@ class KeyValueRing:
     def _at(self, block: int) -> tuple[Interval, ...]:
         return self.program.schedule.blocks[block].at
 
-    def _post(self, t: int, held: Pair | None) -> tuple[list[Handle], list[Arrival]]:
+    def _post(self, t: int, held: Pair | None) -> tuple[list[Work], list[Arrival]]:
         """Start what arrives in round t: my receive; my sends of own blocks, or of the one that arrived before."""
         program = self.program
         hops = program.schedule.rounds[t] if t < len(program.schedule.rounds) else ()
@@ -230,7 +230,7 @@ class GradientRing:
     def __init__(self, program: RingProgram, dk: torch.Tensor, dv: torch.Tensor) -> None:
         self.program, self.dk, self.dv = program, dk, dv
         self.messages = Messages(program, True, dk, dk.dtype)
-        self.sends: list[Handle] = []
+        self.sends: list[Work] = []
         self.made: tuple[Hop, Pair] | None = None  # what this round computed
         self.so_far: Arrival | None = None  # the sum from the groups before, for the block of the next round
         self.returns: list[tuple[int, Arrival]] = []  # own blocks that come back

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.comm import Comm, Group, Handle
+from hetero_megatron.comm import Comm, Group, Work
 from hetero_megatron.model import GPTStage
 from hetero_megatron.model.moe import MoEMLP
 from hetero_megatron.ops.spec import wide
@@ -63,7 +63,7 @@ class Routes:
     def __init__(self, ways: Ways, keys: torch.Tensor) -> None:
         """``keys``: [tokens, k]; -1: none."""
         self.ways, self.group = ways, ways.group
-        self._under_way: tuple[Handle, list[torch.Tensor]] | None = None
+        self._under_way: tuple[Work, list[torch.Tensor]] | None = None
         hits = ways.table[:, keys] & (keys >= 0)  # [members, tokens, k]
         members = hits.any(-1)
         sent = members.sum(1)

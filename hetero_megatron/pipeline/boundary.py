@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero_megatron.comm import Comm, Handle
+from hetero_megatron.comm import Comm, Work
 from hetero_megatron.layout import Box, Layout
 from hetero_megatron.plans.compile import StageBoundary
 
@@ -37,7 +37,7 @@ class Boundary:
         self._sends = (forward.sends(me), backward.sends(me))
         self._receives = (forward.receives(me), backward.receives(me))
 
-    def send(self, x: torch.Tensor, backward: bool, tag: int) -> list[Handle]:
+    def send(self, x: torch.Tensor, backward: bool, tag: int) -> list[Work]:
         """Start sending this rank's activation shard (or its gradient)."""
         layout = self._layouts[1 if backward else 0]
         return [
@@ -55,17 +55,17 @@ class Boundary:
         """What :meth:`receive` would give, of random numbers that nobody sent (tokens of zeros would all choose the
         same experts)."""
         layout = self._layouts[0 if backward else 1]
-        parts: list[tuple[tuple[slice, ...], Handle]] = []
+        parts: list[tuple[tuple[slice, ...], Work]] = []
         for _, local, _ in self._numbered([(p.src, p.box) for p in self._receives[backward]], layout):
             shape = [s.stop - s.start for s in local]
             buffer = torch.empty(shape, dtype=dtype, device=self._comm.device).normal_()
-            parts.append((local, Handle(self._comm, None, buffer, ())))
+            parts.append((local, Work(self._comm, None, buffer, ())))
         return Receive(parts, local_shape(layout, self._comm.rank), dtype, self._comm.device).wait()
 
     def receive(self, backward: bool, tag: int, dtype: torch.dtype) -> Receive:
         """Post the receives of this rank's activation shard (or its gradient)."""
         layout = self._layouts[0 if backward else 1]
-        parts: list[tuple[tuple[slice, ...], Handle]] = []
+        parts: list[tuple[tuple[slice, ...], Work]] = []
         for peer, local, k in self._numbered([(p.src, p.box) for p in self._receives[backward]], layout):
             shape = [s.stop - s.start for s in local]
             buffer = torch.empty(shape, dtype=dtype, device=self._comm.device)
@@ -88,7 +88,7 @@ class Receive:
 
     def __init__(
         self,
-        parts: list[tuple[tuple[slice, ...], Handle]],
+        parts: list[tuple[tuple[slice, ...], Work]],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,

@@ -9,133 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
-from hetero_megatron.comm import Comm, Handle
-from hetero_megatron.comm.hooks import Clock
+from hetero_megatron.comm import Comm, Work
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
-from hetero_megatron.pipeline.boundary import Boundary, Receive
+from hetero_megatron.pipeline.boundary import Receive
+from hetero_megatron.pipeline.stage_work import Key, Reducer, StageChunk, StageWork, StepResult, WeightGatherer
 from hetero_megatron.schedule import Action
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
-
-# (logits, batch, gradient with which backward will start) -> sum of token losses, scalar
-LossFunction = Callable[[torch.Tensor, Batch, float], torch.Tensor]
-Key = tuple[int, int]  # micro-batch, chunk
-
-
-class Reducer(Protocol):
-    """Who sums gradients: told when the last gradients of each chunk come, asked for each REDUCE at its place in the
-    list."""
-
-    def begin(self, reduces: Sequence[Action]) -> None: ...
-
-    def last_gradients(self, chunk: int, products: Sequence[torch.Tensor] | None) -> None:
-        """The action that begins is the last one with gradients of this chunk: of the weights whose ``products`` it
-        computes, or of any of its parameters (None)."""
-
-    def complete(self, action: Action) -> None: ...
-
-
-class WeightGatherer(Protocol):
-    """Who gathers weights that the ranks of a stage divide: told what each chunk begins and ends, and what of this a
-    rank does not compute. ``reshard``: they are given up between forward and backward."""
-
-    reshard: bool
-
-    def begin_step(self) -> None: ...
-    def end_step(self) -> None: ...
-    def begin_forward(self, chunk: int) -> None: ...
-    def end_forward(self, chunk: int) -> None: ...
-    def begin_backward(self, chunk: int) -> None: ...
-    def end_backward(self, chunk: int) -> None: ...
-    def end_products(self, chunk: int) -> None: ...
-    def pass_forward(self, chunk: int) -> None: ...
-    def pass_backward(self, chunk: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class StageChunk:
-    """What a micro-batch passes at once on this rank.
-
-    Attributes:
-        model: called as ``model(x, batch)``.
-        loss: after the last chunk of the pipeline, maps logits to the sum of token losses; None elsewhere.
-        before, after: ``before(size)`` gives the boundary with the stage before, for micro-batches of that size; None
-            where there is none, and where the chunk before is on this stage (``local``).
-        sender: number of the chunk before, on its own stage.
-    """
-
-    model: Callable[[torch.Tensor, Batch], torch.Tensor]
-    loss: LossFunction | None = None
-    before: Callable[[int], Boundary] | None = None
-    after: Callable[[int], Boundary] | None = None
-    sender: int = 0
-    local_before: bool = False
-    local_after: bool = False
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """What a step gives one rank to do.
-
-    Attributes:
-        actions: lowered actions of its stage, and the REDUCEs after them.
-        batches: its rows of each micro-batch (None where it has no rows).
-        sizes: sequences of each micro-batch (of the whole pipeline, which defines the boundary layouts).
-        receives: those among the actions, in the order in which they are posted; None: as they are needed.
-        seed: value with which backward starts at the loss sum.
-    """
-
-    actions: Sequence[Action]
-    batches: Sequence[Batch | None]
-    sizes: Sequence[int]
-    receives: Sequence[Action] | None = None
-    seed: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class TimedAction:
-    """What an action took on this rank: ``start`` and ``end`` in seconds of one clock, and ``computed``, its seconds of
-    compute by the chip's clock (the rest it spent communicating)."""
-
-    action: Action
-    start: float
-    end: float
-    computed: float
-
-
-@dataclass
-class StepResult:
-    """Sum of token losses of each micro-batch and number of tokens (of this rank's head stage, else none); the actions
-    in the order in which they ran, each from a moment of the rank's clock to another, and the moments at which all
-    began and ended.
-
-    After :meth:`read`, in seconds: computing, waiting for pipeline neighbours, communicating otherwise (adding up
-    gradients after the last backward included), and ``actions``.
-    """
-
-    losses: list[torch.Tensor] = field(default_factory=list)  # [] each, so that the executor never waits for the device
-    tokens: int = 0
-    ran: list[tuple[Action, Any, Any]] = field(default_factory=list)
-    whole: tuple[Any, Any] | None = None
-    busy_seconds: float = 0.0
-    bubble_seconds: float = 0.0
-    communication_seconds: float = 0.0
-    actions: list[TimedAction] = field(default_factory=list)
-
-    def read(self, clock: Clock) -> None:
-        """Read the times, before the clock is used for another step. A device must have passed the last moment: else
-        this would be an error, not a wait."""
-        assert self.whole is not None, "read before the end"
-        spans = [(action, clock.span(begin, end)) for action, begin, end in self.ran]
-        self.actions = [TimedAction(action, s.start, s.end, s.computed) for action, s in spans]
-        self.busy_seconds = sum(s.computed for action, s in spans if action.kind != "REDUCE")
-        whole = clock.span(*self.whole)
-        self.bubble_seconds = whole.neighbours
-        self.communication_seconds = whole.end - whole.start - self.busy_seconds - self.bubble_seconds
 
 
 @dataclass
@@ -147,8 +30,8 @@ class Live:
     grads: dict[Key, torch.Tensor] = field(default_factory=dict)
     products: dict[Key, deque[Product]] = field(default_factory=dict)  # between B_INPUT and W
     receives: dict[Action, Receive] = field(default_factory=dict)
-    sends: dict[Key, list[Handle]] = field(default_factory=dict)
-    old_sends: deque[list[Handle]] = field(default_factory=deque)
+    sends: dict[Key, list[Work]] = field(default_factory=dict)
+    old_sends: deque[list[Work]] = field(default_factory=deque)
 
 
 class PipelineExecutor:
@@ -380,7 +263,7 @@ class PipelineExecutor:
         self._keep(to.send(_gradient(x), True, self._tag(action, True, work)), live)
 
     @staticmethod
-    def _keep(handles: list[Handle], live: Live) -> None:
+    def _keep(handles: list[Work], live: Live) -> None:
         live.old_sends.append(handles)
         if len(live.old_sends) > SEND_LAG:
             _wait(live.old_sends.popleft())
@@ -405,6 +288,6 @@ def _gradient(x: torch.Tensor) -> torch.Tensor:
     return x.grad if x.grad is not None else torch.zeros_like(x)
 
 
-def _wait(handles: list[Handle]) -> None:
+def _wait(handles: list[Work]) -> None:
     for handle in handles:
         handle.wait()

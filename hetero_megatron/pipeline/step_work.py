@@ -16,8 +16,8 @@ from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.ops.gemm import WeightGradients
 from hetero_megatron.pipeline import PipelineExecutor
 from hetero_megatron.pipeline.boundary import Boundary
-from hetero_megatron.pipeline.executor import LossFunction, StageChunk, StageWork
 from hetero_megatron.pipeline.stage_model import RankStage
+from hetero_megatron.pipeline.stage_work import LossFunction, StageChunk, StageWork
 from hetero_megatron.plans import micro_batch_sizes, pipeline_samples, unit_sequences
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.experts import require_rows

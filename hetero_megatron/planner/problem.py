@@ -9,7 +9,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans.memory.of_plan import cannot_offload
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import ModelSpec
 
 

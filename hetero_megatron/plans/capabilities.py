@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.canonical import SCHEDULES, Plan, Stage
+from hetero_megatron.plans.fields import Source
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,12 @@ def _stage_features(stage: Stage) -> Iterator[tuple[str, str, object]]:
         yield "experts", "experts", f"{len(stage.experts)} groups"
     if stage.kernels:
         yield "kernels", "kernels", dict(stage.kernels)
+
+
+def features_are_supported(plan: Plan, source: Source) -> None:
+    if plan.schedule not in SCHEDULES:
+        raise source.error("unknown schedule", "schedule", plan.schedule, "one of " + ", ".join(SCHEDULES))
+    for feature, path, value in used_features(plan):
+        capability = TABLE[feature]
+        if not capability.supported:
+            raise source.error(f"this version cannot run {capability.what}", path, value, capability.instead)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
-from hetero_megatron.plans.fields import parse_ranks, reduced
+from hetero_megatron.plans.fields import Source, parse_ranks, reduced, stages
 from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples, unit_sequences
 from hetero_megatron.utils.text import plural
 
@@ -264,3 +264,40 @@ def hit_probability(share: float, experts: int, top_k: int) -> float:
     for i in range(top_k):
         miss *= max(0.0, 1.0 - share * experts / (experts - i)) if share < 1.0 else 0.0
     return 1.0 - miss
+
+
+def experts_are_held(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    for path, _, stage in stages(plan):
+        if not stage.experts:
+            continue
+        field, moe = f"{path}.experts", spec.moe
+        if moe is None:
+            value = [list(group.ranks) for group in stage.experts]
+            raise source.error("the model has no mixture-of-experts layers", field, value, "a plan without experts")
+        ranks = [rank for group in stage.experts for rank in group.ranks]
+        if sorted(ranks) != sorted(stage.ranks):
+            raise source.error(
+                "the groups do not contain each rank of the stage once", field, sorted(ranks),
+                f"the ranks {sorted(stage.ranks)}; a rank without experts has []",
+            )  # fmt: skip
+        for g, group in enumerate(stage.experts):
+            held = sorted(member.experts for member in group.members)
+            end = 0
+            for a, b in held:
+                if b > moe.num_experts:
+                    there = plural(moe.num_experts, "expert")
+                    raise source.error(f"the model has {there}", f"{field}[{g}].experts", [a, b])
+                if a > end:
+                    break
+                end = max(end, b)
+            if end < moe.num_experts:
+                raise source.error(
+                    f"no rank of the group holds expert {end}", f"{field}[{g}].experts", [list(e) for e in held],
+                    f"intervals that cover [0, {moe.num_experts}]; they may overlap",
+                )  # fmt: skip
+            for member in group.members:
+                if any(a == b for a, b in cut_in_tiles(moe.ffn_hidden_size, member.split)):
+                    raise source.error(
+                        f"gives a rank none of the {moe.ffn_hidden_size} columns of each expert",
+                        f"{field}[{g}].split", list(member.split), "weights that leave every rank at least one column",
+                    )  # fmt: skip

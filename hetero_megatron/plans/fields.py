@@ -4,14 +4,14 @@ flag."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
 from hetero_megatron.cluster.cluster import MAX_RANKS
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans.canonical import Interval, Recompute
+from hetero_megatron.plans.canonical import Interval, Pipeline, Plan, Recompute, Stage
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import Entry
 
@@ -169,3 +169,10 @@ class FlagSource(Source):
             return super().error(problem, path, value, accepted)
         text = f"{found.place}: {problem}" if found.place else problem
         return flag_error(found.flag, found.value, text, found.accepted or accepted)
+
+
+def stages(plan: Plan) -> Iterator[tuple[str, Pipeline, Stage]]:
+    """(path, pipeline, stage) of all stages."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            yield f"pipelines[{p}].stages[{s}]", pipeline, stage

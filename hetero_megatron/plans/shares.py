@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, Layout, cut, largest_remainder
 from hetero_megatron.plans.canonical import Interval, Pipeline, Place, Plan, Stage, Unit
-from hetero_megatron.plans.fields import nested_ranks, parse_ranks, tp_splits
+from hetero_megatron.plans.fields import Source, nested_ranks, parse_ranks, stages, tp_splits
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
     from hetero_megatron.utils.yaml_document import Entry
+
 
 def locate(plan: Plan, rank: int) -> Place:
     """The place of one rank; KeyError for a rank that the plan does not use."""
@@ -262,3 +265,21 @@ def merged(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
         else:
             result.append((a, b))
     return tuple(result)
+
+
+def weights_can_be_split(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    """``spec.shares`` knows how heads, ffn columns and vocabulary rows are cut, and what cannot be."""
+    from hetero_megatron.spec import shares
+
+    checked = set()
+    for path, _, stage in stages(plan):
+        for unit in stage.units:
+            if unit.tp_split in checked:
+                continue
+            checked.add(unit.tp_split)
+            try:
+                shares(spec, unit.tp_split)
+            except UserError as error:
+                key = "tp" if len(set(unit.tp_split)) == 1 else "tp_split"
+                value = unit.tp if key == "tp" else list(unit.tp_split)
+                raise source.error(error.problem, f"{path}.{key}", value, error.accepted) from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hetero_megatron.comm import Group
-from hetero_megatron.comm.work import Handle
+from hetero_megatron.comm.work import Work
 from hetero_megatron.layout import Box
 from hetero_megatron.plans.memory.replicas import choose_holders
 from hetero_megatron.training.held_state import Boxed, Held, Moment, as_bytes
@@ -134,7 +134,7 @@ class CopyExchange:
         others = {i: torch.empty(self.size(i), dtype=torch.uint8) for i in self.held}
         return PackedState(self.entries, me, torch.empty(self.size(me), dtype=torch.uint8), others)
 
-    def start(self, copies: PackedState, moment: Moment, tensors: Boxed) -> Handle:
+    def start(self, copies: PackedState, moment: Moment, tensors: Boxed) -> Work:
         """Pack ``tensors``, with boxes as in ``entries``, and send them."""
         me, nothing = self.group.index, torch.empty(0, dtype=torch.uint8)
         copies.moment, copies.complete = moment, False
@@ -171,7 +171,7 @@ class PeerReplicas:
         self._exchange: CopyExchange | None = None
         self._slots: list[PackedState] = []
         self._stepped: bool | None = None
-        self._under_way: Handle | None = None
+        self._under_way: Work | None = None
 
     @property
     def bytes(self) -> int:

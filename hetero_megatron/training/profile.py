@@ -22,7 +22,7 @@ import torch
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.log_sinks import tell
-from hetero_megatron.pipeline.executor import TimedAction
+from hetero_megatron.pipeline.stage_work import TimedAction
 from hetero_megatron.platform import Platform
 from hetero_megatron.training.config import ProfileSteps, RunConfig
 from hetero_megatron.training.runtime import Runtime

@@ -22,8 +22,8 @@ from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.parallel.divided_weights import DividedWeights, apply_divided_weights
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm
-from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
 from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLoss, StageModel
+from hetero_megatron.pipeline.stage_work import StageWork, StepResult, TimedAction
 from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.fp8_checks import stage_fp8

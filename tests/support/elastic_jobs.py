@@ -21,7 +21,7 @@ import torch
 from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.native import open_checkpoint
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.in_place import InPlaceSupervisor
 from hetero_megatron.launch.jobs import Seat, Setup

@@ -167,7 +167,7 @@ def _searched(
     from hetero_megatron.planner.template.search_space import SearchSpace
     from hetero_megatron.planner.time_budget import TimeBudget
     from hetero_megatron.plans.memory.of_plan import moments_of
-    from hetero_megatron.predictor.cost.layer_cost import CostOptions
+    from hetero_megatron.predictor.cost.cost_options import CostOptions
 
     for key in (*_UNIFORM, *_MESHES, "plan"):
         if key in args.given:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hetero_megatron.comm import Comm, Group, Handle
+from hetero_megatron.comm import Comm, Group, Work
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.grad_sync.flat_memory import FlatTensors
 from hetero_megatron.parallel.grad_sync.routes import HopRoutes, OwnedPiece, Parts, Slices, local_pieces
@@ -29,7 +29,7 @@ class HopExchange:
     ) -> None:
         self.routes, self.group, self.me = routes, group, group.comm.rank
         self.sources, self.targets, self.runs = sources, targets, routes.runs
-        self._handle: Handle | None = None
+        self._handle: Work | None = None
         self._used: list[torch.Tensor] = []  # by the exchange, on other streams of a device than their own
         self._queued = group.comm.accelerator is not None
 

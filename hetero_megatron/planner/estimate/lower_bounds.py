@@ -8,14 +8,15 @@ gradient reduction, optimizer, all-gather of parameters.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.pipeline_time import Link, Links, closed_form
+from hetero_megatron.planner.estimate.sync_segments import LinkTable
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 from hetero_megatron.utils.cached_method import cached_by
 
@@ -34,7 +35,7 @@ class TemplateBounds:
         worst = 0.0
         for part in template.parts:
             shape, stages = part.shape, part.shape.stages
-            forward, backward = self.scorer.stage_seconds(shape)
+            forward, backward = self.scorer.least_stage_seconds(shape)
             link = [self._fastest_link(a, b, shape.micro_batch_size) for a, b in zip(stages, stages[1:])]
             compute = closed_form(forward, backward, link, part.num_micro_batches, template.schedule)
             worst = max(worst, compute + self.sync_tail(shape, link, template.pipelines))
@@ -53,8 +54,8 @@ class TemplateBounds:
         for s, stage in enumerate(shape.stages):
             reduce, latency, rest = self.stage_sync_tail(stage, pipelines, s == 0, s == last)
             own = self.scorer.stage(stage, shape.micro_batch_size, s == 0, s == last)
-            after, update = max(after, exposed(reduce, own.own, stage.layers) + latency - drain), max(update, rest)
-            drain += own.own + (links[s][1] if s < last else 0.0)
+            after, update = max(after, exposed(reduce, own.backward, stage.layers) + latency - drain), max(update, rest)
+            drain += own.backward + (links[s][1] if s < last else 0.0)
             saved = max(saved, own.saved)
         return after + update - saved
 
@@ -105,3 +106,24 @@ def exposed(reduce: float, backward: float, layers: int) -> float:
     """Seconds of a gradient reduction that are not hidden behind the stage's last backward: a layer's gradients travel
     during the backward of the layers before it, those of the first layer cannot."""
     return max(reduce - backward, reduce / max(1, layers))
+
+ASSUMPTIONS = (
+    "all plans; only products of layers and attention take time, at each chip's best rate",
+    "rates as given, chips steady (no jitter)",
+)
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """No plan has a shorter step than ``seconds``; ``method``: what it is computed from, "work"."""
+
+    seconds: float
+    method: str = "work"
+
+    def reached(self, step_seconds: float) -> float:
+        """Share of the tokens per second of the bound that a plan reaches, at most 1."""
+        return min(1.0, self.seconds / step_seconds)
+
+    def gap(self, step_seconds: float) -> float:
+        """Optimality gap of a plan: ``step_seconds / seconds - 1`` (inf without a bound)."""
+        return step_seconds / self.seconds - 1 if self.seconds > 0 else math.inf

@@ -16,17 +16,15 @@ EXACT = 400_000  # micro-batches x stages of one pipeline above which its time i
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch in a stage.
+    """Seconds of one micro-batch in a stage, without messages to other stages.
 
     Attributes:
-        forward, backward: including the host's time for sends and receives.
-        own: backward without messages; layer: backward of one layer; plain: backward without the embedding.
+        layer: backward of one layer; plain: backward without the embedding.
         saved: by how much the first backward of a step is shorter (it writes gradients, the others add to them).
     """
 
     forward: float
     backward: float
-    own: float
     layer: float
     plain: float
     saved: float
@@ -43,41 +41,56 @@ class PipelineScorer:
         """Of one micro-batch of ``size`` sequences; ``embed``, ``head``: the stage has them."""
         costs = self.costs
         choice = self.tables.choice(stage, embed, head)
-        messages = costs.chip_rates(choice.chip).message_seconds * ((not embed) + (not head))
-        own = costs.backward_seconds(choice, size)
         bare, plain = (costs.backward_seconds(self.tables.choice(stage, False, end), size) for end in (False, head))
         layer = (bare - costs.chip_rates(choice.chip).action_seconds) / stage.layers if stage.layers else 0.0
-        saved = costs.memory.trained(*choice.cut) * costs.item * costs.chip_rates(choice.chip).accumulate_beta
-        return StageSeconds(costs.forward_seconds(choice, size) + messages, own + messages, own, layer, plain, saved)
-
-    def saved_seconds(self, stage: StageTemplate, embed: bool, head: bool) -> float:
-        """By how much the first backward of a step is shorter than the others."""
-        return self.stage(stage, stage.dp, embed, head).saved
+        saved = costs.first_backward_saved(choice.chip, costs.memory.trained(*choice.cut))
+        seconds_ = costs.forward_seconds(choice, size), costs.backward_seconds(choice, size)
+        return StageSeconds(*seconds_, layer, plain, saved)
 
     def _each(self, shape: PipelineTemplate) -> list[StageSeconds]:
         last = len(shape.stages) - 1
         return [self.stage(x, shape.micro_batch_size, s == 0, s == last) for s, x in enumerate(shape.stages)]
 
-    def stage_seconds(self, shape: PipelineTemplate) -> tuple[list[float], list[float]]:
-        """(forward, backward) of one micro-batch per stage, including the host's message time."""
-        found = self._each(shape)
-        return [x.forward for x in found], [x.backward for x in found]
+    def stage_seconds(
+        self, shape: PipelineTemplate, sharing: Sequence[int] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """(forward, backward) of one micro-batch per stage, including the host's message time; ``sharing``: as in
+        :meth:`links`."""
+        messages = [sum(row) for row in self.messages(shape, sharing)]
+        found = list(zip(self._each(shape), messages, strict=True))
+        return [x.forward + host for x, host in found], [x.backward + host for x, host in found]
+
+    def least_stage_seconds(self, shape: PipelineTemplate) -> tuple[list[float], list[float]]:
+        """The same wherever the stages are placed, at least."""
+        last, links = len(shape.stages) - 1, self.costs.links
+        hosts = [links.least_message(self.pool.groups[x.group].home) for x in shape.stages]
+        rows = [(x, host * ((s > 0) + (s < last))) for s, (x, host) in enumerate(zip(self._each(shape), hosts))]
+        return [x.forward + host for x, host in rows], [x.backward + host for x, host in rows]
+
+    def messages(self, shape: PipelineTemplate, sharing: Sequence[int] | None = None) -> list[tuple[float, float]]:
+        """Per stage, seconds that its hosts spend on a micro-batch's messages in one direction: to or from the stage
+        before, and the one after; ``sharing``: as in :meth:`links`."""
+        pairs = zip(self._sharing(shape, sharing), shape.stages, shape.stages[1:])
+        found = [self.tables.message_seconds(a, b, count == 0) for count, a, b in pairs]
+        return [*zip([0.0, *(late for _, late in found)], [*(early for early, _ in found), 0.0])]
 
     def links(self, shape: PipelineTemplate, sharing: Sequence[int] | None = None) -> list[Link]:
         """Seconds of (forward, backward) transfers over each stage boundary. ``sharing``: per boundary, 0: inside one
         node, else how many pipelines share the node's network cards; None: as likely placed."""
-        found = []
-        for s, (a, b) in enumerate(zip(shape.stages, shape.stages[1:])):
-            count = sharing[s] if sharing is not None else int(not self.tables.likely_same_node(a, b))
-            found.append(self.tables.boundary(a, b, shape.micro_batch_size, count == 0, max(1, count)))
-        return found
+        pairs, size = zip(self._sharing(shape, sharing), shape.stages, shape.stages[1:]), shape.micro_batch_size
+        return [self.tables.boundary(a, b, size, count == 0, max(1, count)) for count, a, b in pairs]
+
+    def _sharing(self, shape: PipelineTemplate, sharing: Sequence[int] | None) -> Sequence[int]:
+        if sharing is not None:
+            return sharing
+        return [int(not self.tables.likely_same_node(a, b)) for a, b in zip(shape.stages, shape.stages[1:])]
 
     @cached_method
     def pipeline_seconds(
         self, shape: PipelineTemplate, micro_batches: int, schedule: str, sharing: tuple[int, ...] | None = None
     ) -> float:
         """``sharing``: as in :meth:`links`."""
-        forward, backward = self.stage_seconds(shape)
+        forward, backward = self.stage_seconds(shape, sharing)
         link = self.links(shape, sharing)
         if len(forward) * micro_batches <= EXACT:
             return seconds(forward, backward, link, micro_batches, schedule)

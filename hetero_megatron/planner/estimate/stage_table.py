@@ -7,17 +7,21 @@ none, selective, first n layers and full that fits.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.communicator_memory import StageCommunicators
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
 from hetero_megatron.planner.template.device_pool import DevicePool
+from hetero_megatron.planner.template.node_classes import StageId
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.plans import supports
-from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.plans.memory.of_plan import library
+from hetero_megatron.predictor.cost.cost_options import StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.link_model import LinkPrice
 from hetero_megatron.utils.cached_method import cached_by, cached_method
 
 Floats = NDArray[np.float64]
@@ -94,6 +98,12 @@ class StageTable:
             if self.backward[0, layers] + need[k, layers] * extra < best - 1e-15:
                 found = "first", int(need[k, layers])
         return found
+
+
+def most_peers(mine: int, theirs: int) -> int:
+    """Of a line that is cut evenly into ``mine`` parts, and into ``theirs``: most of the latter that touch one of the
+    former."""
+    return max(-(-(i + 1) * theirs // mine) - i * theirs // mine for i in range(mine))
 
 
 def per_layer(seconds: Floats) -> float:
@@ -182,15 +192,16 @@ class StageTables:
 
     @cached_by(lambda kind: kind.compute)
     def _affine_seconds(self, kind: StageKind) -> _StageSeconds:
-        chip, b = self.pool.groups[kind.group].chip, kind.micro_batch_size
+        b = kind.micro_batch_size
 
         def line(method: str, recompute: str) -> tuple[float, float]:
             stages = (self._stage(kind, recompute, n) for n in (1, 2))
             one, two = (float(getattr(self.costs, method)(stage, b)) for stage in stages)
             return 2 * one - two, two - one
 
-        # Host time of sends and receives: one of each per neighbour and direction.
-        message = self.costs.chip_rates(chip).message_seconds * ((not kind.embed) + (not kind.head))
+        # Host time of sends and receives: one of each per neighbour, which is not known, and direction.
+        home = self.pool.groups[kind.group].home
+        message = self.links.least_message(home) * ((not kind.embed) + (not kind.head))
         found = [line("forward_seconds", "none"), *(line("backward_seconds", r) for r in RECOMPUTES)]
         seconds = np.array([a + message + b * self._layers for a, b in found], np.float64)
         layer_again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
@@ -266,11 +277,72 @@ class StageTables:
         return self._one_way(a, b, size, same_node, sharing), self._one_way(b, a, size, same_node, sharing)
 
     def _one_way(self, a: StageTemplate, b: StageTemplate, size: int, same_node: bool, sharing: int) -> float:
-        inside = same_node or self.pool.link(a.group, b.group) is None
         first, second = (self.choice(StageTemplate(s.group, s.tp, s.dp), False, False) for s in (a, b))
-        link = self.links.link(self.costs.home(first).name, self.costs.home(second).name, inside)
-        return self.costs.boundary_seconds(first, second, size, link, sharing, same_node)
+        return self.costs.boundary_seconds(first, second, size, self._link(a, b, same_node), sharing, same_node)
+
+    def _link(self, a: StageTemplate, b: StageTemplate, same_node: bool) -> LinkPrice:
+        inside = same_node or self.pool.link(a.group, b.group) is None
+        groups = self.pool.groups
+        return self.links.link(groups[a.group].home, groups[b.group].home, inside)
+
+    @cached_by(lambda a, b, same_node: (a.group, a.chips, b.group, b.chips, same_node))
+    def message_seconds(self, a: StageTemplate, b: StageTemplate, same_node: bool) -> tuple[float, float]:
+        """Seconds that the busiest host of each of two neighbours spends on a micro-batch's messages in one direction:
+        both divide its tokens evenly, and a chip has one message with each chip that has some of its own."""
+        return (
+            most_peers(a.chips, b.chips) * self._link(a, b, same_node).message,
+            most_peers(b.chips, a.chips) * self._link(b, a, same_node).message,
+        )
 
     def likely_same_node(self, a: StageTemplate, b: StageTemplate) -> bool:
         """Whether neighbouring stages fit into one node together."""
         return a.group == b.group and a.chips + b.chips <= self.pool.groups[a.group].per_node
+
+
+class StageCommunicators:
+    """Of the stages on one pool."""
+
+    def __init__(self, costs: CostModel, pool: DevicePool) -> None:
+        chips = [costs.cluster.chips[group.chip] for group in pool.groups]
+        self.vendors = [library(chip) for chip in chips]
+        self.memory = [chip.communicator for chip in chips]
+
+    def counted(self, stages: Sequence[StageTemplate], s: int, reducing: Iterable[int]) -> int:
+        """Bytes on a rank of stage ``s`` of a pipeline beyond what is set aside.
+
+        Args:
+            reducing: ranks of each group in which gradients of the stage are reduced (:meth:`reducing`).
+        """
+        stage = stages[s]
+        vendor, memory = self.vendors[stage.group], self.memory[stage.group]
+        if not vendor:
+            return 0
+        beside = [stages[i] for i in (s - 1, s + 1) if 0 <= i < len(stages)]
+        pairs = sum(2 * other.tp * other.dp for other in beside if self.vendors[other.group] == vendor)
+        groups = [size for size in (stage.tp, *reducing) if size > 1]
+        taken = memory.bytes(len(groups) + pairs, sum(groups) - len(groups) + pairs)
+        return max(0, taken - memory.least)
+
+    def of_equal_pipelines(self, stages: Sequence[StageTemplate], s: int, replicas: float) -> int:
+        """:meth:`counted` of ``replicas`` equal pipelines."""
+        return self.counted(stages, s, [int(replicas * stages[s].chips)] if len(stages) > 1 else [])
+
+    def reducing(
+        self, holders: Iterable[Collection[StageId]], stages: Mapping[StageId, StageTemplate],
+        ranks: Mapping[StageId, int],
+    ) -> dict[StageId, list[int]]:  # fmt: skip
+        """By stage, ranks of the groups of one vendor in which its gradients are reduced.
+
+        Args:
+            holders: of every range of layers, the stages that hold it.
+            ranks: of each stage.
+        """
+        found: dict[StageId, list[int]] = {at: [] for at in stages}
+        everything = sum(ranks.values())
+        for together in {frozenset(row) for row in holders}:
+            count = sum(ranks[at] for at in together)
+            # The group of all ranks is the world's, which is gloo's.
+            if count < everything and len({self.vendors[stages[at].group] for at in together}) == 1:
+                for at in together:
+                    found[at].append(count)
+        return found

@@ -1,260 +1,17 @@
-"""Estimate of gradient synchronisation for a plan template, from where the replicas of each stage are placed.
-
-Each element has one owner among its holders (a distributed optimizer); holders send gradients to the owners and receive
-new parameters. Messages are priced as in :mod:`~hetero_megatron.predictor.cost.link_model`: a node sends at the rate of
-its fastest link, and to one other node at the rate of the link between them. Tensors that the ranks of a TP group hold
-alike (norms) contribute only latency and summing.
-"""
+"""Estimate of when gradients of a plan template are reduced and parameters gathered: the events of
+:mod:`~hetero_megatron.predictor.simulate.grad_sync` with one rank for each stage, whose ranks are alike."""
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from hetero_megatron.planner.estimate.link_table import LinkTable
-from hetero_megatron.planner.template.node_classes import NodeClasses, StageId
-from hetero_megatron.planner.template.plan_template import PlanTemplate, StageTemplate
-from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT
+from hetero_megatron.planner.estimate.sync_segments import BucketRun, LastBackward, SyncLoads, SyncSegment
+from hetero_megatron.planner.template.node_classes import StageId
+from hetero_megatron.plans.buckets import IN_FLIGHT
 from hetero_megatron.predictor.cost.layer_cost import CostModel
-from hetero_megatron.predictor.cost.link_model import RankHost, back_copies
-
-Port = tuple[int, ...]  # (node class,): a node's network cards; (part, stage, 0): a chip's own link
-
-
-@dataclass
-class SyncSegment:
-    """Consecutive layers (or embedding, or head) with the same holders, which are reduced together.
-
-    Attributes:
-        held: elements per rank, by stage.
-        lowest: by stage, how many of the stage's layers come before this segment.
-        copies: holders of each element; ranks: holders in all; total: sum of the ranks' optimizer shares.
-        share: by stage, the fraction of a copy's elements that its TP group owns.
-        layers: number of layers; head, embed: elements of the head and of the embedding, whose gradients come first and
-            last in backward; elements: of one copy; bucket, last: elements in a bucket of
-            layers on average, and in the last one.
-        ports: seconds per byte of an element that each port is busy; link: the same for the most loaded pair of ends.
-        latency: seconds, including the hosts' time per message.
-    """
-
-    held: dict[StageId, float]
-    lowest: dict[StageId, int]
-    copies: int
-    ranks: int
-    total: int
-    share: dict[StageId, float]
-    layers: int = 0
-    head: int = 0
-    embed: int = 0
-    elements: int = 0
-    bucket: float = BUCKET_BYTES // 4
-    last: int = 0
-    ports: dict[Port, float] = field(default_factory=dict)
-    link: float = 0.0
-    latency: float = 0.0
-
-    @property
-    def buckets(self) -> int:
-        each = max(self.held.values()) * self._fraction(self.elements - self.head - self.embed)
-        return max(1, (self.head > 0) + (self.embed > 0) + math.ceil(each / self.bucket))
-
-    @property
-    def last_bucket(self) -> float:
-        """Fraction of the segment in the last bucket: that of the embedding, which is not divided, or of layers."""
-        return self._fraction(self.embed) or 1 / self.buckets
-
-    @property
-    def trailing(self) -> float:
-        """Fraction of the segment that travels last, beside the first bucket of the next one."""
-        if self.embed or not self.layers:  # a large head's norm is a bucket of its own
-            return self._fraction(self.embed or self.head * (4 * self.head <= BUCKET_BYTES))
-        return min(1.0, self.last / max(self.held.values()))
-
-    def _fraction(self, elements: int) -> float:
-        return elements / self.elements
-
-    def releases(self, times: Mapping[StageId, LastBackward]) -> list[tuple[float, dict[StageId, float]]]:
-        """When gradients become complete: those of a layer at the end of its backward, all at once. By head, first and
-        last bucket of layers (those between are proportional), embedding: (fraction of the segment that is not complete
-        before, by stage, seconds from the start of the step)."""
-        share, found = self.bucket / max(self.held.values()), []
-        head, embed = self._fraction(self.head), self._fraction(self.embed)
-        if head:
-            found.append((1.0, {at: times[at].after_layers(times[at].layers) for at in self.held}))
-        if self.layers:
-            each = (1 - head - embed) / self.layers
-            together = min(self.layers, max(1, int(share / each))) if each > 0 else self.layers  # in a bucket
-            last = {at: times[at].after_layers(self.lowest[at]) for at in self.held}
-            if self.layers > together:
-                rest = self.layers - together
-                found.append((1 - head, {at: end - rest * times[at].layer for at, end in last.items()}))
-            found.append((each * together + embed, last))
-        if embed:
-            found.append((embed, {at: times[at].done for at in self.held}))
-        return found
-
-
-@dataclass
-class SyncLoads:
-    """Attributes:
-        segments: in the order of backward.
-        shared: by stage, the sum over its layers of dp / copies."""
-
-    segments: list[SyncSegment] = field(default_factory=list)
-    shared: dict[StageId, float] = field(default_factory=lambda: defaultdict(float))
-
-
-def sync_loads(template: PlanTemplate, classes: NodeClasses, links: LinkTable, costs: CostModel) -> SyncLoads:
-    """The loads of all layers, embedding and head."""
-    loads = SyncLoads()
-    spans: list[tuple[StageId, int, int, StageTemplate, int]] = []
-    for p, part in enumerate(template.parts):
-        start = 0
-        for s, stage in enumerate(part.shape.stages):
-            spans.append(((p, s), start, start + stage.layers, stage, len(part.shape.stages)))
-            start += stage.layers
-    stages = {at: stage for at, _, _, stage, _ in spans}
-    cuts = sorted({x for _, a, b, _, _ in spans for x in (a, b)})
-    segments: list[tuple[tuple[StageId, ...], int, int, str]] = [
-        (tuple(at for at, _, _, _, n in spans if at[1] == n - 1), 0, 0, "head")
-    ]
-    for a, b in list(zip(cuts, cuts[1:]))[::-1]:
-        segments.append((tuple(at for at, lo, hi, _, _ in spans if lo <= a and hi >= b), a, b - a, ""))
-    segments.append((tuple(at for at, _, _, _, _ in spans if at[1] == 0), 0, 0, "embed"))
-    starts = {at: lo for at, lo, _, _, _ in spans}
-    before: tuple[StageId, ...] = ()
-    for holders, first, layers, end in segments:
-        copies = sum(classes.units[at] for at in holders)
-        ranks = sum(classes.units[at] * stages[at].tp for at in holders)
-        total = sum(classes.units[at] * stages[at].tp * stages[at].share for at in holders)
-        for at in holders:
-            shared = layers or not stages[at].layers  # a stage without layers only has embedding or head
-            loads.shared[at] += shared * stages[at].dp * stages[at].tp * stages[at].share / total
-        if ranks <= 1:  # a TP group of several ranks still sums the tensors that they all hold
-            before = ()
-            continue
-        if holders != before:
-            share = {at: stages[at].tp * stages[at].share / total for at in holders}
-            loads.segments.append(SyncSegment(dict.fromkeys(holders, 0.0), {}, copies, ranks, total, share))
-        segment, before = loads.segments[-1], holders
-        segment.layers += layers
-        least_tp = min(stages[at].tp for at in holders)
-        segment.last = costs.memory.last_bucket(least_tp)
-        segment.bucket = costs.memory.mean_bucket(least_tp)
-        elements = costs.memory.trained(1, layers, end == "embed", end == "head")
-        segment.head += elements * (end == "head")
-        segment.embed += elements * (end == "embed")
-        segment.elements += elements
-        for at in holders:
-            segment.held[at] += costs.memory.trained(stages[at].tp, layers, end == "embed", end == "head")
-            if layers or at not in segment.lowest:
-                segment.lowest[at] = first - starts[at] if layers else stages[at].layers * (end == "head")
-    loads.segments = [segment for segment in loads.segments if segment.elements]  # adapters leave some with nothing
-    for segment in loads.segments:
-        _price_segment(segment, classes, stages, links)
-    return loads
-
-
-def _price_segment(
-    segment: SyncSegment, classes: NodeClasses, stages: Mapping[StageId, StageTemplate], links: LinkTable
-) -> None:
-    """Fill in ``ports``, ``link`` and ``latency``. Equal nodes have equal ports, so each class of nodes is priced once;
-    the nodes of a TP group that spans several are equal too."""
-    nodes: Counter[int] = Counter()  # optimizer shares on one node of each class, or on those that its TP groups span
-    one: Counter[int] = Counter()  # of these, on one node
-    units: Counter[int] = Counter()  # copies by group
-    inside_units: Counter[int] = Counter()
-
-    def here(at: StageId, group: int) -> int:
-        """Ranks of a TP group on one node."""
-        return min(stages[at].tp, links.pool.groups[group].per_node)
-
-    for at in segment.held:
-        for c, n in classes.nodes[at].items():
-            nodes[c] += n * stages[at].tp * stages[at].share
-            one[c] += n * here(at, classes.group[c]) * stages[at].share
-            units[classes.group[c]] += n * classes.count[c]
-            inside_units[c] += n
-    total: Counter[int] = Counter()  # by group
-    most: dict[int, int] = defaultdict(int)  # on one node of the group
-    count: Counter[int] = Counter()  # nodes
-    for c, n in nodes.items():
-        g = classes.group[c]
-        total[g] += n * classes.count[c]
-        most[g], count[g] = max(most[g], one[c]), count[g] + classes.count[c] + (one[c] < n)
-    groups = sorted(units)
-    message = 0.0
-    largest = max(stages[at].share for at in segment.held)
-    for at, held in segment.held.items():
-        tp = stages[at].tp
-        for c, mine in classes.nodes[at].items():
-            g = classes.group[c]
-            inside, others_inside = nodes[c], inside_units[c] - 1
-            group = links.between(g, g, tp <= links.pool.groups[g].per_node) if tp > 1 else None
-            if group is not None:  # tensors that its ranks hold alike
-                segment.latency, message = max(segment.latency, group.alpha), max(message, group.message)
-            near = links.between(g, g, True) if others_inside else None
-            if near is not None:
-                given = (inside - tp * stages[at].share) / segment.total
-                own = held * max(given * near.out, segment.share[at] * others_inside * near.into)
-                segment.ports[*at, 0] = max(segment.ports.get((*at, 0), 0.0), own)
-                segment.link = max(segment.link, held * largest / segment.total * near.pair)
-                segment.latency, message = max(segment.latency, near.alpha), max(message, near.message)
-            out = into = 0.0
-            for h in groups:
-                others = total[h] - (inside if h == g else 0)
-                copies = units[h] - (inside_units[c] if h == g else 0)
-                way, back = links.between(g, h), links.between(h, g)
-                if not others or way is None or back is None:
-                    continue
-                out, into = out + others / segment.total * way.out, into + copies * segment.share[at] * back.into
-                if h != g or count[g] > 1:
-                    between = mine * here(at, g) * held / segment.total * most[h] * max(way.link, back.link)
-                    pair = held * largest / segment.total * max(way.pair, back.pair)
-                    segment.link = max(segment.link, between, pair)
-                segment.latency, message = max(segment.latency, way.alpha), max(message, way.message)
-            if out:
-                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + mine * here(at, g) * held * max(out, into)
-    segment.latency += (segment.ranks - 1) * message
-
-
-def host_seconds(
-    segment: SyncSegment, at: StageId, costs: CostModel, chip: str, item: float, gather: bool
-) -> tuple[float, float]:
-    """(before, after): seconds that a rank's host spends on a segment before and after it travels, as in
-    :meth:`GradSync.host_seconds`."""
-    rates, held = costs.chip_rates(chip), segment.held[at]
-    given, taken = held * (1 - segment.share[at]) * item, held * segment.share[at] * (segment.copies - 1) * item
-    fixed, own = rates.exchange_seconds * segment.buckets, held * segment.share[at] * item
-    dense = segment.ranks == segment.copies  # without TP all ranks hold the same elements
-    if gather:
-        packed, unpacked = back_copies(given, taken, dense, segment.ranks)
-        return packed * rates.pack + fixed, unpacked * rates.unpack + fixed
-    begin = own * (rates.add if segment.copies > 1 else rates.pack)
-    return (0.0 if dense else given) * rates.pack + fixed, taken * rates.add + begin + fixed * segment.ranks
-
-
-@dataclass(frozen=True)
-class LastBackward:
-    """A stage's last backward of a step, in seconds from the start of the step.
-
-    Attributes:
-        begin, done: start and end.
-        layer: duration of one layer; plain: of everything but the embedding.
-    """
-
-    begin: float
-    done: float
-    layer: float
-    plain: float
-    layers: int
-
-    def after_layers(self, below: int) -> float:
-        """When the gradients of all layers but the ``below`` first ones of the stage are complete (s)."""
-        return self.begin + self.plain - below * self.layer
+from hetero_megatron.predictor.cost.link_model import HostRates, RankHost, exchange_host_seconds
 
 
 def sync_ends(
@@ -266,8 +23,8 @@ def sync_ends(
     times: Mapping[StageId, LastBackward] | None = None,
 ) -> dict[StageId, float]:
     """When each stage's ranks are done with all segments, in seconds from the start of the step. Follows
-    ``simulate.grad_sync``, except that the buckets of a segment are priced together: a stage's segments go in order,
-    and ports serve first what is ready first.
+    ``simulate.grad_sync``, except that where a segment has many buckets these are one event: a stage's segments go in
+    order, and ports serve first what is ready first.
 
     Args:
         chips: chip type by stage.
@@ -276,30 +33,31 @@ def sync_ends(
         times: the last backwards for gradient reduction; None: all-gather of updated parameters.
     """
     run = _SyncRun(costs, chips, idle, item, times)
-    queues: dict[StageId, list[int]] = defaultdict(list)  # segments of each stage that did not start, last one first
-    for number in range(len(loads.segments) - 1, -1, -1):
-        for at in loads.segments[number].held:
+    events = [(segment, bucket) for segment in loads.segments for bucket in segment.runs]
+    queues: dict[StageId, list[int]] = defaultdict(list)  # events of each stage that did not start, last one first
+    for number in range(len(events) - 1, -1, -1):
+        for at in events[number][0].held:
             queues[at].append(number)
     heap: list[tuple[float, int, list[tuple[float, float]], dict[StageId, float]]] = []
 
     def launch(candidates: Iterable[int]) -> None:
         for number in candidates:
-            segment = loads.segments[number]
+            segment, bucket = events[number]
             if all(queues[at][-1] == number for at in segment.held):
-                releases, afters = run.releases(segment)
-                heapq.heappush(heap, (run.ready(segment, releases), number, releases, afters))
+                releases, afters = run.releases(segment, bucket)
+                heapq.heappush(heap, (run.ready(segment, bucket, releases), number, releases, afters))
 
     launch(dict.fromkeys(queue[-1] for queue in queues.values()))
     while heap:
         _, number, releases, afters = heapq.heappop(heap)
-        segment = loads.segments[number]
-        run.travel(segment, releases, afters)
+        segment, bucket = events[number]
+        run.travel(segment, bucket, releases, afters)
         launch(dict.fromkeys(queues[at][-1] for at in segment.held if queues[at].pop() == number and queues[at]))
     return {at: host.finish(idle[at]) for at, host in run.hosts.items()}
 
 
 class _SyncRun:
-    """State of :func:`sync_ends`. Releases: (fraction of a segment, when it and what comes before it is packed, in
+    """State of :func:`sync_ends`. Releases: (fraction of what travels, when it and what comes before it is packed, in
     seconds), in the order of time."""
 
     def __init__(
@@ -310,24 +68,35 @@ class _SyncRun:
         item: float,
         times: Mapping[StageId, LastBackward] | None,
     ) -> None:
-        self.costs, self.chips, self.idle, self.item, self.times = costs, chips, idle, item, times
+        self.costs, self.idle, self.item, self.times = costs, idle, item, times
         self.hosts = {at: RankHost() for at in idle}
-        self.free: dict[object, float] = {}  # when ports, and stages, are free for the next segment (s)
+        self.rates = {at: costs.chip_rates(chip).host for at, chip in chips.items()}
+        self.free: dict[object, float] = {}  # when ports, and stages, are free for the next event (s)
 
-    def host_seconds(self, segment: SyncSegment, at: StageId) -> tuple[float, float]:
+    def host_seconds(self, segment: SyncSegment, bucket: BucketRun, at: StageId) -> tuple[float, float]:
+        """(before, after) that it travels, on a rank's host."""
         if not self.costs.options.sharded:
             return 0.0, 0.0
-        return host_seconds(segment, at, self.costs, self.chips[at], self.item, self.times is None)
+        pack, add, unpack, exchange = self.rates[at]
+        held = segment.held[at] * bucket.fraction
+        owned = held * segment.share[at]
+        return exchange_host_seconds(
+            HostRates(pack, add, unpack, exchange * bucket.count), held - owned, owned * (segment.copies - 1), owned,
+            segment.copies == 1, segment.ranks == segment.copies, segment.ranks, self.item, self.times is None,
+        )  # fmt: skip
 
-    def releases(self, segment: SyncSegment) -> tuple[list[tuple[float, float]], dict[StageId, float]]:
-        """(releases of a segment that starts, by stage the host's seconds after it has travelled)."""
-        share = 1 / segment.buckets
+    def releases(
+        self, segment: SyncSegment, bucket: BucketRun
+    ) -> tuple[list[tuple[float, float]], dict[StageId, float]]:
+        """(releases of what starts, by stage the host's seconds after it has travelled)."""
+        share = 1 / bucket.count
         found: Sequence[tuple[float, Mapping[StageId, float]]] = [(1.0, self.idle)]
         if self.times is not None and self.costs.options.overlap:
-            found = segment.releases(self.times)
+            single = bucket.count == 1
+            found = [(1.0, segment.complete(bucket, self.times))] if single else segment.releases(self.times)
         packed, afters = [0.0] * len(found), dict[StageId, float]()
         for at in segment.held:
-            pack, after = self.host_seconds(segment, at)
+            pack, after = self.host_seconds(segment, bucket, at)
             afters[at], last = after, found[-1][1][at]
             late = self.hosts[at].send(last, pack) - last
             for i, (left, when) in enumerate(found):
@@ -336,15 +105,19 @@ class _SyncRun:
                 packed[i] = max(packed[i], when[at] + late + summed - pack * max(0.0, left - share))
         return [(left, seconds) for (left, _), seconds in zip(found, packed)], afters
 
-    def ready(self, segment: SyncSegment, releases: list[tuple[float, float]]) -> float:
+    def ready(self, segment: SyncSegment, bucket: BucketRun, releases: list[tuple[float, float]]) -> float:
         """When its ranks can send the first bucket (s)."""
         return max(releases[0][1], *(self.free.get(at, 0.0) for at in segment.held))
 
     def travel(
-        self, segment: SyncSegment, releases: list[tuple[float, float]], afters: Mapping[StageId, float]
+        self,
+        segment: SyncSegment,
+        bucket: BucketRun,
+        releases: list[tuple[float, float]],
+        afters: Mapping[StageId, float],
     ) -> None:
-        item, share, free = self.item, 1 / segment.buckets, self.free
-        begin = max([self.ready(segment, releases), *(free.get(port, 0.0) for port in segment.ports)])
+        item, share, free = self.item * bucket.fraction, 1 / bucket.count, self.free
+        begin = max([self.ready(segment, bucket, releases), *(free.get(port, 0.0) for port in segment.ports)])
 
         def end_of(seconds: float) -> float:
             """When something is done that takes so many seconds per byte of an element."""
@@ -354,9 +127,15 @@ class _SyncRun:
         for port, seconds in segment.ports.items():
             free[port] = end_of(seconds)
             end = max(end, free[port])
+        end += segment.latency
+        if bucket.count == 1:
+            for at, after in afters.items():
+                self.hosts[at].under_way.append((end, after))
+            return
         # At most IN_FLIGHT buckets travel at once, so the latency and the host's time are paid once per IN_FLIGHT ones.
-        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-segment.buckets // IN_FLIGHT)
-        end = max(end + segment.latency, begin + rows * (segment.latency + (each + max(afters.values())) * share))
+        each, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-bucket.count // IN_FLIGHT)
+        slowest = max(afters.values()) * share
+        end = max(end, begin + rows * (segment.latency + each * share + slowest) - slowest)
         # A rank sends its next segment's first bucket when all but this one's last are done.
         free |= dict.fromkeys(segment.held, end - each * segment.trailing)
         last = segment.last_bucket

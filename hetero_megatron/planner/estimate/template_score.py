@@ -11,17 +11,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_megatron.planner.estimate.link_table import LinkTable
 from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
 from hetero_megatron.planner.estimate.pipeline_score import PipelineScorer
 from hetero_megatron.planner.estimate.stage_table import StageTables
-from hetero_megatron.planner.estimate.sync_estimate import LastBackward, SyncLoads, sync_ends, sync_loads
+from hetero_megatron.planner.estimate.sync_estimate import sync_ends
+from hetero_megatron.planner.estimate.sync_segments import LastBackward, LinkTable, SyncLoads, sync_loads
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.template.device_pool import DevicePool, make_pool
 from hetero_megatron.planner.template.node_classes import NodeClasses, StageId, chips_key, node_classes
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
 from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.link_model import LinkKind
 from hetero_megatron.utils.cached_method import cached_by, cached_method, share_results
 
 DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most micro-batches in flight (and stages); the same above LARGE chips
@@ -173,16 +174,17 @@ class TemplateScorer(PipelineScorer):
         return {at: n * stages[at].tp for at, n in classes.units.items()}
 
     def _barrier_seconds(self, template: PlanTemplate) -> float:
-        """Seconds of the barrier before the update, as in :mod:`hetero_megatron.predictor.simulate.step`: once around a
-        ring of all ranks."""
+        """Of the barrier before the update."""
         usage = template.usage(len(self.pool.groups))
-        return (sum(usage) - 1) * self._slowest_message(tuple(g for g, n in enumerate(usage) if n))
+        kinds = self._link_kinds(tuple(g for g, n in enumerate(usage) if n))
+        return self.costs.links.barrier_seconds(kinds, sum(usage))
 
     @cached_method
-    def _slowest_message(self, groups: tuple[int, ...]) -> float:
-        ways = [self.link_table.between(g, h) for g in groups for h in groups]
-        ways += [self.link_table.between(g, g, True) for g in groups]
-        return max((way.single + way.message for way in ways if way is not None), default=0.0)
+    def _link_kinds(self, groups: tuple[int, ...]) -> tuple[LinkKind, ...]:
+        """The links between nodes of some groups, and inside them."""
+        ways = [(g, h, False) for g in groups for h in groups] + [(g, g, True) for g in groups]
+        home = [group.home for group in self.pool.groups]
+        return tuple((home[g], home[h], same) for g, h, same in ways if self.link_table.between(g, h, same) is not None)
 
     def _update_and_memory(
         self, template: PlanTemplate, loads: SyncLoads, classes: NodeClasses
@@ -213,14 +215,14 @@ class TemplateScorer(PipelineScorer):
         """The last backward of every stage; the first stage's ends last."""
         found: dict[StageId, LastBackward] = {}
         for p, part in enumerate(template.parts):
-            each, links, drain = self._each(part.shape), self.links(part.shape), 0.0
-            last = len(each) - 1
-            saved = max(each, key=lambda x: x.forward + x.backward).saved
-            for s, (stage, x) in enumerate(zip(part.shape.stages, each)):
-                done = by_part[p] - drain - saved - (x.backward - x.own if s else 0.0)
-                found[p, s] = LastBackward(done - x.own, done, x.layer, x.plain, stage.layers)
-                if s < last:
-                    drain += x.backward + links[s][1]
+            each, links, messages = self._each(part.shape), self.links(part.shape), self.messages(part.shape)
+            busy = [x.forward + x.backward + 2 * sum(host) for x, host in zip(each, messages, strict=True)]
+            saved, done = each[busy.index(max(busy))].saved, by_part[p]
+            for s, (stage, x, (sent, received)) in enumerate(zip(part.shape.stages, each, messages)):
+                begin = done - sent - x.backward
+                found[p, s] = LastBackward(begin - saved, done - saved, x.layer, x.plain, stage.layers)
+                if s < len(links):
+                    done = begin - received - links[s][1]
         return found
 
 

@@ -11,7 +11,8 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.graph_partition import MOST_GROUPS
-from hetero_megatron.planner.search.layers_program import LayersProgram, ProgramInputs, grid
+from hetero_megatron.planner.search.layers_program import LayersProgram, grid
+from hetero_megatron.planner.search.program_inputs import ProgramInputs
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.utils.text import plural

@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_megatron.planner.estimate.stage_table import StageKind, per_layer
-from hetero_megatron.planner.estimate.template_score import TemplateScorer
-from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.estimate.stage_table import StageKind
+from hetero_megatron.planner.search.program_inputs import Floats, Layers, ProgramInputs, added_seconds, rounded
 from hetero_megatron.planner.template.plan_template import StageTemplate
-from hetero_megatron.planner.template.search_space import options
-from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT
 from hetero_megatron.utils.cached_method import cached_method
 
-Floats = NDArray[np.float64]
-Layers = NDArray[np.float32]  # whole numbers, so exact
 # Layers of a stage that does not fit, and of a run of stages that is not allowed (far below any sum of the former).
 INFEASIBLE, FORBIDDEN = -1e5, -1e7
 Bounds = tuple[float, dict[int, float]]  # seconds of pipelines over (the whole budget, by group over that group alone)
-FEW = 6  # chips of a small cluster
 RATIO, GRID = 1.06, 44
 BLOCK = 11  # taus solved at once
 # Allowed numbers of consecutive stages of one group.
@@ -72,74 +66,6 @@ class PipelineFamily:
     def seconds(self, micro_batches: float) -> float:
         """Without gradient reduction."""
         return (micro_batches + self.stages - 1) * self.tau
-
-
-def rounded(replicas: int) -> int:
-    """Rounded down to a power of four: fewer tables."""
-    return 4 ** int(math.log(replicas, 4) + 1e-9)
-
-
-class ProgramInputs:
-    """What the programs of one search share: chips, stage options and their speeds.
-
-    Attributes:
-        counts: usable chips per group; few: the cluster is so small that nothing is rounded.
-        capacities: cache of :meth:`LayersProgram.capacity`: (first grid position, layers [tau, in flight]).
-    """
-
-    def __init__(self, problem: PlanningProblem, scorer: TemplateScorer, counts: tuple[int, ...] | None = None) -> None:
-        self.scorer, self.pool, self.model, self.space = scorer, scorer.pool, problem.model, problem.space
-        self.batch, self.counts = problem.global_batch_size, counts or scorer.pool.counts
-        self.few = scorer.pool.chips <= FEW
-        self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}
-
-    @property
-    def most_pipelines(self) -> int:
-        return max(1, min(self.batch, sum(self.counts), self.space.max_pipelines or sum(self.counts)))
-
-    @cached_method
-    def options(self, group: int, size: int) -> list[StageTemplate]:
-        found = options(self.pool, group, self.model, self.space, size, every=self.pool.groups[group].per_node <= 4)
-        return [o for o in found if o.dp <= 4]
-
-    @cached_method
-    def rates(self, group: int, size: int) -> list[tuple[int, float]]:
-        """(chips, layers per second and chip) of a group's options, with memory as with the most replicas."""
-        found = []
-        for o in self.options(group, size):
-            most = self.most_pipelines if self.few else rounded(self.most_pipelines)
-            kind = StageKind(group, o.tp, o.dp, size, False, False, most, self.space.recompute)
-            seconds = self.scorer.tables.table(kind, 1).seconds[0]
-            per = per_layer(seconds)
-            if np.isfinite(per) and per > 0:
-                found.append((o.chips, 1 / (per * o.chips)))
-        return found
-
-    def sync_seconds(self, held: float, holders: Floats, groups: Iterable[int]) -> tuple[Floats, Floats]:
-        """Estimated seconds of (reducing gradients, spreading parameters), as ``holders``. The holders of a stage send
-        to each other bucket by bucket, inside a node where they fit into one.
-
-        Args:
-            held: elements on a rank; holders: ranks with elements of the same stage.
-        """
-        costs, links, message = self.scorer.costs, self.scorer.link_table, 0.0
-        port, latency = np.zeros_like(holders), np.zeros_like(holders)  # seconds per byte of a rank; seconds
-        for g in groups:
-            group = self.pool.groups[g]
-            (near, soon), (far, late) = links.best(g, True), links.best(g, False)
-            inside = (holders <= group.per_node) | math.isinf(far)
-            port = np.maximum(port, np.where(inside, near if math.isfinite(near) else 0.0, far * group.per_node))
-            latency = np.maximum(latency, np.where(inside, soon if math.isfinite(soon) else 0.0, late))
-            message = max(message, costs.chip_rates(group.chip).message_seconds)
-        each = math.ceil(held * 4 / BUCKET_BYTES) / IN_FLIGHT * (latency + (holders - 1) * message)
-        return held * costs.wide * port + each, held * costs.item * port + each
-
-
-def added_seconds(sync: tuple[Floats, Floats], taus: Floats) -> Floats:
-    """What reducing and spreading add to a step: the last backward, about two thirds of the bottleneck ``taus`` (s),
-    hides a part of the reduction."""
-    reduce, spread = sync
-    return np.asarray(np.maximum(reduce - taus * (2 / 3), 0.0) + spread)
 
 
 class LayersProgram:

@@ -3,8 +3,8 @@
 1. *Pipelines* (:mod:`layers_program`): for every number of pipelines and micro-batch size, the fastest pipeline over
 each set of chip groups. Programs whose lower bound is far above the best so far are skipped.
 
-2. *Islands* (:mod:`islands_dp`): the groups are divided into islands that run equal pipelines of their own side by
-side.
+2. *Islands* (:func:`divide_into_islands`): the groups are divided into islands that run equal pipelines of their own
+side by side.
 
 3. The best few become templates (exact layers, recompute, batch shares), which the incumbent scores.
 """
@@ -13,26 +13,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
-from hetero_megatron.planner.search.islands_dp import divide_into_islands
-from hetero_megatron.planner.search.layers_program import (
-    LayersProgram,
-    PipelineFamily,
-    ProgramInputs,
-    added_seconds,
-)
+from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.materialize import PipelineOutline
+from hetero_megatron.planner.search.program_inputs import ProgramInputs, added_seconds
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.planner.time_budget import ShouldStop, never
 from hetero_megatron.utils.cached_method import cached_method
 
+HALVINGS, NEAR = 30, 2e-3  # most steps and relative precision of the bisection over islands
 CUT = 1.03  # programs with a lower bound above this multiple of the best so far are skipped
 SLOW = 2.0  # families whose estimate with gradient reduction is above this multiple of the least are not proposed
 FAR = 1.5  # the same for pipelines over a single group, as long as none was found
@@ -219,3 +215,66 @@ class Programs:
             choice = divide_into_islands(self.families, len(self.inputs.pool.groups), self.inputs.batch, sync)
             if choice is not None:
                 yield [self._outline(f) for f in choice]
+
+
+def divide_into_islands(
+    families: Sequence[PipelineFamily], groups: int, batch: int, sync: bool
+) -> list[PipelineFamily] | None:
+    """Families on disjoint sets of groups that compute ``batch`` sequences fastest, by bisection on the time; None
+    without families. ``sync``: with gradient reduction."""
+    if not families:
+        return None
+    islands = IslandCover(families, groups, sync)
+    low, high = 0.0, max(f.seconds(batch) + f.sync for f in families)
+    best = islands.cover(high, batch)
+    for _ in range(HALVINGS if best is not None else 0):
+        middle = (low + high) / 2
+        found = islands.cover(middle, batch)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+        if high - low < NEAR * high:
+            break
+    return best
+
+
+class IslandCover:
+    """Families grouped by the set of groups (``mask``) that they use."""
+
+    def __init__(self, families: Sequence[PipelineFamily], groups: int, sync: bool) -> None:
+        self.families, self.groups = sorted(families, key=lambda f: f.mask), groups
+        rows = [(f.tau, f.stages, f.sync * sync, f.size * f.replicas, f.mask) for f in self.families]
+        self.tau, self.stages, self.sync, self.together, masks = np.array(rows).T
+        self.masks = sorted({int(mask) for mask in masks})
+        self.starts = np.searchsorted(masks, self.masks)
+
+    def cover(self, limit: float, batch: int) -> list[PipelineFamily] | None:
+        """Families on disjoint sets of groups that compute ``batch`` sequences within ``limit`` seconds; None if there
+        are none."""
+        totals = np.maximum(0, np.floor((limit - self.sync) / self.tau - self.stages + 1 + 1e-9)) * self.together
+        best = dict(zip(self.masks, np.maximum.reduceat(totals, self.starts).tolist(), strict=True))
+        top: list[tuple[float, int]] = [(0.0, 0)]  # by mask: (most sequences, island of the lowest group, 0: idle)
+        for mask in range(1, 1 << self.groups):
+            low = mask & -mask
+            value = (top[mask & ~low][0], 0)
+            sub = mask
+            while sub:
+                if sub & low and sub in best:
+                    total = best[sub] + top[mask & ~sub][0]
+                    if total > value[0]:
+                        value = (total, sub)
+                sub = (sub - 1) & mask
+            top.append(value)
+        mask = (1 << self.groups) - 1
+        if top[mask][0] < batch:
+            return None
+        chosen = []
+        while mask:
+            sub = top[mask][1]
+            if sub:
+                i = self.masks.index(sub)
+                part = totals[self.starts[i] : self.starts[i + 1] if i + 1 < len(self.masks) else None]
+                chosen.append(self.families[self.starts[i] + int(np.argmax(part))])
+            mask &= ~(sub or mask & -mask)
+        return chosen

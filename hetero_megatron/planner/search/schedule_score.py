@@ -110,8 +110,13 @@ class ScheduleScorer:
     ) -> PipelineTimes | ChunkedTimes | None:
         """None where a stage has no room for one micro-batch."""
         stages, last, size = list[tuple[StageTimes, ...]](), len(shape.stages) - 1, shape.micro_batch_size
+        near, cards = last == 1 and not ends.sharing[p][0], max(1, *ends.sharing[p]) if last else 1
+        messages = self.scorer.messages(shape, ends.sharing[p])
+        if chunks > 1 and last:
+            before, after = self.tables.message_seconds(shape.stages[-1], shape.stages[0], near)
+            messages[0], messages[last] = (after, messages[0][1]), (messages[last][0], before)
         for s, stage in enumerate(shape.stages):
-            work = self._work(stage, size, s == 0, s == last, chunks)
+            work = self._work(stage, size, s == 0, s == last, chunks, messages[s])
             beside = self.tables.communicators.counted(shape.stages, s, ends.reducing[p, s])
             room = self._room(stage, size, s == 0, s == last, ends.replicas[p, s]) - beside
             room -= max(x.working for x in work)
@@ -128,7 +133,6 @@ class ScheduleScorer:
         if chunks == 1:
             return PipelineTimes(tuple(x for (x,) in stages), tuple(links))
         if last:
-            near, cards = last == 1 and not ends.sharing[p][0], max(1, *ends.sharing[p])
             around = self.tables.boundary(shape.stages[-1], shape.stages[0], size, near, cards)
             links.append(LinkTimes(*around))
         return ChunkedTimes(tuple(stages), tuple(links))
@@ -141,10 +145,12 @@ class ScheduleScorer:
         return limit - needs.lasting if needs.lasting + needs.buffers <= limit else -1.0
 
     @cached_method
-    def _work(self, stage: StageTemplate, size: int, embed: bool, head: bool, chunks: int) -> tuple[_ChunkWork, ...]:
+    def _work(
+        self, stage: StageTemplate, size: int, embed: bool, head: bool, chunks: int, messages: tuple[float, float]
+    ) -> tuple[_ChunkWork, ...]:
+        """``messages``: seconds of the host for those of one direction, with the stage before and the one after."""
         whole, found = self.tables.choice(stage, embed, head), list[_ChunkWork]()
         parts, again = self.costs.parts(whole, size), whole.full
-        message = self.costs.chip_rates(whole.chip).message_seconds
         for c in range(chunks):
             layers = stage.layers * (c + 1) // chunks - stage.layers * c // chunks
             full = min(again, layers)
@@ -153,11 +159,11 @@ class ScheduleScorer:
             choice = replace(whole, layers=layers, embed=first, head=last)
             forward, backward = parts.total(layers, full, first, last)
             weight, more = parts.split(layers, last)
-            messages = message * ((not first) + (not last)) * (not (embed and head))
+            host = messages[0] * (not first) + messages[1] * (not last)
             kept, working = self.costs.activation_bytes(choice, size)
             waiting = self.costs.waiting_bytes(choice, size)
-            inputs = backward + messages - weight + more
-            found.append(_ChunkWork(forward + messages, inputs, weight, more, kept, waiting, working))
+            inputs = backward + host - weight + more
+            found.append(_ChunkWork(forward + host, inputs, weight, more, kept, waiting, working))
         return tuple(found)
 
 

@@ -18,10 +18,10 @@ from functools import partial
 
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent, Row, simulate_best
-from hetero_megatron.planner.search.layers_program import FEW, ProgramInputs
 from hetero_megatron.planner.search.local_search import LocalSearch, climb, neighbours
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.search.memory_fit import MemoryFit
+from hetero_megatron.planner.search.program_inputs import FEW, ProgramInputs
 from hetero_megatron.planner.search.stage_sequences import StageSequence, StageSequences, Usage
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.placement import place

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hetero_megatron.planner.estimate.pipeline_time import closed_forms_of_each
 from hetero_megatron.planner.estimate.stage_table import StageKind
-from hetero_megatron.planner.search.layers_program import ProgramInputs, added_seconds
+from hetero_megatron.planner.search.program_inputs import ProgramInputs, added_seconds
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.planner.template.search_space import batch_sizes
 from hetero_megatron.utils.cached_method import cached_method
@@ -122,14 +122,31 @@ class StageSequences:
         rows = np.stack([np.maximum.accumulate(self.tables.table(kind, depth).seconds, axis=1) for kind in kinds])
         return np.concatenate([rows, np.full((*rows.shape[:2], 1), np.inf)], axis=2)
 
+    def _neighbours(self, size: int) -> Iterator[tuple[tuple[int, int], StageTemplate, StageTemplate, bool]]:
+        """(indices of two options, the options, whether they are likely in one node) of those that there are chips for
+        together."""
+        tables, counts = self.tables, self.inputs.counts
+        for (i, a), (j, b) in itertools.product(enumerate(self._options(size)), repeat=2):
+            if a.group != b.group or a.chips + b.chips <= counts[a.group]:
+                yield (i, j), a, b, tables.likely_same_node(a, b)
+
     @cached_method
     def _links(self, size: int) -> Floats:
         """[options, options, there and back] seconds of a transfer; 0 between stages with more chips than there are."""
-        options, tables, counts = self._options(size), self.tables, self.inputs.counts
-        found = np.zeros((len(options), len(options), 2))
-        for (i, a), (j, b) in itertools.product(enumerate(options), repeat=2):
-            if a.group != b.group or a.chips + b.chips <= counts[a.group]:
-                found[i, j] = tables.boundary(a, b, size, tables.likely_same_node(a, b))
+        found = np.zeros((len(self._options(size)), len(self._options(size)), 2))
+        for at, a, b, near in self._neighbours(size):
+            found[at] = self.tables.boundary(a, b, size, near)
+        return found
+
+    @cached_method
+    def _messages(self, size: int) -> Floats:
+        """[options, options, sender and receiver] seconds of a stage's hosts for the messages of a micro-batch, forward
+        and backward, over a boundary, beyond what stage tables count."""
+        found = np.zeros((len(self._options(size)), len(self._options(size)), 2))
+        least = [self.tables.links.least_message(group.home) for group in self.inputs.pool.groups]
+        for at, a, b, near in self._neighbours(size):
+            sent, received = self.tables.message_seconds(a, b, near)
+            found[at] = 2 * (sent - least[a.group]), 2 * (received - least[b.group])
         return found
 
     @cached_method
@@ -153,12 +170,16 @@ class StageSequences:
         part = share * np.full(len(rows.options), self.inputs.batch / size)
         count = np.maximum(1.0, part)
         last, every = rows.options.shape[1] - 1, np.arange(len(count))
-        tables, links = [], np.zeros((len(count), last, 2))
+        tables, links, messages = list[Floats](), *(np.zeros((len(count), last, 2)) for _ in range(2))
         for s in range(last + 1):
             alive = np.minimum(last + 1 - s, np.ceil(count)).astype(np.int64)
             tables.append(self._seconds(size, pipelines, s == 0, s == last)[rows.options[:, s], alive - 1])
             if s < last:
-                links[:, s] = self._links(size)[rows.options[:, s], rows.options[:, s + 1]]
+                pair = rows.options[:, s], rows.options[:, s + 1]
+                links[:, s], messages[:, s] = self._links(size)[pair], self._messages(size)[pair]
+        for s in range(last):
+            tables[s] += messages[:, s, :1]
+            tables[s + 1] += messages[:, s, 1:]
         split = self._divided(tables, links.sum(axis=2), count)
         times = np.stack([table[every, split[:, s]] for s, table in enumerate(tables)], axis=1)
         seconds = closed_forms_of_each(times, links.sum(axis=2), count, round_trips=True)

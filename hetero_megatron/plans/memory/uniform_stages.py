@@ -76,6 +76,23 @@ class UniformStageMemory:
         return max(sum(row) / len(row) for row in rows)
 
     @cached_method
+    def bucket_rows(self, tp: int, layers: int, embed: bool, head: bool) -> tuple[tuple[int, int, bool], ...]:
+        """The buckets of so many layers, embedding and head that the same ranks hold, in the order of backward:
+        (elements, decoder layers that are in it or before it, whether it has the embedding)."""
+        each, most, wide = _equal_shares(self.spec, tp), BUCKET_BYTES // 4, False
+        rows: list[tuple[int, int, bool]] = []
+        done: set[int] = set()
+        for segment in backward_order(t for t in stage_tensors(self.spec, range(layers), embed, head) if t.trained):
+            for tensor in segment:
+                size, last = max(tensor_box(tensor, share).size for share in each), tensor.layer == "embed"
+                done |= {tensor.layer} if isinstance(tensor.layer, int) else set()
+                joined = rows and tensor.wide == wide and rows[-1][0] + size <= most
+                before = rows.pop() if joined else (0, 0, False)
+                rows.append((before[0] + size, len(done), before[2] or last))
+                wide = tensor.wide
+        return tuple(rows)
+
+    @cached_method
     def last_bucket(self, tp: int) -> int:
         """Elements of the last bucket of decoder layers in backward."""
         return max(_bucket_sizes(self.spec, False, False, share)[-1] for share in _equal_shares(self.spec, tp))

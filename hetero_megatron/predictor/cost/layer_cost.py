@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans.canonical import Recompute, Stage
-from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.canonical import Stage
 from hetero_megatron.plans.fp8_checks import cut_fits, stage_fp8
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES, MemoryBytes, host_bytes, logits_limit
 from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
-from hetero_megatron.plans.routing import EVEN, Routing
+from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
 from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES, Operators
@@ -23,95 +22,16 @@ from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.utils.cached_method import cached_method
 
 TP_COLLECTIVES = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
 
 
-def swaps(model: ModelSpec, load: ExpertLoad | None) -> float:
+def tp_collectives(model: ModelSpec, load: ExpertLoad | None) -> float:
     """Of an average layer: a mixture of experts has those of its MLP only if all tokens share one."""
     if model.moe is None or load is None:
         return TP_COLLECTIVES
     return TP_COLLECTIVES - 2 * load.layers * (not model.moe.shared_ffn)
-
-
-@dataclass(frozen=True)
-class StageChoice:
-    """A stage, without ranks.
-
-    Args:
-        chip: chip type of all its ranks.
-        tp: tensor-parallel degree (equal split).
-        dp: inner data-parallel degree, which divides the micro-batch's rows.
-        embed, head: the stage has the embedding; the output head and loss.
-        recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
-        offload: optimizer states live in host memory.
-        home: node group of the ranks, which determines links and node size; empty: the one with the chip and the
-            largest nodes.
-    """
-
-    chip: str
-    tp: int
-    dp: int
-    layers: int
-    embed: bool
-    head: bool
-    recompute: str = "none"
-    first: int = 0
-    offload: bool = False
-    home: str = ""
-
-    @property
-    def full(self) -> int:
-        """Layers that are recomputed whole."""
-        return Recompute(self.recompute, self.first).whole(self.layers)
-
-    @property
-    def cut(self) -> tuple[int, int, bool, bool]:
-        """What :class:`UniformStageMemory` knows a stage by."""
-        return self.tp, self.layers, self.embed, self.head
-
-
-@dataclass(frozen=True)
-class CostOptions:
-    """Assumptions that are not rates. The last seven describe other frameworks, whose runs are predicted to validate
-    the predictor.
-
-    Args:
-        margin: share of a chip's memory kept free (fragmentation, kernels' workspaces).
-        moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
-        routing: how tokens divide over experts; by default evenly.
-        fp8: what the linear modules of stages compute in, where their ``dtype`` does not say otherwise; None: the dtype
-            of the run.
-        logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
-        host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
-        host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
-        overlap: gradients are sent during the last backward, as by our runtime; False: after it.
-        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (an all-reduce moves the bytes
-            of reduction and spread together).
-        gradient_bytes: bytes per gradient element on the links; None: as in our runtime, at least 4.
-        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
-        whole_transfers: every TP rank sends whole activations to the next stage instead of its part.
-        blocking: a transfer between stages keeps both ranks busy instead of overlapping with compute.
-        softmax_batches: Megatron's fused softmax needs sequences x heads of a rank to be a multiple of this (4 in its
-            source), else it runs unfused; 0: always fused.
-    """
-
-    margin: float = 0.06
-    moments: int = 2
-    routing: Routing = EVEN
-    fp8: Fp8 | None = None
-    logits_bytes: int = LOGITS_BYTES
-    host_bandwidth: float = 25e9
-    host_memory_bandwidth: float = 200e9
-    overlap: bool = True
-    sharded: bool = True
-    gradient_bytes: float | None = None
-    sequence_parallel: bool = True
-    whole_transfers: bool = False
-    blocking: bool = False
-    softmax_batches: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,12 +85,13 @@ class CostModel:
         cluster: Cluster,
         seq_length: int,
         dtype: str = "bf16",
-        options: CostOptions = CostOptions(),
+        options: CostOptions | None = None,
         rates: Rates | None = None,
     ) -> None:
         if dtype not in ITEM_BYTES:
             raise UserError("unknown dtype", field="dtype", value=dtype, accepted=", ".join(ITEM_BYTES))
-        self.model, self.cluster, self.seq_length, self.dtype, self.options = model, cluster, seq_length, dtype, options
+        self.model, self.cluster, self.seq_length, self.dtype = model, cluster, seq_length, dtype
+        self.options = options = options or CostOptions()
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
         self.links = LinkModel(self.rates)
@@ -247,28 +168,29 @@ class CostModel:
     def _unit(self, chip: str, home: str, tp: int, rows: int, recompute: str, fp8: bool) -> UnitSeconds:
         """Of a rank of an equal TP group on nodes of the group ``home``."""
         link = self.tp_link(self.cluster.groups[home], tp) if tp > 1 else None
-        swap = self.tp_exchange_seconds(tp, rows, link)
+        collective = self.tp_exchange_seconds(tp, rows, link)
         posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
         routed = self._routed_seconds(tp, rows, link, posting)
         operators = self.operators(chip, fp8)
-        return self.unit_seconds(operators, 1 / tp, rows, swap, recompute, posting, routed=routed)
+        return self.unit_seconds(operators, 1 / tp, rows, collective, recompute, posting, routed=routed)
 
     def unit_seconds(
-        self, operators: Operators, share: float, rows: int, swap: float, recompute: str = "none", posting: float = 0.0,
-        load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0), chunked: bool | None = None,
+        self, operators: Operators, share: float, rows: int, collective: float, recompute: str = "none",
+        posting: float = 0.0, load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
+        chunked: bool | None = None,
     ) -> UnitSeconds:  # fmt: skip
         """Times of one rank of a TP group.
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
-            swap: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
+            collective: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
             load: of routed experts, None: of a plain TP group; routed: (forward, backward) seconds of exchanging
                 tokens in a layer that is a mixture of experts.
         """
         length = self.seq_length
-        forward, backward = operators.exchange(share, rows, length, swap)
+        forward, backward = operators.exchange(share, rows, length, collective)
         usual = load or operators.plain(share, rows * length)
-        count, moe = swaps(self.model, usual), usual.layers if usual is not None else 0.0
+        count, moe = tp_collectives(self.model, usual), usual.layers if usual is not None else 0.0
         exchanged = count * forward + moe * routed[0], count * backward + moe * routed[1]
         layer = operators.layer(share, rows, length, exchanged, count * posting, load)
         experts = operators.experts(usual) if usual is not None and rows else (0.0, 0.0)
@@ -362,6 +284,11 @@ class CostModel:
             host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
             seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
         return seconds + self.chip_rates(home.chip).step_seconds
+
+    def first_backward_saved(self, chip: str, held: float) -> float:
+        """Seconds by which a step's first backward is shorter on a rank that holds so many trained elements: it writes
+        gradients, the others add to them."""
+        return held * self.item * self.chip_rates(chip).accumulate_beta
 
     def memory_bytes(self, stage: StageChoice, micro_batch_size: int, in_flight: int, replicas: float) -> MemoryBytes:
         """Memory of the stage's worst rank.

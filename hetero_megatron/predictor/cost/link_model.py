@@ -7,14 +7,14 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.buckets import IN_FLIGHT
-from hetero_megatron.predictor.cost.rates import Rates
+from hetero_megatron.predictor.cost.rates import LinkRates, Rates
 from hetero_megatron.utils.cached_method import cached_method
 
 Flow = tuple[int, int, float]  # source rank, destination rank, bytes
@@ -76,11 +76,14 @@ class LinkModel:
         rates = self.rates.between(group, other, same_node)
         alpha, beta = rates.collective(collective)
         out, into = (min(beta, self.fastest(name, same_node)) for name in (group, other))
-        message = rates.message_seconds
-        if message is None:
-            message = self.rates.chips[self.rates.cluster.groups[group].chip].message_seconds
-        pair = rates.between_chips(collective)
+        message, pair = self._message(group, rates), rates.between_chips(collective)
         return LinkPrice(alpha, rates.alpha, out, into, min(rates.beta, beta), pair, message)
+
+    def _message(self, group: str, link: LinkRates | None = None) -> float:
+        """Host seconds of a message of a chip of ``group``: as measured on the link, else the chip's own."""
+        if link is not None and link.message_seconds is not None:
+            return link.message_seconds
+        return self.rates.chips[self.rates.cluster.groups[group].chip].message_seconds
 
     def exchange(
         self, flows: Iterable[Flow], sharing: Mapping[str, int] | None = None, collective: str | None = None
@@ -154,6 +157,22 @@ class LinkModel:
             own = message if link.exchange is not None else 0.0  # a measured exchange includes one message
             more = max(more, (len(ranks) - 1) * message - own)
         return found.seconds + found.latency + more, posting
+
+    def barrier_seconds(self, kinds: Iterable[LinkKind], ranks: int) -> float:
+        """An all-reduce of a few bytes, so only latency: once around a ring of all ranks, at the pace of the slowest of
+        these kinds of link."""
+        links = [self.link(*kind) for kind in kinds]
+        return (ranks - 1) * max((link.single + link.message for link in links), default=0.0)
+
+    @cached_method
+    def least_message(self, group: str) -> float:
+        """Host seconds of a message of a chip of ``group``, over the link where that is least."""
+        known = []
+        for node in self.rates.cluster.nodes:
+            for same_node in (False, True) if node.name == group else (False,):
+                with contextlib.suppress(UserError):  # links without rates are skipped
+                    known.append(self._message(group, self.rates.between(group, node.name, same_node)))
+        return min(known, default=self._message(group))
 
     def busiest_host(self, messages: Iterable[tuple[int, int]]) -> float:
         """Host seconds of the rank with the most messages; of each message, (rank, peer)."""
@@ -256,9 +275,34 @@ class RankHosts:
         return np.asarray(after)
 
 
-def back_copies(given: Elements, taken: Elements, dense: bool, ranks: int) -> tuple[Elements, Elements]:
-    """Elements (packed by owners, unpacked by holders) when parameters are spread. In a dense bucket they arrive in
-    place, and only several receivers need packed copies."""
-    if not dense:
-        return taken, given
-    return (taken if ranks > 2 else 0 * taken), 0 * given
+class HostRates(NamedTuple):
+    """Seconds per byte that is packed, added to a sum and unpacked, and seconds per exchange: of one chip, or [ranks].
+    """
+
+    pack: Any
+    add: Any
+    unpack: Any
+    exchange: Any
+
+
+def exchange_host_seconds(
+    rates: HostRates, given: Elements, taken: Elements, owned: Elements, alone: Any, dense: bool, ranks: int,
+    item: float, gather: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(seconds before, after) that the host spends on a bucket's exchange beside its messages: packing what others get;
+    summing gradients, or with ``gather`` unpacking parameters. Of one rank, or [ranks].
+
+    Args:
+        given, taken: elements sent to other owners and received from other holders, towards the owners; owned: kept.
+        alone: whether sums begin with a copy of the own part, as nobody else holds all of it.
+        dense: all ranks hold the same: gradients leave, and parameters arrive, where they are kept, and only several
+            receivers need packed copies.
+    """
+    if gather:  # owners give what they took
+        packed, unpacked = (taken, given) if not dense else (taken if ranks > 2 else 0 * taken, 0 * given)
+        return packed * item * rates.pack + rates.exchange, unpacked * item * rates.unpack + rates.exchange
+    first = owned * np.where(alone, rates.pack, rates.add) if isinstance(alone, np.ndarray) else owned * (
+        rates.pack if alone else rates.add
+    )
+    packed = 0 * given if dense else given
+    return packed * item * rates.pack + rates.exchange, (taken * rates.add + first) * item + rates.exchange * ranks

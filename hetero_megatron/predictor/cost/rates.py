@@ -109,6 +109,11 @@ class ChipRates:
     def unpack(self) -> float:
         return self.unpack_beta or 2 / self.bytes_per_second
 
+    @property
+    def host(self) -> tuple[float, float, float, float]:
+        """Seconds per byte packed, added to a sum and unpacked, and seconds of an exchange, however small."""
+        return self.pack, self.add, self.unpack, self.exchange_seconds
+
 
 NUMBERS = tuple(f.name for f in fields(ChipRates) if f.type == "float")
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hetero_megatron.plans import Plan, Stage
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
-from hetero_megatron.predictor.cost.link_model import RankHosts, back_copies
+from hetero_megatron.predictor.cost.link_model import HostRates, RankHosts, exchange_host_seconds
 from hetero_megatron.predictor.simulate.bucket_flows import BucketFlows, PortPrice, price
 from hetero_megatron.predictor.simulate.sync_structure import SyncStructure
 from hetero_megatron.spec import logical_tensors
@@ -53,9 +53,7 @@ class GradSync:
         self.owned = dict(zip(ranks, self.structure.owned.tolist(), strict=True))
         self.held = dict(zip(ranks, self.structure.held.tolist(), strict=True))
         rates = [model.chip_rates(model.cluster.ranks[r].chip) for r in ranks]
-        self._pack, self._add, self._unpack, self._fixed = (
-            np.array([getattr(r, name) for r in rates]) for name in ("pack", "add", "unpack", "exchange_seconds")
-        )
+        self._host = HostRates(*(np.array(row) for row in zip(*(r.host for r in rates))))
 
     @cached_method
     def price(self, content: BucketFlows, item: float, gather: bool) -> PortPrice:
@@ -114,15 +112,9 @@ class GradSync:
     def host_seconds(self, content: BucketFlows, dense: bool, item: float, gather: bool) -> tuple[Floats, Floats]:
         """(before, after) an action on a bucket travels, [ranks] seconds of the host: packing what others get; summing
         gradients or unpacking parameters."""
-        pack, unpack, fixed = (x[content.at] for x in (self._pack, self._unpack, self._fixed))
-        count = len(content.ranks)
-        if gather:  # owners give what they took
-            packed, unpacked = back_copies(content.given, content.taken, dense, count)
-            return packed * item * pack + fixed, unpacked * item * unpack + fixed
-        add = self._add[content.at]
-        own = content.owned * np.where(content.from_own, pack, add)
-        summed = (content.taken * add + own) * item + fixed * count
-        return (0 if dense else content.given) * item * pack + fixed, summed
+        rates, count = HostRates(*(x[content.at] for x in self._host)), len(content.ranks)
+        amounts = content.given, content.taken, content.owned
+        return exchange_host_seconds(rates, *amounts, content.from_own, dense, count, item, gather)
 
     def run(
         self, ready: Callable[[Bucket], Floats], idle: Mapping[int, float], item: float, gather: bool

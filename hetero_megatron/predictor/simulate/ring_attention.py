@@ -49,7 +49,7 @@ class ContextSeconds:
         model, rows = self.model, unit.sequences[1] - unit.sequences[0]
         operators = model.operators(self._chip(unit.ranks[t]), model.computes_in_fp8(stage))
         columns = heads_and_columns(model.model, unit.tp_split, t)[1]
-        swap = operators.exchange(columns, rows, unit.num_tokens, self._swap(unit, rows)[0])
+        collective = operators.exchange(columns, rows, unit.num_tokens, self._tp_collective(unit, rows)[0])
         embed, head = (
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
             for f in (operators.embed, partial(operators.head, chunked=model.head_in_chunks(stage)))
@@ -63,8 +63,8 @@ class ContextSeconds:
         return UnitSeconds(
             layer=layer,
             experts=experts,
-            embed=(embed[0] + swap[0], embed[1] + swap[1]),
-            head=(head[0] + swap[0], head[1] + swap[1]),
+            embed=(embed[0] + collective[0], embed[1] + collective[1]),
+            head=(head[0] + collective[0], head[1] + collective[1]),
             action=operators.rates.action_seconds,
         )
 
@@ -81,7 +81,7 @@ class ContextSeconds:
     def _chip(self, rank: int) -> str:
         return self.network.ranks[rank].chip
 
-    def _swap(self, unit: Unit, rows: int) -> tuple[float, float]:
+    def _tp_collective(self, unit: Unit, rows: int) -> tuple[float, float]:
         """(seconds of one gather or scatter-sum of a TP member, seconds of it on the host)."""
         size = rows * unit.num_tokens * self.model.model.hidden_size * self.model.item
         return self.network.tp_exchange(unit.ranks, size)
@@ -107,13 +107,13 @@ class _Layer:
         self.floor: Pair = (0.0, 0.0)
         whole = mean_attention_pairs(model.model, self.context.seq_length)
         for unit in units:
-            swap, posting = prices._swap(unit, rows)
+            collective, posting = prices._tp_collective(unit, rows)
             for t, rank in enumerate(unit.ranks):
                 operators = model.operators(prices._chip(rank), fp8)
                 rates = operators.rates
                 columns = heads_and_columns(model.model, unit.tp_split, t)[1]
                 linear, ratio = operators.split(columns, rows, unit.num_tokens)
-                there, back = operators.exchange(columns, rows, unit.num_tokens, swap)
+                there, back = operators.exchange(columns, rows, unit.num_tokens, collective)
                 self.linear[rank] = (linear[0] + TP_COLLECTIVES * there, linear[1] + TP_COLLECTIVES * back)
                 self.floor = (
                     max(self.floor[0], rates.layer_seconds + TP_COLLECTIVES * posting),

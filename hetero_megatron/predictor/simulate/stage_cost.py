@@ -226,12 +226,12 @@ class StageCosts:
             return self.context.unit_seconds(stage, unit, t, load, routed)
         rows = unit.sequences[1] - unit.sequences[0]
         size = rows * self.plan.seq_length * model.model.hidden_size * model.item
-        swap, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
+        collective, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
         operators = model.operators(chip, model.computes_in_fp8(stage))
         kind, chunked = stage.recompute.kind, model.head_in_chunks(stage)
-        return model.unit_seconds(operators, share, rows, swap, kind, posting, load, routed, chunked)
+        return model.unit_seconds(operators, share, rows, collective, kind, posting, load, routed, chunked)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
         """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""

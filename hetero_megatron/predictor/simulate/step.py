@@ -29,7 +29,8 @@ from hetero_megatron.plans.memory.of_plan import (
     with_communicators,
 )
 from hetero_megatron.plans.program import splits_backward
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, UnitSeconds
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.predictor.cost.rates import source_of
 from hetero_megatron.predictor.simulate.grad_sync import BucketSpan, GradSync
 from hetero_megatron.predictor.simulate.stage_cost import PipelineCosts, PreparedPlan, StageCosts
@@ -310,17 +311,14 @@ class StepSimulator:
         return ended, begin, parts, chunks
 
     def _saved_seconds(self, rank: int) -> float:
-        held = self.sync.held.get(rank, 0)
-        return held * self.costs.item * self.costs.chip_rates(self.chips[rank]).accumulate_beta
+        return self.costs.first_backward_saved(self.chips[rank], self.sync.held.get(rank, 0))
 
     def _barrier_seconds(self) -> float:
-        """The all-reduce of loss and norm: a few bytes, so only latency, once around a ring of all ranks."""
-        ranks = self.plan.ranks
-        if len(ranks) == 1:
-            return 0.0
-        network = self.stages.network
-        slowest = max(network.rates.link(ranks[0], r).alpha + network.message_seconds(ranks[0], r) for r in ranks[1:])
-        return slowest * (len(ranks) - 1)
+        """The all-reduce of loss and norm; the first rank's links count."""
+        ranks, where = self.plan.ranks, self.costs.cluster.ranks
+        first, others = where[ranks[0]], [where[r] for r in ranks[1:]]
+        kinds = {(first.group, other.group, first.node == other.node) for other in others}
+        return self.costs.links.barrier_seconds(kinds, len(ranks))
 
     def _update_seconds(self, rank: int) -> float:
         updated = self.sync.owned if self.costs.options.sharded else self.sync.held

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_megatron.cli.comm import main
-from hetero_megatron.comm import Comm, Handle
+from hetero_megatron.comm import Comm, Work
 from hetero_megatron.comm.check import check_groups, check_pairs, measure, rounds
 from hetero_megatron.errors import UserError
 from tests.support.pool import RANKS, shared_pool
@@ -30,7 +30,7 @@ def check(comm: Comm, damage: tuple[int, int] | None, which: str) -> list[Any]:
     comm.create_groups(GROUPS)
     send = Comm.isend
 
-    def damaged(tensor: torch.Tensor, dst: int, tag: int) -> Handle:
+    def damaged(tensor: torch.Tensor, dst: int, tag: int) -> Work:
         if (comm.rank, dst) == damage and tensor.numel() > 100:
             tensor = tensor.clone()
             tensor[77] ^= 1

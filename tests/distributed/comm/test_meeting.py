@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from hetero_megatron.comm import Comm, CommError
 from hetero_megatron.comm.connectivity import Address, Beacon
-from hetero_megatron.comm.rendezvous import JobStore, RankRecord, Records, Rendezvous, open_listener
+from hetero_megatron.comm.job_store import JobStore, Records, open_listener
+from hetero_megatron.comm.rendezvous import RankRecord, Rendezvous
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
 from tests.support.pool import shared_pool

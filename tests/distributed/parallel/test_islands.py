@@ -21,8 +21,9 @@ from hetero_megatron.plans.buckets import Hop, layer_groups, make_buckets, plan_
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.islands import add_islands, crossing, format_islands, hop_elements
 from hetero_megatron.plans.program import Collectives, format_step, step_schedules, validate_step
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
-from hetero_megatron.predictor.rate_fitting import read_runs
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.measured_runs import read_runs
 from hetero_megatron.predictor.simulate.grad_sync import GradSync
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.schedule import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.comm.hooks import Hooks, Work
+from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.model import initial_values
 from hetero_megatron.parallel.optimizer import SGD
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.usefixtures("extension"), pytest.mark.timeout(1800)]  
 class Unfinished:
     """A work that is complete when it has been waited for, and not before."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: TorchWork) -> None:
         self.work = work
 
     def is_completed(self) -> bool:
@@ -72,7 +72,7 @@ def starts_of(comm: Comm, name: str, key: str, tied: bool, chunked: bool) -> tup
     store = dist.distributed_c10d._get_default_store()
     holders, started = plan.ranks, list[str]()
 
-    def submit(start: Callable[[], Work | None], sizes: Any, group: tuple[int, ...]) -> Work | None:
+    def submit(start: Callable[[], TorchWork | None], sizes: Any, group: tuple[int, ...]) -> TorchWork | None:
         work = start()
         if group == holders and "action" in comm.activity:
             started.append(comm.activity)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.pipeline.executor import PipelineExecutor, StepResult
+from hetero_megatron.pipeline.executor import PipelineExecutor
+from hetero_megatron.pipeline.stage_work import StepResult
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.training.runtime import Runtime
 from tests.support.parity import Case, check_case, fixed_case, random_case, reference, run_rank

@@ -22,7 +22,8 @@ from hetero_megatron.ops.registry import reference_kernel
 from hetero_megatron.ops.spec import Capability
 from hetero_megatron.plans.fp8 import RECIPES, Fp8
 from hetero_megatron.platform import Platform
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.config import OptimizerConfig

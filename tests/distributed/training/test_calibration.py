@@ -26,7 +26,8 @@ from hetero_megatron.cluster.neighbours import link_pairs, tp_groups
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.emulation.clock import EmulatedClock, NominalChip, OperatorSeconds
 from hetero_megatron.errors import UserError
-from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.predictor.cost.cost_options import StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import load_rates
 from hetero_megatron.schedule import Costs as StageSeconds
 from hetero_megatron.schedule import generate, lower, simulate

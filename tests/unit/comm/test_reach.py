@@ -33,7 +33,7 @@ from hetero_megatron.comm.connectivity import (
     explain,
     own_address,
 )
-from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.comm.job_store import JobStore
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import Supervisor
 from hetero_megatron.monitoring.stragglers import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hetero_megatron.data.config import build_tokenizer
 from hetero_megatron.data.sentencepiece_model import read_model
-from hetero_megatron.data.tokenizers import build_tokenizer
 from hetero_megatron.errors import UserError
 from tests.support.paths import FIXTURES
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from hetero_megatron.data.config import build_tokenizer
 from hetero_megatron.data.corpus import find_corpus
 from hetero_megatron.data.indexed import TokenStore
 from hetero_megatron.data.tokenize import tokenize
-from hetero_megatron.data.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+from hetero_megatron.data.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
 from hetero_megatron.errors import UserError
 
 BYTES = ByteTokenizer()

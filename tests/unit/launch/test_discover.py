@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_megatron.cluster.catalogue import CHIPS
-from hetero_megatron.cluster.cluster import cluster_from_dict
+from hetero_megatron.cluster.cluster_file import cluster_from_dict
 from hetero_megatron.launch.discover import catalogue_name, cluster_document
 from hetero_megatron.launch.hosts import hosts_of
 

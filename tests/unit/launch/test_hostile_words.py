@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.cluster.cluster import CHIP_KEYS, LINK_KEYS, NODE_KEYS
+from hetero_megatron.cluster.cluster_file import CHIP_KEYS, LINK_KEYS, NODE_KEYS
 from hetero_megatron.cluster.hosts import LAUNCH_KEYS
 from tests.support.cluster_words import BASE, HOSTILE, check_word, places
 

@@ -18,7 +18,8 @@ from hetero_megatron.planner.context.problem import ContextOptions
 from hetero_megatron.planner.context.scheduler import schedule_context
 from hetero_megatron.plans import Pipeline, Plan, capabilities, dump_yaml, plan_from_dict, to_dict
 from hetero_megatron.plans.validate import validate
-from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.predictor.cost.cost_options import StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.spec import load_model
 from tests.support.paths import ROOT
 

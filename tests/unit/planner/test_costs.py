@@ -19,8 +19,9 @@ from hetero_megatron.ops import SPECS
 from hetero_megatron.ops.spec import Cost
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.memory.of_plan import estimate_memory
+from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.efficiency import share_of_peak
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.predictor.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
 from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint

@@ -22,7 +22,8 @@ from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.experts import replicated_experts
 from hetero_megatron.plans.routing import Routing
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import ModelSpec, MoE

@@ -20,7 +20,7 @@ from hetero_megatron.planner.search.expert_stages import with_equal_experts
 from hetero_megatron.planner.shares import min_max_counts
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans.routing import Routing, RoutingStats, routing_of, write_routing_stats
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import MoE
 from hetero_megatron.spec.hf_config import from_hf_config

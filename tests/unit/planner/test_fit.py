@@ -16,19 +16,17 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import dump_yaml, plan_from_dict
-from hetero_megatron.predictor.cost.layer_cost import CostOptions
+from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.rates import Rates, load_rates
+from hetero_megatron.predictor.measured_runs import MeasuredRun, median_step_seconds, read_runs
 from hetero_megatron.predictor.rate_fitting import (
-    MeasuredRun,
     _apply,
     _FitProblem,
     _Knob,
     _knobs,
     fit_rates,
     format_fit,
-    median_step_seconds,
     predict_runs,
-    read_runs,
 )
 from tests.support.planner_cases import MODEL, plan, stages
 

@@ -22,7 +22,8 @@ from hetero_megatron.planner.search.small_clusters import SmallClusters
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.planner.whatif.replan import WarmPlanner
 from hetero_megatron.plans import dump_yaml, plan_from_dict, validate
-from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions, StageChoice
+from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.spec.flops import parameter_count
 from tests.support.planner_reference import GIB, Case, Exhaustive, random_case
 from tests.support.selection import quick

@@ -16,7 +16,8 @@ from hetero_megatron.planner.search.schedule_search import adapted, interleaved
 from hetero_megatron.planner.search.schedule_times import least_seconds, pipeline_times
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import Plan, plan_from_dict, validate
-from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.predictor.cost.cost_options import StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.schedule import generate

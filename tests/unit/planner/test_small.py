@@ -16,8 +16,8 @@ from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import best_uniform
 from hetero_megatron.planner.search.driver import search, search_or_error
 from hetero_megatron.planner.search.incumbent import Incumbent, simulate_template
-from hetero_megatron.planner.search.layers_program import ProgramInputs
 from hetero_megatron.planner.search.materialize import PipelineOutline, TemplateBuilder
+from hetero_megatron.planner.search.program_inputs import ProgramInputs
 from hetero_megatron.planner.search.stage_sequences import StageSequences
 from hetero_megatron.planner.template.plan_template import (
     PipelineReplicas,

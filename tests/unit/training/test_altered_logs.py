@@ -17,7 +17,7 @@ from hetero_megatron.cli.main import main
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.run_page import read_run, run_page, summary
 from hetero_megatron.monitoring.stragglers import read_diagnoses, read_drift, take_joined
-from hetero_megatron.predictor.rate_fitting import median_step_seconds
+from hetero_megatron.predictor.measured_runs import median_step_seconds
 from hetero_megatron.training.alignment.drift import loss_drift
 from tests.unit.training.test_report import Page, run_dir  # noqa: F401 (a fixture)
 

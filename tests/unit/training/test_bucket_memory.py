@@ -18,7 +18,8 @@ from hetero_megatron.dry_run.one_rank import _batch
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.platform.platform import DTYPES
-from hetero_megatron.predictor.cost.layer_cost import CostModel, StageChoice
+from hetero_megatron.predictor.cost.cost_options import StageChoice
+from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.spec import load_model
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.kernels import shape_kernels

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from hetero_megatron.cli.flags.flag import Flag
 from hetero_megatron.cli.flags.table import (
-    alignment,
     checkpoint,
     data,
     finetune,
@@ -28,6 +27,6 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Fine-tuning": finetune.FLAGS,
     "Checkpoint": checkpoint.FLAGS,
     "Logs, exits and faults": logging.FLAGS,
-    "Precision alignment": alignment.FLAGS,
+    "Precision alignment": logging.ALIGNMENT,
 }
 ALL: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

@@ -1,7 +1,8 @@
 """Megatron's flags about data and tokenizers."""
 
 from hetero_megatron.cli.flags.flag import Need, count, family, needs, notice, only, refused, switch, value
-from hetero_megatron.data.tokenizers import TOKENIZER_TYPES, USED_BY
+from hetero_megatron.data.config import TOKENIZER_TYPES
+from hetero_megatron.data.tokenizers import USED_BY
 
 _TOKENIZER = "this version does not read that tokenizer"
 _FILE = "lists of data in a file are not supported"

@@ -1,4 +1,4 @@
-"""Megatron's flags about logs, profiles, exits and faults."""
+"""Megatron's flags about logs, profiles, exits and faults; and ours about precision alignment."""
 
 from hetero_megatron.cli.flags.flag import count, family, needs, notice, refused, switch, value
 
@@ -132,3 +132,13 @@ FLAGS = (
     *family(notice, "--one-logger-project= --one-logger-run-name= --one-logger-async --app-tag-run-name= "
             "--app-tag-run-version= --log-memory-interval= --log-device-memory-used", _NOT_LOGGED),
 )  # fmt: skip
+
+_WATCHES = needs("--dump-layers", "--capture-operators", "--check-operators")
+# What a run writes down so that two platforms can be compared.
+ALIGNMENT = (
+    value("--dump-layers", str, None, "write output and gradient of each layer there, of the first micro-batch"),
+    value("--capture-operators", str, None, "write arguments, results and gradients of operators there"),
+    value("--check-operators", str, None, "compare these operators with their definition in fp64, or: all", nargs="+"),
+    value("--align-layers", str, None, "only in these modules, e.g. layers.0. layers.3.mlp", nargs="+", needs=_WATCHES),
+    count("--align-steps", 1, "watch so many steps, from the first on", needs=_WATCHES),
+)

@@ -1,0 +1,82 @@
+"""``hetero-megatron run --elastic``, which goes on without a restart, and ``run --join``, by which hosts join it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_megatron.cli.arguments import refuse_empty
+from hetero_megatron.environment.launcher import gloo_towards
+from hetero_megatron.errors import UserError
+from hetero_megatron.launch.jobs import LocalJob, Setup
+from hetero_megatron.launch.supervise import Planner
+from hetero_megatron.monitoring.stragglers import diagnoses_at
+
+FLAGS = ("--join", "--node", "--nproc-per-node", "--cluster")
+MOST_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Epochs after a failure; seconds for ranks to stop after one; least speed of devices that join, as a share of
+    others'; seconds to wait for hosts when no rank is left."""
+
+    losses: int
+    grace: float
+    least_speed: float
+    wait: float
+
+
+def run_elastic(
+    setup: Setup, words: Sequence[str], planner: Planner, limits: Limits, scratch: Path, log: Callable[[str], None],
+    address: str | None,
+) -> int:  # fmt: skip
+    """The job of ``setup``, to its end; its exit code.
+
+    Args:
+        scratch: where hosts find the job that join it.
+        address: of this host, as others reach it; None: only this host's processes take part.
+    """
+    from hetero_megatron.launch.in_place import InPlaceSupervisor
+    from hetero_megatron.launch.joining import JOB_FILE, JobFile
+
+    def start(host: str, port: int) -> LocalJob:
+        return LocalJob(setup, words, host, port, 0, diagnoses_at(scratch, 0), more=gloo_towards(host))
+
+    def opened(host: str, port: int, secret: bytes) -> None:
+        plan, cluster = (str(file.absolute()) if file is not None else "" for file in (setup.plan, setup.cluster))
+        JobFile(host, port, secret.decode(), plan, cluster, list(words), str(Path.cwd())).write(scratch)
+
+    try:
+        return InPlaceSupervisor(
+            setup, start, planner, limits.losses, limits.grace, scratch, log, opened, address, limits.least_speed,
+            limits.wait,
+        ).run()  # fmt: skip
+    finally:
+        (scratch / JOB_FILE).unlink(missing_ok=True)
+
+
+def join(argv: Sequence[str], program: Sequence[str]) -> int:
+    """This host's part of a running job; ``program``: what starts a rank. Returns the exit code."""
+    from hetero_megatron.launch.joining import Joining
+
+    options: dict[str, str] = {}
+    words = list(argv)
+    while words:
+        name, separator, value = words.pop(0).partition("=")
+        if name not in FLAGS:
+            raise UserError("unknown flag beside --join", field=name, accepted=", ".join(FLAGS))
+        if not separator and (not words or words[0].startswith("--")):
+            raise UserError("has no value", field=name, accepted="--flag VALUE")
+        options[name] = value if separator else words.pop(0)
+    refuse_empty(argv)
+    count = options.get("--nproc-per-node")
+    if count is not None and not (count.isascii() and count.isdigit() and 0 < int(count) <= MOST_RANKS):
+        accepted = f"1 to {MOST_RANKS}"
+        raise UserError("is not a number of ranks", field="--nproc-per-node", value=count, accepted=accepted)
+    cluster = Path(options["--cluster"]) if "--cluster" in options else None
+    log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    chips = int(count) if count is not None else None
+    return Joining(Path(options["--join"]), options.get("--node"), chips, cluster, program, log).run()

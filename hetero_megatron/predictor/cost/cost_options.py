@@ -1,0 +1,88 @@
+"""What a cost model is asked: a stage without ranks, and the assumptions that are not rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_megatron.plans.canonical import Recompute
+from hetero_megatron.plans.fp8 import Fp8
+from hetero_megatron.plans.routing import EVEN, Routing
+from hetero_megatron.spec.flops import LOGITS_BYTES
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """A stage, without ranks.
+
+    Args:
+        chip: chip type of all its ranks.
+        tp: tensor-parallel degree (equal split).
+        dp: inner data-parallel degree, which divides the micro-batch's rows.
+        embed, head: the stage has the embedding; the output head and loss.
+        recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
+        offload: optimizer states live in host memory.
+        home: node group of the ranks, which determines links and node size; empty: the one with the chip and the
+            largest nodes.
+    """
+
+    chip: str
+    tp: int
+    dp: int
+    layers: int
+    embed: bool
+    head: bool
+    recompute: str = "none"
+    first: int = 0
+    offload: bool = False
+    home: str = ""
+
+    @property
+    def full(self) -> int:
+        """Layers that are recomputed whole."""
+        return Recompute(self.recompute, self.first).whole(self.layers)
+
+    @property
+    def cut(self) -> tuple[int, int, bool, bool]:
+        """What :class:`UniformStageMemory` knows a stage by."""
+        return self.tp, self.layers, self.embed, self.head
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Assumptions that are not rates. The last seven describe other frameworks, whose runs are predicted to validate
+    the predictor.
+
+    Args:
+        margin: share of a chip's memory kept free (fragmentation, kernels' workspaces).
+        moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
+        routing: how tokens divide over experts; by default evenly.
+        fp8: what the linear modules of stages compute in, where their ``dtype`` does not say otherwise; None: the dtype
+            of the run.
+        logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
+        host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
+        overlap: gradients are sent during the last backward, as by our runtime; False: after it.
+        sharded: a rank updates what it owns, as in our runtime; False: all that it holds (an all-reduce moves the bytes
+            of reduction and spread together).
+        gradient_bytes: bytes per gradient element on the links; None: as in our runtime, at least 4.
+        sequence_parallel: with tensor parallelism, as in our runtime; False: norms work on all tokens on every rank.
+        whole_transfers: every TP rank sends whole activations to the next stage instead of its part.
+        blocking: a transfer between stages keeps both ranks busy instead of overlapping with compute.
+        softmax_batches: Megatron's fused softmax needs sequences x heads of a rank to be a multiple of this (4 in its
+            source), else it runs unfused; 0: always fused.
+    """
+
+    margin: float = 0.06
+    moments: int = 2
+    routing: Routing = EVEN
+    fp8: Fp8 | None = None
+    logits_bytes: int = LOGITS_BYTES
+    host_bandwidth: float = 25e9
+    host_memory_bandwidth: float = 200e9
+    overlap: bool = True
+    sharded: bool = True
+    gradient_bytes: float | None = None
+    sequence_parallel: bool = True
+    whole_transfers: bool = False
+    blocking: bool = False
+    softmax_batches: int = 0
