@@ -28,7 +28,7 @@ from bench_goodput import Progress, Repaired, SimulatedJob, machine
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.comm.epochs import EpochStore, JoinRequest, Speed
-from hetero_megatron.comm.rendezvous import connect_store
+from hetero_megatron.comm.job_store import connect_store
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch import in_place, supervise
 from hetero_megatron.launch.in_place import InPlaceSupervisor
