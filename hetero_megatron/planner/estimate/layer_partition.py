@@ -44,12 +44,16 @@ def count_splits(layers: int, stages: int) -> int:
     return math.comb(layers - inner + stages - 1, stages - 1) if layers >= inner else 0
 
 
-def best_split(seconds: list[Floats], links: Links, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
+def best_split(
+    seconds: list[Floats], links: Links, micro_batches: int, update: list[Floats] | None = None
+) -> tuple[float, tuple[int, ...]] | None:
     """(closed form in seconds, layers per stage), or None when no split fits.
 
     Args:
         seconds: per stage, [layers + 1]: forward and backward of one micro-batch with so many layers (inf: does not
             fit).
+        update: the same of the optimizer's step, by which the step ends later where the splits are few enough to be
+            listed; None: it takes no time.
     """
     layers, count = len(seconds[0]) - 1, len(seconds)
     if count_splits(layers, count) > LISTED:
@@ -59,6 +63,8 @@ def best_split(seconds: list[Floats], links: Links, micro_batches: int) -> tuple
         return None
     times = np.stack([seconds[i][ways[:, i]] for i in range(count)], axis=1)
     worst = closed_forms(times, links, micro_batches)
+    if update is not None:
+        worst += np.max([update[i][ways[:, i]] for i in range(count)], axis=0)
     at = int(np.argmin(worst))
     return (float(worst[at]), tuple(int(x) for x in ways[at])) if np.isfinite(worst[at]) else None
 

@@ -219,6 +219,12 @@ class StageTables:
         one, two = (self.costs.overhead(s.chip) + sum(self.costs.states(s, self.owners(kind.replicas))) for s in stages)
         return np.asarray(2 * one - two + (two - one) * self._layers, np.float64)
 
+    @cached_by(lambda kind: kind.states)
+    def update_seconds(self, kind: StageKind) -> Floats:
+        """[layers] seconds of the optimizer's step."""
+        stages = (self._stage(kind, "none", n) for n in range(self.layers + 1))
+        return np.array([self.costs.optimizer_seconds(stage, kind.replicas) for stage in stages], np.float64)
+
     @cached_method
     def _make(self, kind: StageKind, depth: int) -> StageTable:
         unit, room = self._affine_seconds(kind), self._room(kind)

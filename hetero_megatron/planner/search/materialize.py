@@ -68,7 +68,7 @@ class TemplateBuilder:
         alive = in_flight(schedule, len(stages), m)
         if max(alive) > self.tables.depth:
             return None
-        rows = []
+        rows, update = [], []
         for s, stage in enumerate(stages):
             beside = self.tables.communicators.of_equal_pipelines(stages, s, replicas)
             kind = StageKind(
@@ -77,11 +77,12 @@ class TemplateBuilder:
             )  # fmt: skip
             table = self.tables.table(kind)
             rows.append(table.seconds[table.row(alive[s])])
+            update.append(self.tables.update_seconds(kind))
         links = [
             self.tables.boundary(a, b, outline.size, self.tables.likely_same_node(a, b))
             for a, b in zip(stages, stages[1:])
         ]
-        found = best_split(rows, links, m)
+        found = best_split(rows, links, m, update)
         if found is None:
             return None
         recompute = self.space.recompute or "none"

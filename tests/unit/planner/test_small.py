@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
+from hetero_megatron.planner.estimate.layer_partition import splits
 from hetero_megatron.planner.estimate.pipeline_time import closed_form
-from hetero_megatron.planner.estimate.template_score import make_scorer
+from hetero_megatron.planner.estimate.template_score import best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import best_uniform
 from hetero_megatron.planner.search.driver import search, search_or_error
@@ -26,7 +28,7 @@ from hetero_megatron.planner.template.plan_template import (
     StageTemplate,
 )
 from hetero_megatron.planner.template.search_space import SearchSpace
-from tests.support.planner_reference import Exhaustive, random_case
+from tests.support.planner_reference import Exhaustive, random_case, unequal_directions
 
 ON_CHIPS = SearchSpace(offload="never", more_schedules="never")
 PLAIN = SearchSpace(more_schedules="never")
@@ -74,7 +76,12 @@ def test_every_sequence_of_stages_is_ranked_by_its_best_layers(seed: int) -> Non
                 if shape is None:
                     continue
                 assert (stages, size) in found
-                least = closed_form(*scorer.stage_seconds(shape), scorer.links(shape), m)
+                ways = (
+                    tuple(replace(x, layers=int(n), recompute="none") for x, n in zip(stages, way))
+                    for way in splits(case.model.num_layers, len(stages))
+                )
+                divided = (best_recompute(scorer.tables, PipelineTemplate(size, x), "1f1b", m, 1) for x in ways)
+                least = min(closed_form(*scorer.stage_seconds(x), scorer.links(x), m) for x in divided if x)
                 if all(stage.dp == 1 for stage in stages):  # others also reduce gradients
                     assert 0.999 * least <= found[stages, size] <= 1.25 * least
                     ratios.append(found[stages, size] / least)
@@ -82,6 +89,17 @@ def test_every_sequence_of_stages_is_ranked_by_its_best_layers(seed: int) -> Non
                 around += len([g for g, _ in itertools.groupby(groups)]) > len(set(groups))
     assert around > 0
     assert np.median(ratios) < 1.01
+
+
+def test_layers_are_divided_with_the_update_in_mind() -> None:
+    """The second kind of chip updates slowly: the fastest pipeline gives it more than that is worth."""
+    case = unequal_directions(random_case(74, "open"), 74)
+    problem = PlanningProblem(case.model, case.cluster, case.seq_length, case.batch)
+    stages = tuple(StageTemplate(g, 1, 1, n) for g, n in ((0, 3), (1, 1), (1, 1)))
+    known = PlanTemplate((PipelineReplicas(PipelineTemplate(1, stages), 1, case.batch),))
+    there = simulate_template(known, problem, make_scorer(problem))
+    assert there is not None and not there.prediction.over
+    assert search(problem).best.step_seconds <= there.step_seconds * (1 + 1e-9)
 
 
 def test_communicators_do_not_hide_what_fits() -> None:
