@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from hetero_megatron.ops.int8_weight import dequantize, quantize
 from hetero_megatron.plans import Stage
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.dropout import NO_DROPOUT
+
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.lora import AdapterSwitch
 
 
 def store_in_int8(held: Mapping[str, LogicalTensor], scales: dict[str, torch.Tensor], layer: Layer) -> None:
@@ -93,12 +97,14 @@ class EmptyStage:
     """Attributes, all by logical name but ``module``:
     module: the stage with this rank's share of every tensor, uninitialised.
     tensors: of the stage; boxes: what this rank has of each.
-    scales: of frozen weights in 8 bits, uninitialised."""
+    scales: of frozen weights in 8 bits, uninitialised.
+    adapters: turns them off; None: it has none."""
 
     module: GPTStage
     tensors: dict[str, LogicalTensor]
     boxes: dict[str, Box]
     scales: dict[str, torch.Tensor]
+    adapters: AdapterSwitch | None = None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By logical name."""
@@ -134,8 +140,9 @@ def empty_stage(
         seq_length=seq_length, dropout=dropout, store=store,
     )  # fmt: skip
     give_up(module, without)
+    adapters: AdapterSwitch | None = None
     if spec.lora is not None:
         from hetero_megatron.parallel.lora import apply_lora
 
-        apply_lora(module, spec.lora, boxes, dtype, device)
-    return EmptyStage(module, tensors, boxes, scales)
+        adapters = apply_lora(module, spec.lora, boxes, dtype, device)
+    return EmptyStage(module, tensors, boxes, scales, adapters)

@@ -21,8 +21,17 @@ from hetero_megatron.pipeline.boundary import Boundary, Receive
 from hetero_megatron.schedule import Action
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 
-# (logits, batch, gradient with which backward will start) -> sum of token losses, scalar
-LossFunction = Callable[[torch.Tensor, Batch, float], torch.Tensor]
+
+class LossFunction(Protocol):
+    """(logits, batch, gradient with which backward will start) -> sum of losses, scalar."""
+
+    def __call__(self, out: torch.Tensor, batch: Batch, seed: float, /) -> torch.Tensor: ...
+
+    def count(self, batch: Batch) -> int:
+        """How many losses of a batch are in the sum."""
+        ...
+
+
 Key = tuple[int, int]  # micro-batch, chunk
 
 
@@ -109,9 +118,11 @@ class TimedAction:
 
 @dataclass
 class StepResult:
-    """Sum of token losses of each micro-batch and number of tokens (of this rank's head stage, else none); the actions
+    """Sum of losses of each micro-batch and their number (of this rank's head stage, else none); the actions
     in the order in which they ran, each from a moment of the rank's clock to another, and the moments at which all
     began and ended.
+
+    ``before``: of a forward of another model that came before, already read.
 
     After :meth:`read`, in seconds: computing, waiting for pipeline neighbours, communicating otherwise (adding up
     gradients after the last backward included), and ``actions``.
@@ -121,6 +132,7 @@ class StepResult:
     tokens: int = 0
     ran: list[tuple[Action, Any, Any]] = field(default_factory=list)
     whole: tuple[Any, Any] | None = None
+    before: StepResult | None = None
     busy_seconds: float = 0.0
     bubble_seconds: float = 0.0
     communication_seconds: float = 0.0
@@ -311,7 +323,7 @@ class PipelineExecutor:
                 weights.end_forward(action.chunk)
         if chunk.loss is not None:
             result.losses.append(out.detach())
-            result.tokens += batch.num_loss_tokens()
+            result.tokens += chunk.loss.count(batch)
         if not torch.is_grad_enabled():
             live.inputs.pop(key, None)
             if chunk.loss is not None:

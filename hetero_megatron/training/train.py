@@ -52,6 +52,7 @@ from hetero_megatron.training.rank_platform import (
     sizes_follow_data,
     transport_of,
 )
+from hetero_megatron.training.reference import prepare_reference
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.save_directory import claim_directory, make_folders
@@ -132,6 +133,7 @@ def set_up(
     alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
+    prepare_reference(config, runtime, node_data)
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     exit = resume.exit if resume is not None else None
