@@ -25,6 +25,7 @@ from hetero_megatron.cli.flags.parse import (
     parse_all,
 )
 from hetero_megatron.cli.flags.plan import build_plan, take_defaults
+from hetero_megatron.cli.flags.preference import build_preference
 from hetero_megatron.cli.flags.training import build_checkpoint, build_elastic, build_failure, build_graphs
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.data import DataConfig, build_datasets, reads_text, refuse_bytes
@@ -108,8 +109,7 @@ def configure_arguments(
     optimizer, evaluation = part(training.build_optimizer, args), part(training.build_evaluation, args)
     dtype = part(training.build_precision, args)
     loss_scale = part(training.build_loss_scale, args, dtype)
-    fp8 = part(training.build_fp8, args)
-    dropout = part(build_dropout, args)
+    fp8, dropout = part(training.build_fp8, args), part(build_dropout, args)
     stop, logging = part(training.build_exit, args), part(training.build_logging, args)
     distributed = part(training.build_distributed, args)
     data = part(_data, args)
@@ -135,6 +135,7 @@ def configure_arguments(
     checkpoint, adapter = part(build_checkpoint, args), part(build_adapter, args)
     failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
+    preference = part(build_preference, args, spec, balancing)
     alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
     graphs, as_rank = part(build_graphs, args, plan, spec, data), part(_as_rank, args, plan)
     parts.done()
@@ -175,6 +176,9 @@ def configure_arguments(
         as_rank=as_rank,
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
+        preference=preference,
+        reference_logps=args["reference_logps"],
+        reference_hf=args["reference_hf"],
     )
 
 

@@ -249,6 +249,7 @@ class RunConfig:
         skip_train: evaluate once, and nothing else.
         notices: what was accepted without effect, and why; rank 0 prints them.
         preference: the loss of preference pairs; None: that of tokens.
+        reference_hf: directory whose safetensors are the reference's weights; None: those that the run begins with.
         reference_logps: file of the reference's log-probabilities, written unless it is there; None: they are in memory
             only, where the reference is not computed in each step.
     """
@@ -291,6 +292,7 @@ class RunConfig:
     notices: tuple[str, ...] = ()
     preference: Preference | None = None
     reference_logps: str | None = None
+    reference_hf: str | None = None
 
     @cached_property
     def compiled(self) -> CompiledPlan:

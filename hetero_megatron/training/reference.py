@@ -1,5 +1,6 @@
 """The reference's log-probabilities of all pairs of a run, computed once before the first step, by the weights that the
-run begins with, and kept in a file (--reference-logps) that another run on the same pairs reads."""
+run begins with, or those of --reference-hf; and kept in a file (--reference-logps) that another run on the same pairs
+reads."""
 
 from __future__ import annotations
 
@@ -33,16 +34,19 @@ BLOCK = 1 << 16  # pairs that are told to other ranks at once
 Known = dict[int, tuple[float, float]]  # by number of a pair: of the chosen and of the rejected answer
 
 
-def prepare_reference(config: RunConfig, runtime: Runtime, data: NodeData) -> None:
-    """See the module docstring; where the reference is computed in each step, or there is none, this does nothing.
-    Called on all ranks, before a checkpoint changes the weights.
+def stored(config: RunConfig) -> bool:
+    """Whether the run has a reference that is computed beforehand."""
+    preference = config.preference
+    return preference is not None and preference.refers and not preference.in_step
+
+
+def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Known:
+    """See the module docstring. Called on all ranks of a run with a :func:`stored` reference, whose weights those of
+    ``runtime`` are.
 
     Raises:
         UserError: the file is of another model, tokenizer or data; on all ranks.
     """
-    preference = config.preference
-    if preference is None or not preference.refers or preference.in_step:
-        return
     world, path, facts = runtime.world, config.reference_logps, _facts(config, data)
     found: list[Known] = []
     together(world, lambda: found.append(_read(path, facts) if world.index == 0 and path is not None else {}))
@@ -58,7 +62,7 @@ def prepare_reference(config: RunConfig, runtime: Runtime, data: NodeData) -> No
         together(world, lambda: _write(path, facts, known) if world.index == 0 else None)
     if runtime.pairs is not None:
         runtime.pairs.reference.begin_step()
-        runtime.pairs.reference.known = known
+    return known
 
 
 def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:
@@ -131,12 +135,21 @@ def _facts(config: RunConfig, data: NodeData) -> Mapping[str, str]:
     base = config.dtype if lora is None or lora.base_dtype is None else f"{config.dtype} over {lora.base_dtype}"
     numbered = " ".join(f"{name} {mark}" for name, mark in sets.corpora.items())
     return {
-        "model": f"seed {config.seed}" if config.load_hf is None else weights_fingerprint(config.load_hf),
+        "model": reference_fingerprint(config),
         "dtype": base,
         "tokenizer": sets.tokenizer.fingerprint,
         "data": numbered,
         "samples": f"{config.plan.seq_length} tokens, {settings.overlong_samples}",
     }
+
+
+def reference_fingerprint(config: RunConfig) -> str:
+    """Of the weights that a run's reference has; empty without one."""
+    preference = config.preference
+    if preference is None or not preference.refers:
+        return ""
+    directory = config.reference_hf or config.load_hf
+    return f"seed {config.seed}" if directory is None else weights_fingerprint(directory)
 
 
 def weights_fingerprint(directory: str) -> str:

@@ -51,8 +51,8 @@ def _refuse_more_than_text(record: Mapping[str, Any], where: str) -> None:
         if isinstance(value, int) and value in (0, 1):  # bool, too
             kept = f".{key}" if isinstance(value, bool) else f".{key} == 1"
             raise UserError(
-                "the record is rated, for KTO, which this version has not", field=key,
-                value=json.dumps(value), where=where,
+                "the record is rated, for preference training by single answers (KTO), which this version has not",
+                field=key, value=json.dumps(value), where=where,
                 accepted="the records that shall be learned from, without it "
                 f"(jq -c 'select({kept}) | del(.{key})' keeps those)",
             )  # fmt: skip
