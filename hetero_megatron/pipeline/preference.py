@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from hetero_megatron.comm import Group
 from hetero_megatron.data.batch import Batch, Pairs
 from hetero_megatron.pipeline.stage_model import StageLoss
-from hetero_megatron.spec.preference import Preference
-
-# As TRL calls them; means over pairs.
-REWARDS = (
-    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
-)  # fmt: skip
+from hetero_megatron.spec.preference import REWARDS, Preference
 
 # (chosen: policy less reference [pairs], rejected: the same, the loss) -> losses [pairs]. Of losses without a reference
 # the log-probabilities themselves.

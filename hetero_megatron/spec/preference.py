@@ -14,6 +14,10 @@ LOSSES: dict[str, bool | None] = {
 }  # fmt: skip
 WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
 SMOOTHED = ("dpo", "robust", "exo_pair", "cpo")  # that have a label smoothing
+# As TRL calls them; means over pairs.
+REWARDS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class Preference:
     def refers(self) -> bool:
         """Whether there is a reference model."""
         return self.loss not in WITHOUT_REFERENCE
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is a reference that is computed before the first step."""
+        return self.refers and not self.in_step
 
     @property
     def averages(self) -> bool:

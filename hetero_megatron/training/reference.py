@@ -34,14 +34,8 @@ BLOCK = 1 << 16  # pairs that are told to other ranks at once
 Known = dict[int, tuple[float, float]]  # by number of a pair: of the chosen and of the rejected answer
 
 
-def stored(config: RunConfig) -> bool:
-    """Whether the run has a reference that is computed beforehand."""
-    preference = config.preference
-    return preference is not None and preference.refers and not preference.in_step
-
-
 def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Known:
-    """See the module docstring. Called on all ranks of a run with a :func:`stored` reference, whose weights those of
+    """See the module docstring. Called on all ranks of a run with a stored reference, whose weights those of
     ``runtime`` are.
 
     Raises:

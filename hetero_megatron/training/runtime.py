@@ -23,7 +23,6 @@ from hetero_megatron.parallel.divided_weights import DividedWeights, apply_divid
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm
 from hetero_megatron.pipeline.executor import StageWork, StepResult, TimedAction
-from hetero_megatron.pipeline.preference import REWARDS, PairLoss
 from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLoss, StageModel
 from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
 from hetero_megatron.plans.compile import CompiledPlan
@@ -32,11 +31,13 @@ from hetero_megatron.plans.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
+from hetero_megatron.spec.preference import REWARDS
 from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, require_plain
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
     from hetero_megatron.parallel.device_graphs import LayerGraphs
+    from hetero_megatron.pipeline.preference import PairLoss
 
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
 # (loss sum, tokens and squared norm of each rank: fp64 [ranks, 3]; loss; norm) -> whether the step is not to be taken
@@ -168,6 +169,8 @@ class Runtime:
         """None: the loss is that of tokens, or the stage has no head."""
         if self.options.preference is None or not self.stage.head:
             return None
+        from hetero_megatron.pipeline.preference import PairLoss
+
         ranks = sequence_group(self.stage, self.comm.rank)
         units = [unit for unit in self.stage.units if unit.sequences == self.unit.sequences]
         first = {unit.ranks[0] for unit in units}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -52,11 +52,13 @@ from hetero_megatron.training.rank_platform import (
     sizes_follow_data,
     transport_of,
 )
-from hetero_megatron.training.reference import Known, reference_logps, stored
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.utils.out_of_memory import out_of_memory
+
+if TYPE_CHECKING:
+    from hetero_megatron.training.reference import Known
 
 
 def optimizer_factory(
@@ -127,7 +129,7 @@ def set_up(
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
     initialize = weights.values if resume is None else weights.blank
-    reference: Known = {}
+    reference = None
     if config.reference_hf is not None:
         reference = _of_another_model(config, comm, platform, plugins, node_data)
     runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
@@ -136,10 +138,12 @@ def set_up(
     alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
-    if stored(config) and config.reference_hf is None:
+    if config.preference is not None and config.preference.stored and reference is None:
+        from hetero_megatron.training.reference import reference_logps
+
         reference = reference_logps(config, runtime, node_data)
     if runtime.pairs is not None:
-        runtime.pairs.reference.known = reference
+        runtime.pairs.reference.known = reference or {}
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     exit = resume.exit if resume is not None else None
@@ -167,6 +171,8 @@ def _of_another_model(
     config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, data: NodeData
 ) -> Known:
     """What the model in --reference-hf says of the run's pairs, built and given up again before the run's own."""
+    from hetero_megatron.training.reference import reference_logps
+
     other = replace(config, load_hf=config.reference_hf)
     weights = InitialWeights(other, comm.group(config.plan.ranks))
     runtime = build_runtime(other, comm, platform, plugins, weights.values, Alignment(AlignmentConfig()))

@@ -14,14 +14,12 @@ _FLAGS = {
 }  # fmt: skip
 
 
-def build_preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Preference | None:
-    """The loss of pairs; None: the data are no pairs.
+def build_preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Preference:
+    """The loss of pairs.
 
     Raises:
         UserError: names the flag.
     """
-    if args["preference"] is None:
-        return None
     values = {name: args[key] for name, key in _FLAGS.items()}
     adapters, file = spec.lora is not None, args["reference_logps"]
     in_step = adapters and file is None and args["reference_hf"] is None

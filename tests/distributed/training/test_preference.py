@@ -23,13 +23,12 @@ from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.chat.packing import packed_sample
 from hetero_megatron.data.sample import Sample
 from hetero_megatron.layout import Box
-from hetero_megatron.pipeline.preference import REWARDS
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.lora import TARGETS
-from hetero_megatron.spec.preference import LOSSES, SMOOTHED, WITHOUT_REFERENCE, Preference
+from hetero_megatron.spec.preference import LOSSES, REWARDS, SMOOTHED, WITHOUT_REFERENCE, Preference
 from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.reference import _compute
 from hetero_megatron.training.runtime import Runtime
