@@ -16,6 +16,7 @@ from hetero_megatron.checkpoint.state import MODEL, check_model
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
+from hetero_megatron.ops.narrow_product import Scales
 from hetero_megatron.parallel.empty_stage import fill
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 
@@ -30,7 +31,7 @@ class Weights:
     checkpoint: Checkpoint | None = None
 
     def fill(
-        self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, torch.Tensor],
+        self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, Scales],
         world: Group,
     ) -> None:  # fmt: skip
         """Write the values of every box (by logical name) into its tensor, and of those in 8 bits into their scales.

@@ -6,9 +6,6 @@ weight becomes one of the activations' dtype, which lives as long as the product
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 LEVELS = 127.5  # half of the range of int8
@@ -28,34 +25,3 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     if dtype == torch.float64:
         return weight.to(dtype).mul_(scales)
     return torch.mul(weight, scales, out=weight.new_empty(weight.shape, dtype=dtype))
-
-
-class _Int8Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor,
-        bias: torch.Tensor | None, *more: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.product = product
-        ctx.save_for_backward(weight, scales, *more)
-        return product(x, dequantize(weight, scales, x.dtype), bias, *more)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        weight, scales, *more = ctx.saved_tensors
-        dx = ctx.product(dy, dequantize(weight, scales, dy.dtype).mT, None, *more) if ctx.needs_input_grad[1] else None
-        return None, dx, *(None for _ in range(3 + len(more)))
-
-
-def int8_product(
-    product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor,
-    bias: torch.Tensor | None, *more: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """``product(x, weight, bias, *more)`` of a frozen weight in 8 bits, differentiable in x.
-
-    Args:
-        product: ``gemm``, or ``grouped_gemm`` with ``ends`` as ``more``. With the weight transposed it makes the
-            gradient of x, too.
-        bias: frozen.
-    """
-    return _Int8Product.apply(product, x, weight, scales, bias, *more)  # type: ignore[no-any-return]

@@ -81,7 +81,7 @@ class StageModel:
     Attributes:
         module: maps tokens [b, s] or a stage's input [b, s, h] to hidden states or logits.
         boxes: of each parameter in its logical tensor, by logical name.
-        scales: of frozen weights in 8 bits, by logical name.
+        scales: of frozen weights in few bits, by logical name.
         adapters: turns them off; None: the model has none.
         row_norms: of a model with DoRA; to be refreshed before every step.
     """

@@ -273,14 +273,14 @@ def layer_backward_bytes(
     routed = load.layers if load is not None else 0.0
     h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
     row = tokens * itemsize
-    weight = h * f if spec.lora is None or spec.in_int8 else 0
+    weight = h * f if spec.lora is None or spec.in_few_bits else 0
     inside = (2 if spec.gated else 1) * f
     if linear is not None:
         heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
         worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
     else:
         worst = max(row * inside, row * (h + f) + weight * itemsize)
-        if itemsize == 2 and not spec.in_int8:
+        if itemsize == 2 and not spec.in_few_bits:
             worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)

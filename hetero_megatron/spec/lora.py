@@ -15,7 +15,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
 # Of multi-head latent attention, where somebody names them.
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EVERY_TARGET = TARGETS + LATENT_TARGETS
-BASE_DTYPES = ("int8",)
+BASE_DTYPES = ("int8", "nf4")
 RESIDUALS = ("pissa", "olora")
 MAX_RANK = 1 << 14
 LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e9  # so that alpha / rank times a product is a number in fp32 and bf16
@@ -38,7 +38,8 @@ class Lora:
             the norm counts as a constant in gradients, as in peft.
         residual: an adapted matrix W counts without its first ``rank`` singular values and vectors (``pissa``: Meng et
             al., 2024) or columns of its QR decomposition (``olora``), with which the adapters began; None: whole.
-        base_dtype: in which the frozen projections are stored, with one scale per output channel; None: in the run's.
+        base_dtype: in which the frozen projections are stored: ``int8`` with one scale per output channel, ``nf4`` in
+            blocks of 64; None: in the run's.
     """
 
     rank: int

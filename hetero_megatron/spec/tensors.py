@@ -38,7 +38,8 @@ class LogicalTensor:
     """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
     a gradient and optimizer states, and checkpoints hold it; ``by_load``: but its gradient is 0 and it has no such
     states, for not the optimizer moves it but how many tokens chose each expert; ``joint``: what it shares with those
-    that lie beside it in a rank's memory; ``int8``: it is frozen, and stored in 8 bits (``ops/int8_weight.py``)."""
+    that lie beside it in a rank's memory; ``int8``, ``nf4``: it is frozen, and stored in 8 or 4
+    bits (``ops/int8_weight.py``, ``ops/nf4_weight.py``)."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +49,7 @@ class LogicalTensor:
     by_load: bool = False
     joint: str | None = None
     int8: bool = False
+    nf4: bool = False
 
     @property
     def size(self) -> int:
@@ -93,7 +95,8 @@ def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
-        yield replace(tensor, trained=False, int8=projection and lora.base_dtype == "int8")
+        int8, nf4 = (projection and lora.base_dtype == name for name in ("int8", "nf4"))
+        yield replace(tensor, trained=False, int8=int8, nf4=nf4)
         if kind == "weight" and module.rpartition(".")[2] in lora.targets and _may_be_adapted(tensor, spec):
             (*experts, outputs, inputs), (*over, rows, columns) = tensor.shape, tensor.axes
             for name, shape, axes in (
@@ -131,6 +134,8 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     if lora.dora and lora.dropout:
         raise UserError("adapters with DoRA know no dropout", field="dropout", value=lora.dropout, accepted="0")
     with_adapters = replace(spec, lora=lora)
+    if lora.base_dtype == "nf4":
+        _fits_nf4(with_adapters)
     has = {t.name.split(".")[-3] for t in logical_tensors(with_adapters) if t.trained}
     if lacking := [name for name in lora.targets if name not in has]:
         raise UserError(
@@ -138,6 +143,20 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
             accepted=", ".join(name for name in EVERY_TARGET if name in has),
         )  # fmt: skip
     return with_adapters
+
+
+def _fits_nf4(spec: ModelSpec) -> None:
+    """UserError for a model of which not all frozen projections are rows of whole blocks, or with what knows none."""
+    assert spec.lora is not None
+    problem, accepted = "", "int8"
+    if spec.moe is not None:
+        problem = "matrices of experts are not stored in 4 bits"
+    elif spec.lora.dora:
+        problem = "DoRA knows no weights in 4 bits"
+    for tensor in (t for t in logical_tensors(spec) if t.nf4 and t.shape[-1] % 64):
+        problem = problem or f"blocks of 64 do not divide the rows of {tensor.name}, of {tensor.shape[-1]:,} elements"
+    if problem:
+        raise UserError(problem, field="base_dtype", value="nf4", accepted=accepted)
 
 
 def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
