@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_megatron.spec.narrow import NF4_BLOCK, NF4_GROUP, nf4_blocks
+from hetero_megatron.spec.narrow import NF4_BLOCK, NF4_CHUNK, NF4_GROUP, nf4_blocks
 
 # Quantiles of a normal distribution, over the largest one; 0 among them (bitsandbytes, and the paper's appendix E).
 VALUES = (
@@ -22,8 +22,7 @@ VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 SMALLEST = 1e-38  # of what is divided by: a block of zeros stays one
-CHUNK = 1 << 22  # elements that are in fp32 at once, beside a product; and in host memory, where weights are read:
-READ_CHUNK = 1 << 24
+READ_CHUNK = 1 << 24  # elements that are in fp32 at once in host memory, where weights are read
 
 
 def dynamic_values() -> torch.Tensor:
@@ -126,7 +125,7 @@ def quantize_nf4(
 def dequantize_nf4(weight: torch.Tensor, scales: Nf4Scales, dtype: torch.dtype) -> torch.Tensor:
     """The part [outputs, columns] of the matrix, computed in fp32 and rounded once to ``dtype``."""
     out = torch.empty(len(weight), scales.columns, dtype=dtype, device=weight.device)
-    for start, stop in _chunks(len(weight), 2 * weight.shape[1], CHUNK):
+    for start, stop in _chunks(len(weight), 2 * weight.shape[1], NF4_CHUNK):
         part = weight[start:stop]
         levels = torch.stack([part >> 4, part & 15], -1).view(stop - start, -1, NF4_BLOCK)
         values = (scales.levels[levels.int()] * scales.of_rows(start, stop)).flatten(1)

@@ -19,6 +19,7 @@ from hetero_megatron.spec.expert_load import (
     plain_load,
 )
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
+from hetero_megatron.spec.narrow import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
 
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
@@ -279,7 +280,8 @@ def layer_backward_bytes(
         heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
         worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
     else:
-        worst = max(row * inside, row * (h + f) + weight * itemsize)
+        making = NF4_MAKING * min(NF4_CHUNK, weight) if spec.in_nf4 else 0
+        worst = max(row * inside, row * (h + f) + weight * itemsize + making)
         if itemsize == 2 and not spec.in_few_bits:
             worst = max(worst, weight * (itemsize + 4))
     if tp > 1:

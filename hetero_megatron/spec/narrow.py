@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from hetero_megatron.layout import Box
-from hetero_megatron.spec.tensors import LogicalTensor
+if TYPE_CHECKING:
+    from hetero_megatron.layout import Box
+    from hetero_megatron.spec.tensors import LogicalTensor
 
 NF4_BLOCK = 64  # elements that share a largest magnitude
 NF4_GROUP = 256  # blocks whose magnitudes share one
 NF4_TABLES = 16 + 256  # numbers that bits stand for
+NF4_CHUNK = 1 << 21  # elements that are made of 4 bits at once, and what each takes then: indices, and fp32 twice
+NF4_MAKING = 9
 SCALE_BYTES = 4  # fp32
 
 

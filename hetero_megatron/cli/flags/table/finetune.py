@@ -80,7 +80,8 @@ FLAGS = (
         least=0.0, needs=_ADAPTERS,
     ),
     value(
-        "--lora-base-dtype", str, None, "stored dtype of the frozen projections (nf4: 4 bits, as QLoRA); the run's if left out",
+        "--lora-base-dtype", str, None, "stored dtype of the frozen projections (nf4: 4 bits, as QLoRA); the run's if "
+        "left out",
         choices=BASE_DTYPES, needs=_ADAPTERS,
     ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),
