@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hetero_megatron.cli.arguments import beyond, read_number, refuse_empty
+from hetero_megatron.cli.run_join import join
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.hosts import read_cluster_document
-from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
+from hetero_megatron.environment.launcher import SUPERVISED, gloo_towards, refuse_copies
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.jobs import LocalJob, Seat, Setup, SupervisedJob, TestbedJob
 from hetero_megatron.launch.supervise import DRIFT_FLAG, Planner, Replanner, Supervisor, Watch
@@ -32,6 +34,7 @@ USAGE = """\
 usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|replan] [--fallback-plan F ...]
                            [--elastic] [--max-restarts N] [--max-replans N] [--grace SECONDS]
                            [--testbed] [--chips …] [--links …] [--via ssh …] -- FLAGS OF pretrain_gpt.py
+       hetero-megatron run --join DIR [--node NAME] [--nproc-per-node N] [--cluster C]
 
   starts one process per rank on this host (each node of the cluster file is a label); ranks resume from --load
   --on-failure stop      end when a rank fails
@@ -41,8 +44,12 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                          any, the planner searches one: needs --cluster); ranks that only crashed are restarted
   --elastic              replan without ending a process: ranks that are left go on from what is in their memories
                          (with --peer-replicas-every K among the flags a loss costs at most K steps), and one that
-                         gets SIGTERM hands over at the step's end and leaves; on this host, without --testbed
+                         gets SIGTERM hands over at the step's end and leaves; hosts may join; without --testbed
+  --join DIR             on another host, or here: join the elastic job whose --save directory is DIR, after a step
+  --node NAME            this host in the cluster file (default: its own name); --cluster C: one with all nodes, where
+                         the job's has not got this one; --nproc-per-node N: ranks here, in a job without cluster file
   --max-restarts N       give up after so many restarts (default 3)
+  --least-speed SHARE    of what others of its kind compute, for a device that joins with --elastic (default 0.5)
   --grace SECONDS        how long the other ranks may take to end after one failed (default 30)
   --max-replans N        with --replan-on-drift FACTOR among the flags: how often to plan again because ranks drift
                          from their rates (default 2); then drift is not looked for any more
@@ -51,14 +58,15 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   --via ssh              run on the hosts of --cluster, through ssh, one elastic agent each; the rendezvous store is
                          here, so any of them may be lost; --save must be a directory that all hosts share
   --ssh-command WORDS    in place of ssh and its options; it is given a host and a shell line
-  --address ADDRESS      of this host, as the others reach it (default: from where the first one is reached)
+  --address ADDRESS      of this host, as the others reach it (default: from where the first one is reached); with
+                         --elastic: hosts other than this one may join
   --connect-timeout S    seconds for all hosts to answer (default 30)
   --lease S              seconds without a word after which a host, or this launcher, counts as lost (default 30)
   --rejoin S             look for lost hosts every so many seconds, and go on with those that are back (default 60;
                          0: never)"""
 _VIA_SSH = ("--ssh-command", "--address", "--connect-timeout", "--lease", "--rejoin")
 _SINGLE = (
-    *("--plan", "--cluster", "--on-failure", "--max-restarts", "--max-replans", "--grace"),
+    *("--plan", "--cluster", "--on-failure", "--max-restarts", "--max-replans", "--grace", "--least-speed"),
     *("--chips", "--links"),
     *("--via", *_VIA_SSH),
 )
@@ -75,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     refuse_copies("hetero-megatron run", "starts all ranks by itself")
+    if any(word == "--join" or word.startswith("--join=") for word in argv):
+        return join(argv, PRETRAIN)
     options, fallbacks, words = _parse(argv)
     if "--elastic" in words:
         raise UserError("belongs before --", field="--elastic", accepted="hetero-megatron run --elastic ... -- FLAGS")
@@ -110,9 +120,24 @@ def main(argv: Sequence[str]) -> int:
     planner = first_that_fits(words, fallbacks) if fallbacks else searched(words, config, scratch)
     if elastic:
         from hetero_megatron.launch.in_place import InPlaceSupervisor
+        from hetero_megatron.launch.joining import JOB_FILE
 
-        start = lambda host, port: LocalJob(setup, words, host, port, 0, diagnoses_at(scratch, 0))  # noqa: E731
-        return InPlaceSupervisor(setup, start, planner, int(restarts), grace, scratch, log).run()
+        diagnoses = diagnoses_at(scratch, 0)
+        start = lambda host, port: LocalJob(  # noqa: E731
+            setup, words, host, port, 0, diagnoses, more=gloo_towards(host)
+        )
+        if fallbacks:
+            planner = largest_that_fits(words, [setup.plan, *fallbacks])
+        opened = partial(_open_job, setup=setup, words=words, scratch=scratch)
+        address = options.get("--address")
+        least = _number(options, "--least-speed", 0.5)
+        job_file = scratch / JOB_FILE
+        try:
+            return InPlaceSupervisor(
+                setup, start, planner, int(restarts), grace, scratch, log, opened, address, least
+            ).run()
+        finally:
+            job_file.unlink(missing_ok=True)
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     replans = int(_number(options, "--max-replans", 2))
     if replanner is not None and not replans:
@@ -136,9 +161,20 @@ def main(argv: Sequence[str]) -> int:
     ).run()
 
 
+def _open_job(host: str, port: int, secret: bytes, setup: Setup, words: Sequence[str], scratch: Path) -> None:
+    """Leave what hosts need that join later."""
+    from hetero_megatron.launch.joining import JobFile
+
+    cluster = str(setup.cluster.absolute()) if setup.cluster is not None else ""
+    plan, here = str(setup.plan.absolute()), str(Path.cwd())
+    JobFile(host, port, secret.decode(), plan, cluster, list(words), here).write(scratch)
+
+
 def _elastic(options: dict[str, str]) -> bool:
     """Whether the ranks stay when some are lost."""
     if "--elastic" not in options:
+        if "--least-speed" in options:
+            raise UserError("it needs --elastic", field="--least-speed", value=options["--least-speed"])
         return False
     for name, problem in (
         ("--testbed", "a testbed's nodes are made for one round"),
@@ -156,7 +192,7 @@ def _elastic(options: dict[str, str]) -> bool:
 
 def _access(options: dict[str, str], cluster: Path | None) -> Access | None:
     """How the hosts are reached; None: everything runs on this one."""
-    flags = [name for name in _VIA_SSH if name in options]
+    flags = [name for name in _VIA_SSH if name in options and not (name == "--address" and "--elastic" in options)]
     if "--via" not in options:
         if flags:
             raise UserError("it needs --via ssh", field=flags[0], value=options[flags[0]])
@@ -202,16 +238,31 @@ def _testbed(options: dict[str, str], cluster: Path | None) -> list[str] | None:
 def first_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
     """The first plan whose ranks and chips are available."""
 
+    return lambda seats, cluster: next((plan for plan, _ in _fitting(words, plans, seats, cluster)), None)
+
+
+def largest_that_fits(words: Sequence[str], plans: Sequence[Path]) -> Planner:
+    """The plan for the most ranks of those whose ranks and chips are available, the first of several."""
+
     def choose(seats: Sequence[Seat], cluster: Path | None) -> Path | None:
-        for plan in plans:
-            try:
-                if max(_configure(words, plan, cluster, len(seats)).plan.ranks) < len(seats):
-                    return plan
-            except UserError as error:
-                print(f"launcher: {plan} does not fit: {error}", file=sys.stderr, flush=True)
-        return None
+        found = list(_fitting(words, plans, seats, cluster))
+        return max(found, key=lambda one: one[1])[0] if found else None
 
     return choose
+
+
+def _fitting(
+    words: Sequence[str], plans: Sequence[Path], seats: Sequence[Seat], cluster: Path | None
+) -> Iterator[tuple[Path, int]]:
+    """Plans whose ranks and chips are available, and how many ranks they have."""
+    for plan in plans:
+        try:
+            count = max(_configure(words, plan, cluster, len(seats)).plan.ranks) + 1
+        except UserError as error:
+            print(f"launcher: {plan} does not fit: {error}", file=sys.stderr, flush=True)
+            continue
+        if count <= len(seats):
+            yield plan, count
 
 
 def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:

@@ -3,6 +3,7 @@
 An epoch is a set of members (processes, numbered once and for all), each with a rank, under one plan. Its number is in
 the keys of everything that its ranks exchange to find each other (``start_comm``: the round), so a member of an earlier
 one never meets those of a later one. The launcher says who is in the next epoch; members say that they have stopped.
+A host that wants to join asks; its processes become members once the launcher has admitted them, and are ready.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Epoch:
     Attributes:
         members: of its ranks 0, 1, 2, …
         plan, cluster: files; an empty ``cluster``: none.
-        lost: what happened, for people.
+        joined: members that were in none before.
+        event: what happened, for people.
         notice, plan_seconds: what it took until all members that are left had stopped, and to find the plan.
     """
 
@@ -40,9 +42,45 @@ class Epoch:
     members: list[int]
     plan: str
     cluster: str
-    lost: str
+    joined: list[int]
+    event: str
     notice: float
     plan_seconds: float
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a host says that wants to join.
+
+    Attributes:
+        token: of this request; two are never alike.
+        node: its name in the cluster file; without one a label.
+        chips: processes that it will start.
+        cluster: content of a cluster file with this node in it; empty: the job's has it, or there is none.
+        program: what must be alike, by what messages call it.
+    """
+
+    token: str
+    node: str
+    chips: int
+    cluster: str
+    program: dict[str, str]
+
+
+@dataclass(frozen=True)
+class JoinAnswer:
+    """The launcher's. ``refused``: why not; empty: the host's processes are these members."""
+
+    refused: str
+    members: list[int]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a member's device is: FLOP/s of products, as its kind of device measures them itself."""
+
+    kind: str
+    flops: float
 
 
 class EpochStore:
@@ -96,6 +134,71 @@ class EpochStore:
     def left(self, member: int) -> str:
         return self._one(f"left/{member}", str) or ""  # type: ignore[return-value]
 
+    def pause(self, number: int) -> None:
+        """All members of epoch ``number`` are to leave it at a step's end: a host joins."""
+        self._records.set(f"paused/{number}", True)
+
+    def paused(self, number: int) -> bool:
+        return self._has(f"paused/{number}")
+
+    def ask_to_join(self, request: JoinRequest) -> int:
+        """Number of the request, which is written once, whoever else asks at the same time."""
+        number = 0
+        while True:
+            key = f"request/{number}"
+            found = self._records.store.compare_set(key, "", self._records.seal(key, request))
+            if self._records.open(key, found, JoinRequest).token == request.token:
+                return number
+            number += 1
+
+    def join_request(self, number: int) -> JoinRequest | None:
+        return self._one(f"request/{number}", JoinRequest)  # type: ignore[return-value]
+
+    def answer(self, number: int, answer: JoinAnswer) -> None:
+        self._records.set(f"answer/{number}", answer)
+
+    def join_answer(self, number: int) -> JoinAnswer | None:
+        return self._one(f"answer/{number}", JoinAnswer)  # type: ignore[return-value]
+
+    def ready(self, member: int, speed: Speed) -> None:
+        """It has loaded what it needs: it trains, or waits for its first epoch."""
+        self._records.set(f"ready/{member}", speed)
+
+    def speeds(self, members: Iterable[int]) -> dict[int, Speed]:
+        """Of those that are ready."""
+        found = {m: self._one(f"ready/{m}", Speed) for m in members}
+        return {m: speed for m, speed in found.items() if isinstance(speed, Speed)}
+
+    def refuse(self, member: int, why: str) -> None:
+        """A host that was admitted does not join after all."""
+        self._records.set(f"refused/{member}", why)
+
+    def refused(self, member: int) -> str:
+        return self._one(f"refused/{member}", str) or ""  # type: ignore[return-value]
+
+    def admit(self, member: int, number: int) -> None:
+        self._records.set(f"first/{member}", number)
+
+    def first_epoch(self, member: int) -> int | None:
+        """The first epoch of a process that joins; None: it is in none yet."""
+        return self._one(f"first/{member}", int)  # type: ignore[return-value]
+
+    def ended(self, member: int, code: int) -> None:
+        """A process on a host that joined has ended; ``code``: -N for signal N."""
+        self._records.set(f"ended/{member}", code)
+
+    def exit_codes(self, members: Iterable[int]) -> dict[int, int]:
+        """Of those that have ended."""
+        found = {m: self._one(f"ended/{m}", int) for m in members}
+        return {m: code for m, code in found.items() if isinstance(code, int)}
+
+    def end_job(self) -> None:
+        """The job is over: nobody joins any more."""
+        self._records.set("over", True)
+
+    def job_ended(self) -> bool:
+        return self._has("over")
+
     def _has(self, key: str) -> bool:
         return bool(self._records.store.check([key]))
 
@@ -108,10 +211,11 @@ class EpochWatch:
 
     Attributes:
         called_off: why the job is to stop; empty: it is not.
+        paused: whether this epoch is to end at a step's end.
     """
 
     def __init__(self, store: EpochStore) -> None:
-        self._store, self.called_off = store, ""
+        self._store, self.called_off, self.paused = store, "", False
         self._number, self._broken, self._ended = 0, False, False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="epochs").start()
@@ -119,7 +223,7 @@ class EpochWatch:
     def begin(self, number: int) -> None:
         """Epoch ``number`` is the one that counts."""
         with self._lock:
-            self._number, self._broken = number, False
+            self._number, self._broken, self.paused = number, False, False
 
     def broken(self) -> bool:
         """Whether a member of this epoch is lost, as far as this process knows."""
@@ -132,11 +236,11 @@ class EpochWatch:
         with suppress(RuntimeError):  # the launcher is gone, and this process with it
             while not self._ended:
                 number = self._number
-                broken = self._store.broken(number)
+                broken, paused = self._store.broken(number), self._store.paused(number)
                 self.called_off = self.called_off or self._store.called_off()
                 with self._lock:
-                    if number == self._number and broken:
-                        self._broken = True
+                    if number == self._number:
+                        self._broken, self.paused = self._broken or broken, self.paused or paused
                 time.sleep(WATCH_SECONDS)
 
 
@@ -146,5 +250,12 @@ def await_epoch(store: EpochStore, number: int, seconds: float) -> Epoch | None:
     while (found := store.find(number)) is None:
         if time.monotonic() > end:
             return None
+        time.sleep(LOOK_SECONDS)
+    return found
+
+
+def await_first_epoch(store: EpochStore, member: int) -> int:
+    """Number of the first epoch of a process that joins. Whoever started it ends it when the job is over."""
+    while (found := store.first_epoch(member)) is None:
         time.sleep(LOOK_SECONDS)
     return found

@@ -7,12 +7,15 @@ them, as do ``hetero-megatron run``, the testbed, and people by hand. A process 
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import re
 import socket
+import struct
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +29,10 @@ RESOLVE_SECONDS = 0.7  # that a name server may take; joining waits longer, and 
 WHERE = "environment"
 SECRET = "HETERO_JOB_SECRET"
 SUPERVISED = "HETERO_LAUNCHER"  # set by ``hetero-megatron run``, which plans again when told to
+JOINS = "HETERO_JOINS"  # set for the processes of a host that joins a running job
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 TESTBED, TESTBED_DIRECTORY = "HETERO_TESTBED", "HETERO_TESTBED_DIR"
 DIAGNOSES = "HETERO_DIAGNOSES"
@@ -48,6 +54,7 @@ class LauncherEnvironment:
         counted, numbered: whether WORLD_SIZE and RANK were there.
         testbed, testbed_directory: what the testbed emulates (its file), and where it meets its ranks; None: none.
         diagnoses: the directory where the launcher reads what its ranks found; None: it reads nothing.
+        joins: it joins a running elastic job, and is in none of its epochs yet.
         started_by: another launcher whose variables were taken, as messages call it; empty: torchrun's were.
     """
 
@@ -67,6 +74,7 @@ class LauncherEnvironment:
     testbed: str | None = None
     testbed_directory: str | None = None
     diagnoses: str | None = None
+    joins: bool = False
     started_by: str = ""
 
     @property
@@ -124,7 +132,8 @@ def read_launcher(environment: Mapping[str, str] = os.environ, joins: bool = Tru
     started_by = task.launcher if task is not None and world is not None else ""
     return LauncherEnvironment(
         rank or 0, world or 1, local_rank, local_world, address, port, restarts, agent_store, node, supervised, secret,
-        world is not None, rank is not None, testbed, testbed_directory, diagnoses, started_by,
+        world is not None, rank is not None, testbed, testbed_directory, diagnoses,
+        _choice(environment, JOINS, ("1",)) == "1", started_by,
     )  # fmt: skip
 
 
@@ -286,3 +295,32 @@ def _alone_among_others(task: Task) -> UserError:
         accepted=f"{task.advice}; or MASTER_ADDR and MASTER_PORT (the host of task 0 and a free port) beside, to take "
         "the tasks for the ranks; or RANK=0 WORLD_SIZE=1, to train alone",
     )  # fmt: skip
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's interface with an IPv4 address; None: none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an IPv4 address
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the way to another. OSError: there is no way."""
+    kind, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def gloo_towards(host: str) -> dict[str, str]:
+    """The variable by which gloo listens where the ranks of other hosts reach this one, unless it is set."""
+    if GLOO_INTERFACE in os.environ or is_loopback(host):
+        return {}
+    with suppress(OSError):
+        if name := interface_of(address_towards(host)):
+            return {GLOO_INTERFACE: name}
+    return {}

@@ -1,4 +1,5 @@
-"""The launcher of an elastic run: starts the ranks once, sees which ones end, and says who goes on under which plan."""
+"""The launcher of an elastic run: starts the ranks once, sees which ones end, lets hosts join, and says who goes on
+under which plan."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from hetero_megatron.cluster import load_cluster
 from hetero_megatron.comm.epochs import Epoch, EpochStore
 from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.launch.admission import Admission
 from hetero_megatron.launch.jobs import Seat, Setup
 from hetero_megatron.launch.supervise import PEER_ERROR, USER_ERROR, Planner, left_without, say_code
 from hetero_megatron.monitoring.record import add_event
@@ -18,10 +22,11 @@ from hetero_megatron.training.exit import ECHO_SECONDS, handled, note_hang_up
 from hetero_megatron.utils.text import plural
 
 LOOK_SECONDS = 0.02
+LINGER_SECONDS = 2.0  # that the store stays after the end of a job which hosts have joined, so that they hear of it
 
 
 class ElasticJob(Protocol):
-    """The processes of a job, by member; ``secret``: of its store."""
+    """The processes that this launcher started, by member; ``secret``: of the job's store."""
 
     secret: bytes
 
@@ -34,39 +39,69 @@ class ElasticJob(Protocol):
     def kill(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class NextEpoch:
+    """Who would go on under which plan; ``plan``: None: there is none for them."""
+
+    members: list[int]
+    plan: Path | None
+    cluster: Path | None
+
+
+@dataclass
 class InPlaceSupervisor:
-    """Runs a job to its end, in epochs; member i is the process that was started as rank i.
+    """Runs a job to its end, in epochs; member i is the process that was started as rank i. Those that join have
+    numbers of their own, and the launchers of their hosts say how they end.
 
     Args:
+        setup: what the job begins with.
         start: starts all ranks; given host and port of the store.
-        planner: says what the seats that are left run.
+        planner: says what the seats that are there run.
         max_losses: epochs after a failure.
         grace: seconds for all members to leave an epoch after its first one failed; who takes longer is killed, and
             counts as lost.
-        scratch: folder for the cluster files of what is left.
+        scratch: folder for the cluster files of who is there.
+        open_to: called with the store's address and the secret, once ranks can join; None: none can.
+        address: of this host, for others; None: only processes of this host take part.
+        least_speed: of devices that join, as a share of what others of their kind compute.
     """
 
-    def __init__(
-        self, setup: Setup, start: Callable[[str, int], ElasticJob], planner: Planner, max_losses: int, grace: float,
-        scratch: Path, log: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self.setup, self.planner, self.max_losses, self.grace = setup, planner, max_losses, grace
-        self.scratch, self._print = scratch, log
-        self._server = JobStore()
-        self._job = start(self._server.host, self._server.port)
+    setup: Setup
+    start: Callable[[str, int], ElasticJob]
+    planner: Planner
+    max_losses: int
+    grace: float
+    scratch: Path
+    print: Callable[[str], None]
+    open_to: Callable[[str, int, bytes], None] | None = None
+    address: str | None = None
+    least_speed: float = 0.5
+    members: list[int] = field(init=False)  # by rank of the present epoch
+
+    def __post_init__(self) -> None:
+        self._server = JobStore(self.address) if self.address else JobStore()
+        self._job = self.start(self._server.host, self._server.port)
         self._store = EpochStore(self._server.keys("elastic"), self._job.secret)
-        self.members = list(range(len(setup.seats)))  # by rank of the present epoch
+        self._seats: dict[int, Seat] = dict(enumerate(self.setup.seats))  # of all members of all epochs
+        self._cluster = self.setup.cluster
+        self.members = list(self._seats)
+        self._admission = Admission(self._store, len(self._seats), self.least_speed, self.scratch)
         self._number = self._losses = 0
         self._codes: dict[int, int] = {}
         self._gone: dict[int, str] = {}  # members that ended since this epoch began, and how
+        self._new: set[int] = set()  # members that were in no epoch before this one
         self._lost = False  # some of them without a word
+        self._killed: set[int] = set()
         self._left: set[int] = set()  # members of all epochs that take part no more
         self._since: float | None = None  # when the first sign came that this epoch is over
+        self._prepared: NextEpoch | None = None  # with those that are about to join
         self._signalled: int | None = None
         self._signalled_at, self._again = 0.0, False
+        if self.open_to is not None:
+            self.open_to(self._server.host, self._server.port, self._job.secret)
 
     def log(self, text: str) -> None:
-        self._print(f"launcher: {text}")
+        self.print(f"launcher: {text}")
         with suppress(OSError):
             add_event(self.scratch, "launcher", text)
 
@@ -78,7 +113,10 @@ class InPlaceSupervisor:
                 time.sleep(LOOK_SECONDS)
             return code
         finally:
+            self._store.end_job()
             self._job.kill()
+            if self._admission.admitted:
+                time.sleep(LINGER_SECONDS)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -102,17 +140,19 @@ class InPlaceSupervisor:
             assert self._signalled is not None
             self.log("a second signal: all ranks are killed")
             return 128 + self._signalled
-        for member, code in self._job.poll().items():
+        elsewhere = self._store.exit_codes([*self._admission.waiting, *(m for m in self._alive if self._remote(m))])
+        for member, code in {**self._job.poll(), **elsewhere}.items():
             if member not in self._codes:
                 self._codes[member] = code
                 self._ended(member, code)
-        refused = [m for m, code in self._codes.items() if code == USER_ERROR]
+        refused = [m for m in self.members if self._codes.get(m) == USER_ERROR and m not in self._new]
         if not self._alive or refused and self._overdue():
             return self._end()
         if self._signalled is not None:  # no epoch begins any more
-            return self._end() if any(self._codes.values()) and self._overdue() else None
+            return self._end() if any(self._codes.get(m) for m in self.members) and self._overdue() else None
         if refused:
             return None
+        self._let_join()
         stopped = self._store.has_stopped(self._number, self._alive)
         if not stopped and not self._lost:
             return None
@@ -124,10 +164,22 @@ class InPlaceSupervisor:
         if len(stopped) == len(self._alive):
             return self._next(any(stopped.values()))
         if self._overdue():
-            for member in set(self._alive) - stopped.keys():
+            for member in set(self._alive) - stopped.keys() - self._killed:
                 self.log(f"rank {self._rank(member)} ({self._where(member)}) did not stop in {self.grace:g} s: killed")
-                self._job.end(member)
+                self._kill(member)
         return None
+
+    def _remote(self, member: int) -> bool:
+        return member >= len(self.setup.seats)
+
+    def _kill(self, member: int) -> None:
+        """What another host runs is left to it; the next epoch's keys are not those that it knows."""
+        self._killed.add(member)
+        if not self._remote(member):
+            self._job.end(member)
+        elif member not in self._codes:
+            self._codes[member] = -signal.SIGKILL
+            self._ended(member, -signal.SIGKILL)
 
     def _overdue(self) -> bool:
         self._since = self._since or time.monotonic()
@@ -140,12 +192,16 @@ class InPlaceSupervisor:
     def _ended(self, member: int, code: int) -> None:
         if member in self._left:
             return
+        if member not in self.members:
+            self._admission.drop(member)
+            self.log(f"{self._where(member)} does not join: its process ended with {say_code(code)}")
+            return
         rank, where, why = self._rank(member), self._where(member), self._store.left(member)
         if code == 0 and why:
             self._gone[member] = f"rank {rank} ({where}) left: {why}"
             self.log(self._gone[member])
         elif code:
-            self._lost = self._lost or code != USER_ERROR
+            self._lost = self._lost or code != USER_ERROR or member in self._new
             self._gone[member] = f"lost rank {rank} ({where}): {say_code(code)}"
             self.log(f"rank {rank} ({where}) ended with {say_code(code)}")
 
@@ -154,8 +210,43 @@ class InPlaceSupervisor:
         own = [c if c > 0 else 128 - c for c in codes if c]
         return USER_ERROR if USER_ERROR in own else own[0] if own else 0
 
+    def _let_join(self) -> None:
+        """Hosts that ask; once all processes of one are ready, its plan is made, and the others pause after a step."""
+        present = {self._seats[m].node for m in self._alive}
+        for line in self._admission.look(present, self._cluster):
+            self.log(line)
+        self._seats |= self._admission.seats
+        if self._prepared is not None or self._since is not None or not self._admission.ready():
+            return
+        for line in self._admission.leave_out_slow(self._alive):
+            self.log(line)
+        if ready := self._admission.ready():
+            prepared = self._who_goes_on([*self._alive, *ready])
+            if prepared.plan is None:
+                self.log(f"no plan uses {', '.join(sorted({self._where(m) for m in ready}))}: the job goes on without")
+                self._admission.drop(*ready)
+                return
+            self._prepared = prepared
+            self._store.pause(self._number)
+
+    def _who_goes_on(self, members: list[int]) -> NextEpoch:
+        """Their order, plan and cluster file: those of the cluster file's ranks, or as they came."""
+        nodes = {self._seats[m].node for m in members}
+        file = self._admission.cluster_with(nodes) or self._cluster
+        seats = tuple(self._seats[m] for m in members)
+        names = {r.node for r in load_cluster(file).ranks} if file is not None else nodes
+        setup = replace(self.setup, seats=seats, cluster=file)
+        left, cluster = left_without(setup, names - nodes, self.scratch, f"epoch-{self._number + 1}")
+        if cluster is not None:
+            by_seat = {(self._seats[m].node, self._seats[m].local): m for m in members}
+            members = [by_seat[rank.node, rank.local] for rank in load_cluster(cluster).ranks]
+            left = [self._seats[m] for m in members]
+        same = tuple(left) == self.setup.seats and file == self.setup.cluster
+        plan = self.setup.plan if same else self.planner(left, cluster) if left else None
+        return NextEpoch(members, plan, self.setup.cluster if same else cluster)
+
     def _next(self, failed: bool) -> int | None:
-        """The next epoch, with all that are left."""
+        """The next epoch, with all that are there."""
         assert self._since is not None
         notice, begin = time.monotonic() - self._since, time.monotonic()
         if failed or self._lost:
@@ -163,31 +254,42 @@ class InPlaceSupervisor:
             if self._losses > self.max_losses:
                 self.log(f"gave up after {plural(self.max_losses, 'loss', 'losses')}")
                 return self._end() or PEER_ERROR
-        self._left |= self._gone.keys()
-        away = {self.setup.seats[m].node for m in self._left}
-        members = [m for m in self._alive if self.setup.seats[m].node not in away]
-        for member in set(self._alive) - set(members):
-            self._left.add(member)
-        seats, cluster = left_without(self.setup, away, self.scratch, f"epoch-{self._number + 1}")
-        same = not self._gone
-        plan = self.setup.plan if not away else self.planner(seats, cluster) if seats else None
-        if plan is None:
-            left = plural(len(seats), "rank")
+        away = {self._seats[m].node for m in self._gone}
+        ready = self._admission.ready() if self._prepared is not None else []
+        members = [m for m in [*self._alive, *ready] if self._seats[m].node not in away]
+        self._left |= {*self._gone, *self.members} - {*members}
+        chosen = self._prepared
+        if chosen is None or set(chosen.members) != set(members):
+            chosen = self._who_goes_on(members)
+        if chosen.plan is None and ready:  # as well as it goes without those that join
+            members, ready = [m for m in members if m not in ready], []
+            chosen = self._who_goes_on(members)
+        if chosen.plan is None:
+            left = plural(len(members), "rank")
             self.log(f"no plan for the {left} that are left without {', '.join(sorted(away))}; accepted: a "
                      f"--fallback-plan for at most {left}")  # fmt: skip
             return USER_ERROR
-        text = "groups were lost, but no rank" if same else "; ".join(self._gone.values())
-        self._number += 1
-        self.log(f"epoch {self._number}: {plural(len(members), 'rank')} left, plan {plan}")
-        took = time.monotonic() - begin
-        epoch = Epoch(self._number, members, str(plan), str(cluster or ""), text, notice, took)
-        self._store.publish(epoch)
-        self.members, self._gone, self._lost, self._since = members, {}, False, None
+        self._publish(chosen, ready, notice, time.monotonic() - begin)
         return None
+
+    def _publish(self, chosen: NextEpoch, joined: list[int], notice: float, took: float) -> None:
+        said = [*self._gone.values(), *self._admission.take(joined)]
+        text = "; ".join(said) or "groups were lost, but no rank"
+        self._number += 1
+        self.log(f"epoch {self._number}: {plural(len(chosen.members), 'rank')} there, plan {chosen.plan}")
+        cluster = str(chosen.cluster or "")
+        epoch = Epoch(self._number, chosen.members, str(chosen.plan), cluster, joined, text, notice, took)
+        self._store.publish(epoch)
+        for member in joined:
+            self._store.admit(member, self._number)
+        if joined:
+            self._cluster = self._admission.cluster_with({self._seats[m].node for m in joined}) or self._cluster
+        self.members, self._new = chosen.members, set(joined)
+        self._gone, self._lost, self._since, self._prepared = {}, False, None, None
 
     def _rank(self, member: int) -> int:
         return self.members.index(member) if member in self.members else member
 
     def _where(self, member: int) -> str:
-        seat: Seat = self.setup.seats[member]
+        seat = self._seats[member]
         return f"{seat.node}, chip {seat.local}"

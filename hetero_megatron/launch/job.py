@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from hetero_megatron.cluster import Cluster, load_cluster
 from hetero_megatron.comm.rendezvous import JobStore
-from hetero_megatron.environment.launcher import SECRET, SUPERVISED
+from hetero_megatron.environment.launcher import SECRET, SUPERVISED, address_towards
 from hetero_megatron.errors import UserError
 from hetero_megatron.launch.checks import CONNECT_SECONDS, check_facts, silent_hosts, wait_for_facts
 from hetero_megatron.launch.connection import LEASE, SSH, Connection, prefixed
@@ -50,10 +49,7 @@ class Access:
         if self.address:
             return self.address
         try:
-            kind, _, _, _, there = socket.getaddrinfo(host.address, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-                probe.connect(there)  # sends nothing
-                return str(probe.getsockname()[0])
+            return address_towards(host.address)
         except OSError as error:
             raise UserError(
                 f"no way to it: {error.strerror or error}", field=host.node, value=host.address,

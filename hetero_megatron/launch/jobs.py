@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -70,22 +70,27 @@ class LocalJob:
 
     Args:
         diagnoses: where ranks that lose a peer say so.
+        first: number of the first one.
+        more: further variables of their environment.
+        secret: of the job; None: the environment's, or a new one.
 
     Attributes:
         secret: of the job.
     """
 
     def __init__(
-        self, setup: Setup, words: Sequence[str], host: str, port: int, number: int, diagnoses: Path
-    ) -> None:
+        self, setup: Setup, words: Sequence[str], host: str, port: int, number: int, diagnoses: Path, first: int = 0,
+        more: Mapping[str, str] | None = None, secret: str | None = None,
+    ) -> None:  # fmt: skip
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._errors = Path(tempfile.mkdtemp(prefix="hetero-megatron-"))  # what ranks say as they end, by rank
-        secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        secret = secret or os.environ.get(SECRET) or secrets.token_hex(32)
         self.secret = secret.encode()
         command = rank_command(setup, words)
         try:
-            for rank, seat in enumerate(setup.seats):
-                environment = {**os.environ, **_environment(setup, rank, seat, host, port, number)}
+            for rank, seat in enumerate(setup.seats, first):
+                said = _environment(setup, rank, first + len(setup.seats), seat, host, port, number)
+                environment = {**os.environ, **said, **(more or {})}
                 environment[DIAGNOSES] = str(diagnoses.absolute())
                 environment |= {SECRET: secret, ERROR_FILE: str(self._errors / str(rank) / "error.json")}
                 self._processes[rank] = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
@@ -191,14 +196,16 @@ def _arguments(pid: int) -> bytes:
         return b""
 
 
-def _environment(setup: Setup, rank: int, seat: Seat, host: str, port: int, number: int) -> dict[str, str]:
+def _environment(
+    setup: Setup, rank: int, world: int, seat: Seat, host: str, port: int, number: int
+) -> dict[str, str]:
     """What torchrun would set. The store is the launcher's, so ranks do not start one."""
     if seat.device is None:
         local = {"LOCAL_RANK": seat.local, "LOCAL_WORLD_SIZE": sum(s.node == seat.node for s in setup.seats)}
     else:  # devices of lost ranks stay unused, so the index may be above the number of ranks
         local = {"LOCAL_RANK": seat.device}
     values = {
-        "RANK": rank, "WORLD_SIZE": len(setup.seats), **local,
+        "RANK": rank, "WORLD_SIZE": world, **local,
         "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": number, "HETERO_NODE": seat.node, SUPERVISED: 1,
     }  # fmt: skip

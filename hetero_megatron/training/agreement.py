@@ -90,7 +90,7 @@ def check_program(group: Group, platform: Platform, plugins: Plugins) -> None:
     """
     if group.size == 1:
         return
-    mine = {f"version of {PACKAGES[0]}": __version__, f"sources of {PACKAGES[0]}": digest(_files(PACKAGES))}
+    mine = program_facts()
     kind = ".".join(map(str, (platform.name, *chip_arch(platform))))
     everyone = group.gather_objects((kind, mine, environment(plugins)), tuple[str, dict[str, str], dict[str, str]])
     first = everyone[0]
@@ -104,6 +104,11 @@ def check_program(group: Group, platform: Platform, plugins: Plugins) -> None:
             for name, here, there in _unlike(around, first[2]):
                 text = f"{name}: rank {rank} ({theirs}) has {here}, rank {group.ranks[0]} ({first[0]}) has {there}"
                 print(notice_line(text), flush=True)
+
+
+def program_facts() -> dict[str, str]:
+    """What every rank must have alike, whatever its chip."""
+    return {f"version of {PACKAGES[0]}": __version__, f"sources of {PACKAGES[0]}": digest(_files(PACKAGES))}
 
 
 def environment(plugins: Plugins) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A run whose processes stay when others are lost, leave or are cut off.
+"""A run whose processes stay when others are lost, leave, join or are cut off.
 
 Each epoch (see :mod:`~hetero_megatron.comm.epochs`) is a job of its own as far as groups, plan and model are concerned;
 what lasts is the process, with all that it has imported and compiled, and the state in the memories of its ranks."""
@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hetero_megatron.comm import Comm, CommError, start_comm, stop_comm, world_group
-from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, await_epoch
+from hetero_megatron.comm.epochs import Epoch, EpochStore, EpochWatch, Speed, await_epoch, await_first_epoch
 from hetero_megatron.emulation import Emulation
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
+from hetero_megatron.monitoring.throughput import measured_peak_flops
 from hetero_megatron.platform import Platform
+from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins, load_plugins
+from hetero_megatron.training.agreement import chip_arch
 from hetero_megatron.training.checkpointing import Checkpointing, ConsumedSamples
 from hetero_megatron.training.config import RunConfig, ScheduleConfig
 from hetero_megatron.training.elastic_state import ElasticState, HandOver, Phases, scale_at
@@ -89,18 +92,31 @@ class ElasticRank:
         self.store = EpochStore.of_member(self.launcher)
         self.watch = EpochWatch(EpochStore.of_member(self.launcher))
         self.node = self.launcher.node or socket.gethostname()
+        self._peak: float | None = None  # measured before the first epoch
         self._torn: list[object] = []
 
     def run(self) -> int:
         """Until the run ends, or goes on without this rank. Returns its exit code."""
+        if self.launcher.joins:
+            self._peak = measured_peak_flops(self.platform, DTYPES[self.config.dtype])
+            self.store.ready(self.member, self._speed(self._peak))
+            self._await(await_first_epoch(self.store, self.member))
         while (code := self._one_epoch()) is None:
-            found = await_epoch(self.store, self.number + 1, PATIENCE)
-            if found is None or self.member not in found.members:
-                said = "the launcher says nothing" if found is None else f"the job goes on without it: {found.lost}"
-                raise CommError(f"rank {self.launcher.rank} ends: {said}", self.launcher.rank)
-            self._enter(found)
+            self._await(self.number + 1)
         self.watch.close()
         return code
+
+    def _speed(self, flops: float) -> Speed:
+        kind = ".".join(map(str, (self.platform.name, *chip_arch(self.platform))))
+        return Speed(f"{kind} in {self.config.dtype}", flops)
+
+    def _await(self, number: int) -> None:
+        """Enter epoch ``number``, once it is there."""
+        found = await_epoch(self.store, number, PATIENCE)
+        if found is None or self.member not in found.members:
+            said = "the launcher says nothing" if found is None else f"the job goes on without it: {found.event}"
+            raise CommError(f"rank {self.launcher.rank} ends: {said}", self.launcher.rank)
+        self._enter(found)
 
     def _enter(self, epoch: Epoch) -> None:
         self.epoch, self.number = epoch, epoch.number
@@ -124,7 +140,9 @@ class ElasticRank:
                     self.store.leave(self.member, "the plan does not use it")
                     return 0
                 return run_training(training)
-        except CommError as error:
+        except (CommError, UserError) as error:
+            if isinstance(error, UserError) and (training is not None or not self._newcomers_fail):
+                raise
             self._keep(training)
             if not self.watch.broken():
                 print(f"elastic: {error}", flush=True)
@@ -138,6 +156,11 @@ class ElasticRank:
         self._tear_down(comm, training, failed)
         self.store.stopped(self.number, self.member, failed)
         return None
+
+    @property
+    def _newcomers_fail(self) -> bool:
+        """Whether a refusal before the first step is the affair of those that join: the others go on without them."""
+        return self.epoch is not None and bool(self.epoch.joined) and self.member not in self.epoch.joined
 
     def _join(self) -> tuple[Comm, Emulation]:
         config, self._began = self.config, time.perf_counter()
@@ -158,8 +181,9 @@ class ElasticRank:
                 "the groups of a device's library cannot be left and made anew yet", field="--elastic",
                 accepted="ranks that communicate by gloo; or --on-failure replan alone",
             )  # fmt: skip
-        known = self.epoch is not None
-        config = agree(self.config, comm, self.platform, self.plugins, emulation, known)
+        config = self._same_schedule(comm)
+        known = self.epoch is not None and not self.epoch.joined
+        config = agree(config, comm, self.platform, self.plugins, emulation, known)
         replicas = self._replicas(comm, config)
         seconds, at = {"groups": time.perf_counter() - self._began}, time.perf_counter()
         everyone = comm.group(range(self.launcher.world_size))
@@ -169,7 +193,7 @@ class ElasticRank:
         source = newest(said, config.spec)
         if source is None and self.epoch is not None and not config.checkpoint.goes_on:
             raise UserError(
-                f"lost the state of every step: {self.epoch.lost}, and with that the only copies", field="--elastic",
+                f"lost the state of every step: {self.epoch.event}, and with that the only copies", field="--elastic",
                 accepted="--save DIR and --load DIR, the same, to go on from the last checkpoint then",
             )  # fmt: skip
         seconds["agree"], at = time.perf_counter() - at, time.perf_counter()
@@ -181,16 +205,17 @@ class ElasticRank:
         resume = Restored(config, exit, peak, source, self.held, comm) if source is not None else None
         training = set_up(config, comm, self.platform, self.plugins, emulation, resume)
         training.on_step = self._on_step
-        if self.before is not None:
-            training.exit.reason = training.exit.reason or self.before.exit.reason
+        if exit is not None:
+            training.exit.reason = training.exit.reason or exit.reason
         if self.before is not None and resume is not None:
             training.checkpoints.source_dtypes = self.before.source_dtypes
         self.before = _Kept(
             training.config.schedule, training.exit, training.reporter.own_peak, training.checkpoints.source_dtypes
         )
+        self.store.ready(self.member, self._speed(training.reporter.own_peak))
         moved = training.runtime.world.gather_objects(resume.moved if resume is not None else 0, int)
         phases = self._phases(training, source, furthest, sum(moved))
-        elastic = ElasticState(training, replicas, self.node, lambda: self.watch.called_off, phases)
+        elastic = ElasticState(training, replicas, self.node, self.watch, phases)
         training.elastic = elastic
         elastic.first_copies()
         self.held = []
@@ -198,6 +223,23 @@ class ElasticRank:
             phases.seconds |= seconds | {"move": time.perf_counter() - at}
         elastic.begin = time.perf_counter()
         return training
+
+    def _same_schedule(self, comm: Comm) -> RunConfig:
+        """The configuration of this epoch. Those that join take over the length and the curves of the run, which may be
+        a checkpoint's, and in which dtypes the checkpoint's tensors came."""
+        everyone = tuple(range(self.launcher.world_size))
+        if self.epoch is None or not self.epoch.joined:
+            return self.config
+        comm.create_groups([everyone])
+        mine = (self.before.schedule, self.before.source_names) if self.before is not None else None
+        said = comm.group(everyone).gather_objects(mine, _Told)
+        first = next((told for told in said if told is not None), None)
+        if first is None:
+            return self.config
+        schedule, names = first
+        if self.before is None:
+            self.before = _Kept(schedule, None, self._peak, _dtypes(names))
+        return replace(self.config, schedule=schedule)
 
     def _replicas(self, comm: Comm, config: RunConfig) -> PeerReplicas | None:
         """Called on all ranks of the job."""
@@ -217,7 +259,7 @@ class ElasticRank:
         where = "from memory" if source is not None else "from a checkpoint, as no step is complete in memory"
         again = f", {plural(furthest - step, 'step')} again" if furthest > step else ""
         count = plural(len(training.config.plan.ranks), "rank")
-        text = f"epoch {epoch.number}: {epoch.lost}; {count} went on after step {step} {where}{again}"
+        text = f"epoch {epoch.number}: {epoch.event}; {count} went on after step {step} {where}{again}"
         return Phases(text, {"notice": epoch.notice, "plan": epoch.plan_seconds}, moved)
 
     def _on_step(self, step: int, stats: StepStats) -> None:
@@ -251,9 +293,22 @@ class _Kept:
     """What is the same in all epochs of a run."""
 
     schedule: ScheduleConfig
-    exit: ExitConditions
-    peak: float
+    exit: ExitConditions | None
+    peak: float | None
     source_dtypes: dict[str, torch.dtype] | None
+
+    @property
+    def source_names(self) -> dict[str, str] | None:
+        """``source_dtypes`` as ranks tell each other."""
+        found = self.source_dtypes
+        return None if found is None else {name: str(d).removeprefix("torch.") for name, d in found.items()}
+
+
+_Told = tuple[ScheduleConfig, dict[str, str] | None] | None
+
+
+def _dtypes(names: dict[str, str] | None) -> dict[str, torch.dtype] | None:
+    return None if names is None else {name: getattr(torch, dtype) for name, dtype in names.items()}
 
 
 def train_elastic(

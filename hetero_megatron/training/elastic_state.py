@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hetero_megatron.comm.epochs import EpochWatch
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.held_state import Held, Moment, owned_state
 from hetero_megatron.training.loop import Training
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.peer_replicas import PeerReplicas, hand_over
 
-STOP, LEAVE = "stop", "leave"
+STOP, LEAVE, PAUSE = "stop", "leave", "pause"
 LEAVING = "received SIGTERM"  # reason of a rank's ``ExitConditions`` by which only that rank leaves
 
 
@@ -44,15 +45,14 @@ class ElasticState:
     Args:
         replicas: None: no copies are kept.
         node: this rank's host, for choosing who takes over.
-        called_off: why the launcher wants the job to stop; empty: it does not.
+        watch: knows whether the launcher wants the job to stop, or this epoch to end.
         phases: told once the first step is done; None: nothing is to be told.
     """
 
     def __init__(
-        self, training: Training, replicas: PeerReplicas | None, node: str, called_off: Callable[[], str],
-        phases: Phases | None,
-    ) -> None:  # fmt: skip
-        self.training, self.replicas, self.node, self._called_off = training, replicas, node, called_off
+        self, training: Training, replicas: PeerReplicas | None, node: str, watch: EpochWatch, phases: Phases | None
+    ) -> None:
+        self.training, self.replicas, self.node, self._watch = training, replicas, node, watch
         self.phases, self.begin = phases, time.perf_counter()
         optimizer = training.runtime.optimizer
         assert optimizer is not None
@@ -62,8 +62,9 @@ class ElasticState:
             training.runtime.before_commit = replicas.wait
 
     @property
-    def called_off(self) -> str:
-        return self._called_off()
+    def asks(self) -> bool:
+        """Whether the launcher wants the job to stop, or this epoch to end, after a step."""
+        return bool(self._watch.called_off) or self._watch.paused
 
     def first_copies(self) -> None:
         """Before the first step: then a loss during it costs nothing. Called on all ranks of the plan."""
@@ -106,23 +107,26 @@ class ElasticState:
         return Held(Moment(step, consumed, scale.state_dict(), numbers), tensors)
 
     def _stop(self, training: Training) -> None:
-        """Whether some leave, or all stop."""
+        """Whether some leave or join, or all stop."""
         runtime = training.runtime
         runtime.comm.activity = "handing over"
         said = runtime.world.gather_objects((self.node, self._wish(training)), tuple[str, str])
+        wishes = {wish for _, wish in said}
         away = {node for node, wish in said if wish == LEAVE}  # the next plan is without the whole node
-        if not away or STOP in (wish for _, wish in said) or away == {node for node, _ in said}:
+        if STOP in wishes or not wishes & {LEAVE, PAUSE} or away == {node for node, _ in said}:
             return
         training.checkpoints.wait()
         leaves = self.node in away
+        if not away:
+            raise HandOver(leaves, ())
         live = self._live(training.step, training.consumed, training.loss_scale)
         raise HandOver(leaves, hand_over(runtime.world, self.node, live.moment, live.tensors, leaves))
 
     def _wish(self, training: Training) -> str:
-        if training.checkpoints.failed or self.called_off:
-            return STOP
         reason = training.exit.reason
-        return LEAVE if reason == LEAVING else STOP if reason else ""
+        if training.checkpoints.failed or self._watch.called_off or reason not in ("", LEAVING):
+            return STOP
+        return LEAVE if reason else PAUSE if self._watch.paused else ""
 
     def _copy(self) -> None:
         training, replicas = self.training, self.replicas

@@ -37,8 +37,8 @@ class Elastic(Protocol):
     """What an elastic run does beside its steps."""
 
     @property
-    def called_off(self) -> str:
-        """Why the launcher wants the job to stop; empty: it does not."""
+    def asks(self) -> bool:
+        """Whether the launcher wants the run to stop, or ranks to come or go, after a step."""
 
     def after_step(self, training: Training, stop: bool) -> bool:
         """Called on all ranks when a step is complete (``stop``: some rank wants to stop), but for the last one.
@@ -150,8 +150,8 @@ class Training:
                 last = self.elastic.after_step(self, stats.stop)
 
     def _wants_to_stop(self, step: int) -> bool:
-        called_off = self.elastic is not None and self.elastic.called_off
-        return self.exit.check(step) or self.checkpoints.failed or bool(called_off)
+        asked = self.elastic is not None and self.elastic.asks
+        return self.exit.check(step) or self.checkpoints.failed or asked
 
     def _report(self, stats: StepStats, size: int, lr: float, begin: float, last: bool) -> None:
         """Log a step of ``size`` sequences, and adapt the loss scale to how it went.

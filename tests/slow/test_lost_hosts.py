@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.namespace_hosts import NamespaceHosts, missing
+from tests.support.namespace_hosts import LAUNCHER, NamespaceHosts, missing
 from tests.support.programs import inside
 
 pytestmark = [pytest.mark.slow, pytest.mark.testbed("hosts")]
@@ -172,3 +173,40 @@ def test_many_losses(tmp_path: Path) -> None:
         run.wait(300 + 60 * count)
         assert losses(run.directory) == pytest.approx(alone(tmp_path / "alone", steps, *sgd), rel=1e-9)
         assert hosts.no_orphans() == []
+
+
+def test_hosts_join_an_elastic_run_and_lose_their_power(hosts: NamespaceHosts, tmp_path: Path) -> None:
+    """From one host to three, and to two when one of them is off; the losses are one process's throughout."""
+    directory = tmp_path / "run"
+    files = ["--plan", str(plan(tmp_path, 1)), "--fallback-plan", str(plan(tmp_path, 2)), str(plan(tmp_path, 3))]
+    command = [sys.executable, "-m", "hetero_megatron.cli.main", "run"]
+    elastic = ["--elastic", "--address", LAUNCHER, "--least-speed", "0", "--grace", "10", *files, "--", *WORDS]
+    save = ["--save", str(directory), "--load", str(directory), "--peer-replicas-every", "1"]
+    limits = ["--train-iters", "100000", "--distributed-timeout-minutes", "0.1"]
+    job = hosts.start([*command, *elastic, *save, *limits])
+    said: list[str] = []
+    for stream in (job.stdout, job.stderr):
+        threading.Thread(target=lambda lines: said.extend(lines), args=(stream,), daemon=True).start()
+
+    def until(text: str) -> None:
+        end = time.monotonic() + 150
+        while not any(text in line for line in said):
+            assert job.poll() is None and time.monotonic() < end, "".join(said)
+            time.sleep(0.05)
+
+    joining = []
+    for index in range(2):
+        enter = ["nsenter", f"--net={hosts.network.path(hosts.network.nodes[index])}"]
+        joining.append(subprocess.Popen([*enter, *command, "--join", str(directory), "--node", f"host{index}"]))
+        until(f"host{index} joined (1 rank); {index + 2} ranks went on")
+    hosts.power_off(0)
+    until("2 ranks went on after step")
+    done = len(losses(directory))
+    while len(losses(directory)) < done + 3:
+        assert job.poll() is None, "".join(said)
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 0 and joining[1].wait(60) == 0, "".join(said)
+    joining[0].kill()
+    found = losses(directory)
+    assert found == pytest.approx(alone(tmp_path / "alone", len(found)), rel=1e-9)

@@ -22,8 +22,10 @@ from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.native import open_checkpoint
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.rendezvous import JobStore
+from hetero_megatron.errors import UserError
 from hetero_megatron.launch.in_place import InPlaceSupervisor
 from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.launch.joining import JobFile
 from hetero_megatron.layout import Box
 from tests.support.paths import ROOT
 from tests.support.pool import PRELOAD
@@ -41,7 +43,7 @@ class Happening:
         when: ``step``: its step ``at`` is complete; ``update``: its optimizer has taken step ``at``, and sent nothing;
             ``copy``: a copy of step ``at`` is about to travel; ``join`` and ``move``: it connects, and moves state, in
             epoch ``at``.
-        what: ``kill``, ``leave`` (SIGTERM) or ``freeze``.
+        what: ``kill``, ``leave`` (SIGTERM), ``freeze``, or ``wait``: until a host is about to join.
     """
 
     member: int
@@ -59,12 +61,18 @@ def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
     from hetero_megatron.parallel.optimizer import ShardedOptimizer
     from hetero_megatron.training import elastic, held_state, peer_replicas
 
+    waits = [one for one in mine if one.what == "wait"]
+
     def due(when: str, at: int) -> None:
         for one in mine:
-            if (one.when, one.at) == (when, at):
+            if (one.when, one.at) == (when, at) and one.what != "wait":
                 one.happen()
+            elif (one.when, one.at) == (when, at) and one in waits:  # once, though steps may be done again
+                waits.remove(one)
+                while not progress["rank"].watch.paused:
+                    time.sleep(0.01)
 
-    progress = {"step": 0, "epoch": 0}
+    progress: dict[str, Any] = {"step": 0, "epoch": 0}
     gather, move, start, join = (
         ShardedOptimizer.all_gather, held_state._move, peer_replicas.PeerReplicas.start, elastic.ElasticRank._join,
     )  # fmt: skip
@@ -84,7 +92,7 @@ def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
         print(f"copies after step {moment.step}: rank {self.group.comm.rank} has {self.bytes}")
 
     def joining(self: Any) -> Any:
-        progress["epoch"] = self.number
+        progress.update(epoch=self.number, rank=self)
         due("join", self.number)
         return join(self)
 
@@ -96,6 +104,73 @@ def _instrument(mine: Sequence[Happening]) -> Callable[[int, Any], None]:
     held_state._move, peer_replicas.PeerReplicas.start = moving, copying  # type: ignore[assignment, method-assign]
     elastic.ElasticRank._join = joining  # type: ignore[method-assign]
     return on_step
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host that joins once ``step`` steps are done, with so many processes; ``what``: happens in them; ``words``:
+    flags that only they have."""
+
+    node: str
+    step: int
+    chips: int = 1
+    what: tuple[Happening, ...] = ()
+    words: tuple[str, ...] = ()
+
+    def run(self, directory: str, log: str) -> None:
+        """In a process of its own: what ``hetero-megatron run --join`` does, with forked ranks."""
+        from hetero_megatron.launch.joining import Joining
+
+        end = time.monotonic() + DEADLINE
+        job, steps = (Path(directory) / name for name in ("elastic.json", "metrics.jsonl"))
+        while not job.exists() or len(_lines(steps)) < self.step:
+            assert time.monotonic() < end, "the step never came"
+            time.sleep(0.02)
+        said = open(log, "a", buffering=1)  # noqa: SIM115
+        joining = Joining(
+            Path(directory), self.node, self.chips, None, (), lambda text: print(text, file=said),
+            lambda setup, job, first: ForkedHere(setup, job, first, self, log),
+        )  # fmt: skip
+        try:
+            code = joining.run()
+        except UserError as error:
+            print(f"{self.node} was refused: {error}", file=said, flush=True)
+            code = 2
+        print(f"{self.node} ended with {code}", file=said, flush=True)
+
+
+class ForkedHere:
+    """Ranks forked from this process; see :class:`~hetero_megatron.launch.joining.HostJob`."""
+
+    def __init__(self, setup: Setup, job: JobFile, first: int, host: Host, log: str) -> None:
+        self.ranks = [first + i for i in range(len(setup.seats))]
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+        for index, member in enumerate(self.ranks):
+            environment = {
+                **ENVIRONMENT, "WORLD_SIZE": str(first + len(setup.seats)), "RANK": str(member),
+                "MASTER_ADDR": job.host, "MASTER_PORT": str(job.port), "HETERO_JOB_SECRET": job.secret,
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "HETERO_LAUNCHER": "1", "TORCHELASTIC_RESTART_COUNT": "0",
+                "LOCAL_RANK": str(index), "HETERO_NODE": setup.seats[index].node, "HETERO_JOINS": "1",
+            }  # fmt: skip
+            self._pids[member] = pid = os.fork()
+            if pid == 0:
+                mine = [one for one in host.what if one.member == index]
+                _rank(["--plan", job.plan, *job.words, *host.words], environment, log, mine)
+
+    def poll(self) -> dict[int, int]:
+        for member, pid in self._pids.items():
+            if member not in self._codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                self._codes[member] = os.waitstatus_to_exitcode(ended[1])
+        return dict(self._codes)
+
+    def signal(self, number: int) -> None:
+        for member, pid in self._pids.items():
+            if member not in self._codes:
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
 
 
 def _rank(words: list[str], environment: dict[str, str], output: str, mine: Sequence[Happening]) -> None:
@@ -179,22 +254,35 @@ class ElasticRun:
 
 def run_elastic(
     directory: Path, plans: Sequence[Path], words: Sequence[str], ranks: int, happenings: Sequence[Happening],
-    fits: Callable[[int], Path | None], grace: float = 30.0, losses: int = 10,
+    fits: Callable[[int], Path | None], grace: float = 30.0, losses: int = 10, hosts: Sequence[Host] = (),
 ) -> ElasticRun:  # fmt: skip
     """A run that begins with ``plans[0]``, to its end.
 
     Args:
         fits: the plan for so many ranks.
+        hosts: join it.
     """
     log, said = directory / "output", list[str]()
     flags = ["--plan", str(plans[0]), *words, "--elastic"]
     setup = Setup(plans[0], tuple(Seat(f"rank{r}", 0, device=r) for r in range(ranks)))
     (directory / "run").mkdir(exist_ok=True)
+    run = directory / "run"
     supervisor = InPlaceSupervisor(
         setup, lambda host, port: ForkedRanks(flags, ranks, happenings, log, host, port),
-        lambda seats, _: fits(len(seats)), losses, grace, directory / "run", said.append,
+        lambda seats, _: fits(len(seats)), losses, grace, run, said.append,
+        lambda host, port, secret: JobFile(
+            host, port, secret.decode(), str(plans[0]), "", flags[2:], str(ROOT)
+        ).write(run) and None,
+        least_speed=0.0,
     )  # fmt: skip
+    context = mp.get_context("forkserver")
+    joining = [context.Process(target=host.run, args=(str(run), str(log))) for host in hosts]
+    for process in joining:
+        process.start()
     code = supervisor.run()
+    for process in joining:
+        process.join(10)
+        process.kill()
     steps, events = (_lines(directory / "run" / name) for name in ("metrics.jsonl", "events.jsonl"))
     epochs = [(e["text"], e["step"] - 1) for e in events if e["kind"] == "elastic"]
     output = (log.read_text() if log.exists() else "") + "\n".join(said)

@@ -149,7 +149,8 @@ def _join(rank: int, port: int, job: str, pipe: Connection) -> None:
         os._exit(0)
 
     try:
-        comm = start_comm(platform("emulated:freeing-waits", rank), 5.0, lost=lost)
+        # The other one waits for rank 0: it must not be gone when rank 0 says why it waits.
+        comm = start_comm(platform("emulated:freeing-waits", rank), 5.0 if rank == 0 else 60.0, lost=lost)
     except Exception as error:
         return lost(error)
     comm.connect([1 - rank])

@@ -14,7 +14,7 @@ from hetero_megatron.plans import load_plan
 from hetero_megatron.plans.buckets import make_buckets
 from hetero_megatron.plans.memory.replicas import replica_bytes
 from hetero_megatron.spec.presets import load_model
-from tests.support.elastic_jobs import ElasticRun, Happening, final_state, run_elastic, run_segments
+from tests.support.elastic_jobs import ElasticRun, Happening, Host, final_state, run_elastic, run_segments
 
 HEAD = "version: 1\nseq_length: 16\nglobal_batch_size: 4\npipelines:\n"
 # By number of ranks: pipelines, TP and unequal shares, so that what each rank owns is another set of boxes in each.
@@ -50,16 +50,20 @@ def _plans(directory: Path) -> dict[int, Path]:
 def _words(directory: Path, *more: str) -> list[str]:
     run = str(directory / "run")
     dtype = () if {"--bf16", "--fp16"} & set(more) else ("--fp64",)
+    model = () if "--num-layers" in more else ("--model", "tiny")
     return [
-        *("--model", "tiny", "--mock-data", *dtype, "--lr", "1e-3", "--train-iters", str(STEPS)),
+        *(*model, "--mock-data", *dtype, "--lr", "1e-3", "--train-iters", str(STEPS)),
         *("--save", run, "--load", run, "--distributed-timeout-minutes", "0.5", "--no-kernel-check", *more),
     ]
 
 
-def run(directory: Path, ranks: int, happenings: Sequence[Happening], *more: str, grace: float = 30.0) -> ElasticRun:
+def run(
+    directory: Path, ranks: int, happenings: Sequence[Happening], *more: str, grace: float = 30.0,
+    hosts: Sequence[Host] = (),
+) -> ElasticRun:  # fmt: skip
     plans = _plans(directory)
     words = _words(directory, *(more or ("--peer-replicas-every", "1")))
-    return run_elastic(directory, [plans[ranks]], words, ranks, happenings, plans.get, grace)
+    return run_elastic(directory, [plans[ranks]], words, ranks, happenings, plans.get, grace, hosts=hosts)
 
 
 def check(directory: Path, ranks: int, found: ElasticRun, *more: str) -> list[int]:
@@ -95,6 +99,16 @@ def test_lost_and_leaving_ranks_change_nothing(tmp_path: Path) -> None:
     assert {int(rank): int(size) for rank, size in real.items()} == {r: held for r, (held, _) in predicted.items()}
 
 
+LATE = Host("late", 1, 2, (Happening(0, "step", 6, "leave"),))
+
+
+def test_a_host_joins_and_leaves(tmp_path: Path) -> None:
+    """Two ranks, four after the third step or so, and two again after the sixth."""
+    found = run(tmp_path, 2, [Happening(0, "step", 3, "wait")], hosts=[LATE])
+    assert len(found.epochs) == 2 and "late joined (2 ranks); 4 ranks went on" in found.epochs[0][0], found.output
+    assert check(tmp_path, 2, found)[1] == 7, found.output
+
+
 # Copies of ranks 0, 1, 2 and 3 of the first plan lie on 1, 2, 3 and 0.
 # Name -> (happenings, flags, what the line of the last epoch says, grace)
 CASES = {
@@ -112,9 +126,20 @@ CASES = {
 }
 
 
-# Other states: none beside the weights, masters apart from them, a loss scale.
+# Experts, and a head that is the embedding, which several stages hold.
+EXPERTS = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 48 --max-position-embeddings 64 --vocab-size 257 --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --seq-length 16 --num-experts 4 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 24"
+)
+
+
+# Other states: none beside the weights, masters apart from them, a loss scale, some weights only.
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--optimizer sgd --sgd-momentum 0", "--bf16", "--fp16"])
+@pytest.mark.parametrize(
+    "words", ["--optimizer sgd --sgd-momentum 0", "--bf16", "--fp16", "--lora-rank 2", EXPERTS]
+)
 def test_whatever_the_state_is(words: str, tmp_path: Path) -> None:
     flags = words.split()
     found = run(
@@ -130,3 +155,25 @@ def test_whatever_happens(name: str, tmp_path: Path) -> None:
     found = run(tmp_path, 4, happenings, *flags, grace=grace)
     check(tmp_path, 4, found)
     assert found.epochs and said in found.epochs[-1][0], found.output
+
+
+# Name -> (ranks, happenings, the host that joins, what one of the lines says); of the host's processes 0 and 1.
+WAIT = Happening(0, "step", 3, "wait")
+JOINING = {
+    "as one dies": (2, [WAIT, Happening(1, "step", 3, "wait"), Happening(1, "step", 3)], LATE, "lost rank 1"),
+    "and dies at once": (2, [WAIT], Host("late", 1, 2, (Happening(1, "move", 1),)), "lost rank 3 (late, chip 1)"),
+    "in place of a lost one": (2, [Happening(1, "step", 1), Happening(0, "step", 5, "wait")],
+                               Host("rank1", 3, 1), "rank1 joined (1 rank); 2 ranks went on"),
+    "with another program's data": (2, [WAIT], Host("late", 1, 2, words=("--seed", "7")), "lost rank 2 (late, chip 0)"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOINING)
+def test_a_host_joins(name: str, tmp_path: Path) -> None:
+    ranks, happenings, host, said = JOINING[name]
+    found = run(tmp_path, ranks, happenings, hosts=[host])
+    check(tmp_path, ranks, found)
+    assert any(said in text for text, _ in found.epochs), found.output
+
+

@@ -74,6 +74,28 @@ def test_what_the_launcher_refuses_beside_it(tmp_path: Path) -> None:
         main([*rest, *flags, "--elastic"])
 
 
+def test_what_a_host_is_refused_that_joins(tmp_path: Path) -> None:
+    job = '{"host": "127.0.0.1", "port": 1, "secret": "s", "plan": "p", "cluster": "", "words": [], "folder": "."}'
+    cases = [
+        ("", [], "no elastic job runs there"),
+        ("{}", [], "host: is missing"),
+        (job.replace("[]", "[1]"), [], "words"),
+        (job, ["--node", "a"], "its launcher does not answer at 127.0.0.1:1"),
+        (job.replace('"cluster": ""', '"cluster": "nowhere.yaml"'), [], "nowhere.yaml"),
+        (job, ["--nproc-per-node", "0"], "--nproc-per-node = 0"),
+        (job, ["--nproc-per-node", "two"], "--nproc-per-node = two"),
+        (job, ["--plan", "p"], "--plan: unknown flag beside --join"),
+        (job, ["--node"], "--node: has no value"),
+    ]
+    for text, words, said in cases:
+        (tmp_path / "elastic.json").unlink(missing_ok=True)
+        if text:
+            (tmp_path / "elastic.json").write_text(text)
+        with pytest.raises(UserError) as error:
+            main(["--join", str(tmp_path), *words])
+        assert said in str(error.value) and "\n" not in str(error.value), (said, str(error.value))
+
+
 def test_a_dry_run_says_what_copies_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)

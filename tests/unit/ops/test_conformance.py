@@ -93,12 +93,16 @@ def test_triton_under_its_interpreter_conforms(op: str) -> None:
 @pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DTYPES])
 @pytest.mark.parametrize("op", TRITON)
 def test_every_triton_kernel_conforms(op: str, dtype: str) -> None:
-    """In every dtype with every case; those of more than 65,535 rows in fp32, for the size of a grid has no dtype."""
+    """In fp32 with every case, in each kind of 16 bits with half of them, the interpreter being slow; those of more
+    than 65,535 rows in fp32, for the size of a grid has no dtype."""
     kernel = load_plugins().registry.kernel(op, "triton")
-    steps = kernel_steps(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu"))
-    kept = [s for s in steps if s.dtype == dtype and (dtype == "float32" or not s.case.startswith("many "))]
+    every = kernel_steps(SPECS[op], kernel, CPU, lambda d: Signature(op, "cpu", d, "cpu"))
+    steps = [step for step in every if step.dtype == dtype]
+    few = [s for s in steps if not s.case.startswith("many ")]
+    half = [s for i, s in enumerate(few) if i // 2 % 2 == (dtype == "float16")]  # two by two: variants alternate
+    kept = steps if dtype == "float32" else half
     found = [finding for step in kept for finding in step.run()]
-    assert len(found) >= 10
+    assert len(found) >= 5
     assert [f for f in found if f.status == FAIL] == []
 
 

@@ -1,0 +1,162 @@
+"""The launcher's side of joining: which hosts ask, which may come, and which of them are ready."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from hetero_megatron.cluster import load_cluster
+from hetero_megatron.comm.epochs import EpochStore, JoinAnswer, JoinRequest, Speed
+from hetero_megatron.errors import UserError
+from hetero_megatron.launch.jobs import Seat
+from hetero_megatron.utils.text import plural
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A host that was admitted, and is in no epoch yet; ``cluster``: the file that it came with, if any."""
+
+    node: str
+    members: tuple[int, ...]
+    cluster: Path | None
+
+
+class Admission:
+    """
+    Args:
+        first: number of the next member.
+        least_speed: share of what others of its kind compute that a device must reach; 0: whatever.
+        scratch: folder for cluster files that hosts bring.
+
+    Attributes:
+        admitted: whether any host ever was.
+        seats: of all members that came this way.
+    """
+
+    def __init__(self, store: EpochStore, first: int, least_speed: float, scratch: Path) -> None:
+        self._store, self._next, self._least, self._scratch = store, first, least_speed, scratch
+        self._asked = 0
+        self._waiting: list[Newcomer] = []
+        self._program: dict[str, str] | None = None
+        self.admitted = False
+        self.seats: dict[int, Seat] = {}
+
+    @property
+    def waiting(self) -> list[int]:
+        """Members that are in no epoch yet."""
+        return [member for host in self._waiting for member in host.members]
+
+    def look(self, present: set[str], cluster: Path | None) -> list[str]:
+        """Answer hosts that have asked since; what is to be said of it.
+
+        Args:
+            present: nodes that are in the job.
+            cluster: its cluster file.
+        """
+        said = []
+        while (request := self._store.join_request(self._asked)) is not None:
+            refused, file = self._judge(request, present | {host.node for host in self._waiting}, cluster)
+            members: list[int] = []
+            if not refused:
+                members = list(range(self._next, self._next + request.chips))
+                self._next += request.chips
+                self._waiting.append(Newcomer(request.node, tuple(members), file))
+                described = file is not None or cluster is not None
+                self.seats |= {m: Seat(request.node, i, None if described else i) for i, m in enumerate(members)}
+                self.admitted = True
+            self._store.answer(self._asked, JoinAnswer(refused, members))
+            self._asked += 1
+            what = f"refused: {refused}" if refused else "admitted; it joins after a step, once it is ready"
+            said.append(f"{request.node} ({plural(request.chips, 'chip')}) asks to join: {what}")
+        return said
+
+    def ready(self) -> list[int]:
+        """Members of hosts all of whose processes have loaded what they need."""
+        return [m for host in self._waiting if len(self._store.speeds(host.members)) == len(host.members)
+                for m in host.members]  # fmt: skip
+
+    def leave_out_slow(self, members: list[int]) -> list[str]:
+        """Refuse hosts with a device that is much slower than others of its kind, which is no help and may be sick.
+
+        Args:
+            members: of the job.
+
+        Returns:
+            what is to be said of it.
+        """
+        known, said = self._store.speeds(members), []
+        for host in [host for host in self._waiting if host.members[-1] in self.ready()]:
+            why = _too_slow(self._store.speeds(host.members), known, self._least)
+            if why:
+                self.drop(*host.members)
+                self._store.refuse(host.members[0], why)
+                said.append(f"{host.node} does not join: {why}")
+        return said
+
+    def drop(self, *members: int) -> None:
+        """Their hosts do not join."""
+        self._waiting = [host for host in self._waiting if not set(host.members) & set(members)]
+
+    def take(self, members: list[int]) -> list[str]:
+        """They are in an epoch from here on; what is to be said of it."""
+        taken = [host for host in self._waiting if set(host.members) & set(members)]
+        self._waiting = [host for host in self._waiting if host not in taken]
+        return [f"{host.node} joined ({plural(len(host.members), 'rank')})" for host in taken]
+
+    def cluster_with(self, nodes: set[str]) -> Path | None:
+        """The newest cluster file that one of these nodes came with."""
+        files = [host.cluster for host in self._waiting if host.node in nodes and host.cluster is not None]
+        return files[-1] if files else None
+
+    def _judge(self, request: JoinRequest, present: set[str], cluster: Path | None) -> tuple[str, Path | None]:
+        """(why the host may not join, or an empty string; the cluster file that it came with, if any)."""
+        if request.node in present:
+            return f"a node of this name is in the job already; accepted: --node other than {_names(present)}", None
+        for name, mine in self._mine().items():
+            if (theirs := request.program.get(name)) != mine:
+                return f"{name}: this host has {theirs}, the job {mine}; accepted: the same on every host", None
+        file = cluster
+        if request.cluster:
+            if cluster is None:
+                return "the job has no cluster file; accepted: without --cluster", None
+            file = self._scratch / f"cluster-with-{self._asked}.yaml"
+            file.write_text(request.cluster)
+        if file is None:
+            return "", None
+        try:
+            chips = Counter(rank.node for rank in load_cluster(file).ranks)
+            known = Counter(rank.node for rank in load_cluster(cluster).ranks) if cluster is not None else Counter()
+        except UserError as error:
+            return str(error), None
+        unlike = sorted(node for node in present if chips[node] != (known[node] or chips[node]))
+        if unlike:
+            return f"its cluster file does not have the chips of {_names(set(unlike))}, which are in the job", None
+        if chips[request.node] != request.chips:
+            whose = "its" if request.cluster else "the job's"
+            given = f"{whose} cluster file gives {request.node} {plural(chips[request.node], 'chip')}"
+            return f"{given}; accepted: --cluster FILE with all nodes, this one with {request.chips}", None
+        return "", file if request.cluster else None
+
+    def _mine(self) -> dict[str, str]:
+        if self._program is None:
+            from hetero_megatron.training.agreement import program_facts
+
+            self._program = program_facts()
+        return self._program
+
+
+def _too_slow(theirs: Mapping[int, Speed], known: Mapping[int, Speed], least: float) -> str:
+    for speed in theirs.values():
+        alike = [other.flops for other in known.values() if other.kind == speed.kind]
+        if alike and speed.flops < least * median(alike):
+            usual = f"where {len(alike)} of the job compute {median(alike):.3g}"
+            accepted = f"accepted: at least {least:g} of that (--least-speed of the job)"
+            return f"its {speed.kind} computes {speed.flops:.3g} FLOP/s {usual}; {accepted}"
+    return ""
+
+
+def _names(nodes: set[str]) -> str:
+    return ", ".join(sorted(nodes)[:8])
