@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +17,11 @@ from hetero_megatron.checkpoint.state import MODEL, check_model
 from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.ops.narrow_product import Scales
 from hetero_megatron.parallel.empty_stage import fill
 from hetero_megatron.spec import LogicalTensor, ModelSpec
+
+if TYPE_CHECKING:
+    from hetero_megatron.ops.int8_weight import Scales
 
 
 @dataclass(frozen=True)

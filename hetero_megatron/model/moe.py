@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops.int8_weight import narrow_product
 from hetero_megatron.ops.moe_permute import routed_rows
-from hetero_megatron.ops.narrow_product import Scales, narrow_product
 from hetero_megatron.spec import ModelSpec, Share
+
+if TYPE_CHECKING:
+    from hetero_megatron.ops.int8_weight import Scales
 
 # (tokens [n, h], weights [n, k], experts [n, k]) sends tokens off; calling what it returns gives the experts' output
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]

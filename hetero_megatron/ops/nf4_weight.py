@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero_megatron.spec.narrow import NF4_BLOCK, NF4_CHUNK, NF4_GROUP, nf4_blocks
+from hetero_megatron.spec.lora import NF4_BLOCK, NF4_CHUNK, NF4_GROUP, nf4_blocks
 
 # Quantiles of a normal distribution, over the largest one; 0 among them (bitsandbytes, and the paper's appendix E).
 VALUES = (
@@ -28,7 +28,7 @@ READ_CHUNK = 1 << 24  # elements that are in fp32 at once in host memory, where 
 def dynamic_values() -> torch.Tensor:
     """[256] fp32, ascending: 8-bit numbers of a sign, up to 6 zeros that stand for powers of ten, and a fraction in the
     bits that are left."""
-    found = [torch.tensor([0.0, 1.0])]
+    found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for bits in range(7):
         edges = torch.linspace(0.1, 1.0, 2**bits + 1, dtype=torch.float32)
         middles = 10.0 ** (bits - 6) * ((edges[:-1] + edges[1:]) / 2)
@@ -68,7 +68,17 @@ class Nf4Scales:
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine.copy_(theirs)
 
-    def of_rows(self, start: int, stop: int) -> torch.Tensor:
+    def widened(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The part [outputs, columns] of the matrix, computed in fp32 and rounded once to ``dtype``."""
+        out = torch.empty(len(weight), self.columns, dtype=dtype, device=weight.device)
+        for start, stop in _chunks(len(weight), 2 * weight.shape[1], NF4_CHUNK):
+            part = weight[start:stop]
+            levels = torch.stack([part >> 4, part & 15], -1).view(stop - start, -1, NF4_BLOCK)
+            values = (self.levels[levels.int()] * self._magnitudes(start, stop)).flatten(1)
+            out[start:stop] = values[:, self.skip : self.skip + self.columns]
+        return out
+
+    def _magnitudes(self, start: int, stop: int) -> torch.Tensor:
         """Largest magnitudes [rows, blocks of a row here, 1] of some rows, in fp32."""
         device, (a, b) = self.blocks.device, nf4_blocks(self.skip, self.skip + self.columns)
         rows = torch.arange(start, stop, device=device)[:, None] * self.across + self.first
@@ -120,17 +130,6 @@ def quantize_nf4(
         found = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
         weight[start:stop] = (found[:, ::2] << 4) | found[:, 1::2]
     return weight, scales
-
-
-def dequantize_nf4(weight: torch.Tensor, scales: Nf4Scales, dtype: torch.dtype) -> torch.Tensor:
-    """The part [outputs, columns] of the matrix, computed in fp32 and rounded once to ``dtype``."""
-    out = torch.empty(len(weight), scales.columns, dtype=dtype, device=weight.device)
-    for start, stop in _chunks(len(weight), 2 * weight.shape[1], NF4_CHUNK):
-        part = weight[start:stop]
-        levels = torch.stack([part >> 4, part & 15], -1).view(stop - start, -1, NF4_BLOCK)
-        values = (scales.levels[levels.int()] * scales.of_rows(start, stop)).flatten(1)
-        out[start:stop] = values[:, scales.skip : scales.skip + scales.columns]
-    return out
 
 
 def _middles(ascending: torch.Tensor) -> torch.Tensor:

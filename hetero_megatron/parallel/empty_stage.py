@@ -15,14 +15,13 @@ from hetero_megatron.model.gpt import Layer
 from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.int8_weight import quantize
-from hetero_megatron.ops.narrow_product import Scales, dequantize
-from hetero_megatron.ops.nf4_weight import Nf4Scales, empty_nf4, quantize_nf4
+from hetero_megatron.ops.int8_weight import quantize, widened
 from hetero_megatron.plans import Stage
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.dropout import NO_DROPOUT
 
 if TYPE_CHECKING:
+    from hetero_megatron.ops.int8_weight import Scales
     from hetero_megatron.parallel.lora import AdapterSwitch
 
 
@@ -43,6 +42,8 @@ def store_in_few_bits(
             module.alone = True
             module.scales = scales[whole] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
         elif isinstance(module, Linear) and held[whole].nf4:
+            from hetero_megatron.ops.nf4_weight import empty_nf4
+
             box, (rows, columns) = boxes[whole], held[whole].shape
             made, module.scales = empty_nf4(
                 (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]), (rows, columns), module.weight.device
@@ -61,7 +62,9 @@ def fill(
         weight.copy_(values(tensor, box))
         return
     known = scales[tensor.name]
-    if isinstance(known, Nf4Scales):
+    if not isinstance(known, torch.Tensor):
+        from hetero_megatron.ops.nf4_weight import quantize_nf4
+
         whole = values(tensor, Box((0, 0), tensor.shape))
         made, of_blocks = quantize_nf4(whole, (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]))
         weight.copy_(made)
@@ -110,10 +113,10 @@ class BaseWeights:
         scales = self._scales.get(name)
         if scales is None:
             return values
-        if isinstance(scales, Nf4Scales):
-            assert rows == slice(None), "stages that divide weights in 4 bits are refused"
-            return dequantize(values, scales, self._wide)
-        return dequantize(values, scales[..., rows, :], self._wide)
+        if isinstance(scales, torch.Tensor):
+            return widened(values, scales[..., rows, :], self._wide)
+        assert rows == slice(None), "stages that divide weights in 4 bits are refused"
+        return widened(values, scales, self._wide)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from hetero_megatron.model.layers import Context, Linear
 from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops.dropout import ADAPTER
 from hetero_megatron.ops.int8_weight import dequantize, quantize
-from hetero_megatron.ops.nf4_weight import Nf4Scales
 from hetero_megatron.parallel.collectives import sum_over_ranks
 from hetero_megatron.spec import LogicalTensor, Lora
 from hetero_megatron.spec.lora import EVERY_TARGET
@@ -90,7 +89,7 @@ def _adapt(
     dtype: torch.dtype, device: torch.device | str,
 ) -> None:  # fmt: skip
     *experts, outputs, inputs = linear.weight.shape
-    if isinstance(linear.scales, Nf4Scales):  # its bytes are no columns
+    if linear.scales is not None and not isinstance(linear.scales, torch.Tensor):  # in 4 bits, its bytes are no columns
         inputs = linear.scales.columns
     for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
         adapter = Linear(0, 0, False, linear.kernels) if not experts else GroupedLinear(0, 0, 0, linear.kernels, False)
@@ -193,8 +192,11 @@ class RowNorms:
         for start in range(0, len(b), ROWS):
             rows = slice(start, start + ROWS)
             weight = linear.weight[rows]
-            assert not isinstance(linear.scales, Nf4Scales), "DoRA over 4 bits is refused"
-            weight = weight.to(wide) if linear.scales is None else dequantize(weight, linear.scales[rows], wide)
+            if linear.scales is None:
+                weight = weight.to(wide)
+            else:
+                assert isinstance(linear.scales, torch.Tensor), "DoRA over 4 bits is refused"
+                weight = dequantize(weight, linear.scales[rows], wide)
             found.append(torch.addmm(weight, b[rows], a, alpha=self._scale).square_().sum(1))
         return torch.cat(found) if found else b.new_empty(0)
 

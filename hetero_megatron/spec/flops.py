@@ -18,8 +18,8 @@ from hetero_megatron.spec.expert_load import (
     moe_layers,
     plain_load,
 )
+from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
-from hetero_megatron.spec.narrow import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
 
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles

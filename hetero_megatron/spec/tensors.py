@@ -14,7 +14,15 @@ from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut, cut_in_tiles
-from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, Lora
+from hetero_megatron.spec.lora import (
+    EVERY_TARGET,
+    MLP_TARGETS,
+    NF4_BLOCK,
+    NF4_GROUP,
+    NF4_TABLES,
+    Lora,
+    nf4_blocks,
+)
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 
@@ -145,6 +153,19 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     return with_adapters
 
 
+SCALE_BYTES = 4  # fp32
+
+
+def stored_bytes(tensor: LogicalTensor, box: Box) -> int:
+    """Of a rank's box of a tensor that is stored in 8 or 4 bits, with its scales."""
+    if tensor.int8:
+        return box.size + SCALE_BYTES * math.prod(box.shape[:-1])
+    rows = box.hi[0] - box.lo[0]
+    a, b = nf4_blocks(box.lo[1], box.hi[1])
+    groups = -(-tensor.size // (NF4_BLOCK * NF4_GROUP))
+    return rows * (b - a) * (NF4_BLOCK // 2 + 1) + SCALE_BYTES * (groups + 1 + NF4_TABLES)
+
+
 def _fits_nf4(spec: ModelSpec) -> None:
     """UserError for a model of which not all frozen projections are rows of whole blocks, or with what knows none."""
     assert spec.lora is not None
@@ -153,8 +174,9 @@ def _fits_nf4(spec: ModelSpec) -> None:
         problem = "matrices of experts are not stored in 4 bits"
     elif spec.lora.dora:
         problem = "DoRA knows no weights in 4 bits"
-    for tensor in (t for t in logical_tensors(spec) if t.nf4 and t.shape[-1] % 64):
-        problem = problem or f"blocks of 64 do not divide the rows of {tensor.name}, of {tensor.shape[-1]:,} elements"
+    for tensor in (t for t in logical_tensors(spec) if t.nf4 and t.shape[-1] % NF4_BLOCK):
+        row = f"rows of {tensor.name}, of {tensor.shape[-1]:,} elements"
+        problem = problem or f"blocks of {NF4_BLOCK} do not divide the {row}"
     if problem:
         raise UserError(problem, field="base_dtype", value="nf4", accepted=accepted)
 

@@ -29,7 +29,7 @@ from hetero_megatron.plans.program import held_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.spec.narrow import stored_bytes
+from hetero_megatron.spec.tensors import stored_bytes
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2

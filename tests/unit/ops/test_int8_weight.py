@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_megatron.ops.grouped_gemm import definition as grouped
-from hetero_megatron.ops.int8_weight import dequantize, quantize
-from hetero_megatron.ops.narrow_product import narrow_product
+from hetero_megatron.ops.int8_weight import dequantize, narrow_product, quantize
 from tests.support.int8_reference import rounded
 
 

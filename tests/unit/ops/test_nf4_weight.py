@@ -8,10 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from hetero_megatron.layout import Box
-from hetero_megatron.ops.narrow_product import dequantize, narrow_product
+from hetero_megatron.ops.int8_weight import narrow_product, widened
 from hetero_megatron.ops.nf4_weight import VALUES, dynamic_values, quantize_nf4
-from hetero_megatron.spec.narrow import stored_bytes
-from hetero_megatron.spec.tensors import Axis, LogicalTensor
+from hetero_megatron.spec.tensors import Axis, LogicalTensor, stored_bytes
 from tests.support.nf4_reference import NF4, dynamic, rounded
 
 
@@ -36,10 +35,10 @@ def test_values_are_those_of_the_rule(shape: tuple[int, int]) -> None:
         packed, scales = quantize_nf4(given, (0, shape[0]), (0, shape[1]))
         assert packed.dtype == torch.uint8 and packed.numel() == given.numel() // 2
         wanted = rounded(given.float().numpy())
-        np.testing.assert_array_equal(dequantize(packed, scales, torch.float32).numpy(), wanted)
-        exact = dequantize(packed, scales, torch.float32)
-        assert torch.equal(dequantize(packed, scales, torch.bfloat16), exact.to(torch.bfloat16))
-        assert torch.equal(dequantize(packed, scales, torch.float64), exact.double())
+        np.testing.assert_array_equal(widened(packed, scales, torch.float32).numpy(), wanted)
+        exact = widened(packed, scales, torch.float32)
+        assert torch.equal(widened(packed, scales, torch.bfloat16), exact.to(torch.bfloat16))
+        assert torch.equal(widened(packed, scales, torch.float64), exact.double())
 
 
 def test_bitsandbytes_has_the_same_values() -> None:
@@ -49,20 +48,20 @@ def test_bitsandbytes_has_the_same_values() -> None:
     mine, scales = quantize_nf4(given, (0, 96), (0, 256))
     assert torch.equal(mine.flatten(), packed.flatten()) and torch.equal(scales.blocks.flatten(), state.absmax)
     assert torch.equal(scales.groups, state.state2.absmax) and torch.equal(scales.mean[0], state.offset)
-    assert torch.equal(dequantize(mine, scales, torch.float32), functional.dequantize_4bit(packed, state))
+    assert torch.equal(widened(mine, scales, torch.float32), functional.dequantize_4bit(packed, state))
 
 
 def test_parts_are_those_of_the_whole() -> None:
     """Rows and columns that begin and end inside blocks, none, and all; in the bytes that memory counts."""
     given = weight(300, 320)
-    whole = dequantize(*quantize_nf4(given, (0, 300), (0, 320)), torch.float32)
+    whole = widened(*quantize_nf4(given, (0, 300), (0, 320)), torch.float32)
     tensor = LogicalTensor("w", (300, 320), (Axis("ffn"), Axis("hidden")), 0, trained=False, nf4=True)
     for rows, columns in [
         ((0, 300), (0, 100)), ((0, 300), (100, 321 - 1)), ((7, 150), (0, 320)), ((150, 300), (63, 65)),
         ((0, 300), (64, 128)), ((5, 5), (0, 320)), ((0, 300), (70, 70)),
     ]:  # fmt: skip
         packed, scales = quantize_nf4(given, rows, columns)
-        assert torch.equal(dequantize(packed, scales, torch.float32), whole[slice(*rows), slice(*columns)])
+        assert torch.equal(widened(packed, scales, torch.float32), whole[slice(*rows), slice(*columns)])
         held = sum(t.numel() * t.element_size() for t in (packed, *scales.tensors))
         assert held == stored_bytes(tensor, Box((rows[0], columns[0]), (rows[1], columns[1])))
 
