@@ -37,7 +37,7 @@ def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
     """Where each adapter tensor is in the adapter_model.safetensors that is written.
 
     Raises:
-        UserError: a family whose Hugging Face form has another matrix there (fused, transposed, or by another name).
+        UserError: a family whose Hugging Face form has another matrix there (fused or transposed).
     """
     assert spec.lora is not None
     if spec.moe is not None and ("gate_proj" in spec.lora.targets) != ("up_proj" in spec.lora.targets):
@@ -56,7 +56,7 @@ def adapter_table(spec: ModelSpec) -> dict[str, HFSource]:
 def _source(spec: ModelSpec, tensor: LogicalTensor, field: str) -> HFSource:
     module, adapter = tensor.name.split(".lora_")
     source = hf_source(spec, f"{module}.weight")
-    if source != HFSource(source.name) or source.name.split(".")[-2] != module.rpartition(".")[2]:
+    if source != HFSource(source.name):
         raise UserError(
             f"Hugging Face's {spec.hf_model_type} has no matrix of its own for {module}", field=field,
             accepted="--merge-lora and --save-hf, which need no adapter file",
@@ -75,6 +75,7 @@ class AdapterWeights:
     def __init__(self, directory: str, spec: ModelSpec, field: str = LOAD) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self._spec = spec
         path, self._directory, self._field = Path(directory) / WEIGHTS, directory, field
         if not path.exists():
             raise UserError(f"holds no {WEIGHTS}", field=field, value=directory, accepted=ACCEPTED)
@@ -132,7 +133,7 @@ class AdapterWeights:
         if not box.size:
             return torch.empty(box.shape)
         if tensor.name not in self._sources:
-            return torch.stack([self.read(one, inside) for one, inside in stored_boxes(tensor, box)])
+            return torch.stack([self.read(one, inside) for one, inside in stored_boxes(self._spec, tensor, box)])
         source, _ = self._sources[tensor.name]
         if isinstance(source, ExpertSource):
             return source.read(self._file, box)

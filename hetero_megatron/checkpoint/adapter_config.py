@@ -10,9 +10,10 @@ from typing import Any
 
 from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, PARENT, doubled, parameters_of
 from hetero_megatron.checkpoint.adapter_keys import INIT, check_keys, residual
+from hetero_megatron.checkpoint.names import module_names
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Lora, ModelSpec
-from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, TARGETS
+from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, all_linear
 from hetero_megatron.utils.files import read_json_object
 from hetero_megatron.utils.foreign_keys import is_one_of
 
@@ -31,7 +32,10 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
         "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False, "use_dora": lora.dora,
         INIT: lora.residual or True, "modules_to_save": None,
     }  # fmt: skip
-    if spec.moe is not None:
+    if spec.moe is None:
+        names = module_names(spec)
+        found["target_modules"] = [names.get(name, name) for name in lora.targets]
+    else:
         found["target_modules"] = [name for name in lora.targets if name not in MLP_TARGETS]
         found["target_parameters"] = parameters_of(lora)
         if "gate_proj" in lora.targets:
@@ -39,8 +43,8 @@ def adapter_config(spec: ModelSpec, base: str | None) -> dict[str, Any]:
     return found
 
 
-def read_config(directory: str, field: str) -> Lora:
-    """The adapters that a directory holds. UserError: not LoRA, or of a kind that is not supported."""
+def read_config(directory: str, field: str, spec: ModelSpec) -> Lora:
+    """The adapters of a model that a directory holds. UserError: not LoRA, or of a kind that is not supported."""
     path = Path(directory) / CONFIG
     if not path.exists():
         raise UserError(f"holds no {CONFIG}", field=field, value=directory, accepted=ACCEPTED)
@@ -50,7 +54,7 @@ def read_config(directory: str, field: str) -> Lora:
     scaled, dora = (_switch(found, key, where) for key in ("use_rslora", "use_dora"))
     if type(rank) is not int or not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError("has no r or lora_alpha", field=field, value=where, accepted=ACCEPTED)
-    targets = (*_target_modules(found, where), *_target_parameters(found, where))
+    targets = (*_target_modules(found, where, spec), *_target_parameters(found, where))
     left = residual(found, where)
     try:
         dropout = found.get("lora_dropout") or 0.0
@@ -87,13 +91,14 @@ def _names(found: Mapping[str, Any], key: str, accepted: str, where: str) -> lis
     return names
 
 
-def _target_modules(found: Mapping[str, Any], where: str) -> list[str]:
+def _target_modules(found: Mapping[str, Any], where: str, spec: ModelSpec) -> list[str]:
     if found.get("target_modules") == "all-linear":
-        return list(TARGETS)
+        return list(all_linear(spec.gated))
     if found.get("target_modules") is None and found.get("target_parameters"):
         return []
     names = _names(found, "target_modules", f"a list of {', '.join(EVERY_TARGET)}", where)
-    return [_MIXTRAL.get(last, last) for last in (name.rpartition(".")[2] for name in names)]
+    ours = _MIXTRAL if spec.moe is not None else {theirs: name for name, theirs in module_names(spec).items()}
+    return [ours.get(last, last) for last in (name.rpartition(".")[2] for name in names)]
 
 
 def _target_parameters(found: Mapping[str, Any], where: str) -> list[str]:

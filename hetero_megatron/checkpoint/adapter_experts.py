@@ -109,8 +109,8 @@ def expert_source(spec: ModelSpec, tensor: LogicalTensor, prefix: str, joined: b
     ranks = 2 * rank if fused and joined else rank
     outputs = tensor.shape[1] * (2 if fused else 1)
     return ExpertSource(
-        name, start, None, False, step, None, of_b, spec.moe.num_experts, ranks,
-        rank if second and joined else 0, outputs,
+        name, start, step=step, of_b=of_b, experts=spec.moe.num_experts, ranks=ranks,
+        first=rank if second and joined else 0, outputs=outputs,
     )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class WeightFiles:
     def __init__(self, directory: Path, field: str) -> None:
         self.directory, self._field = directory, field
         self._handles: dict[str, Any] = {}
+        self._put: dict[str, Any] = {}  # slice objects in the place of stored tensors
         self._stored: dict[str, str] = {}  # the name in the files, where it is another one
         self.notices: list[str] = []
         names = self._names()
@@ -137,13 +138,24 @@ class WeightFiles:
         self.files_of = {names[name]: files for name, files in self.files_of.items()}
         self.indexed = {names.get(name, name): file for name, file in self.indexed.items()}
 
+    def put(self, name: str, made: Any, parts: tuple[str, ...]) -> None:
+        """From here on ``made``, as a slice object of safetensors, is tensor ``name``, in the place of ``parts``."""
+        files = self.files_of[parts[0]][-1:]
+        for part in parts:
+            del self.files_of[part]
+        self.files_of[name], self._put[name] = files, made
+
     def tensor(self, name: str, file: str | None = None) -> Any:
         """A slice object of safetensors or a ``BinSlice``: shape, dtype, and any part of the values; from the last file
         that holds it, or from ``file``."""
+        if name in self._put:
+            return self._put[name]
         return self.handle(file or self.files_of[name][-1]).get_slice(self._stored.get(name, name))
 
     def whole(self, name: str) -> torch.Tensor:
-        """All values of a tensor, memory-mapped."""
+        """All values of a tensor, memory-mapped where they are as stored."""
+        if name in self._put:
+            return self._put[name][:]  # type: ignore[no-any-return]
         values: torch.Tensor = self.handle(self.files_of[name][-1]).get_tensor(self._stored.get(name, name))
         return values
 

@@ -127,7 +127,8 @@ def put_box(work: Path, where: StoredTensor, source: HFSource, box: Box, stored:
         OSError: the file is missing or cannot be written.
     """
     array = np.memmap(work / where.file, stored.dtype, "r+", where.offset, source.view(where.shape))
-    array[source.slices(box)] = stored
+    for part, slices in source.runs(box):
+        array[slices] = stored[part]
     array.flush()
 
 

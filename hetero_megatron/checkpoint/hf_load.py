@@ -13,6 +13,7 @@ import torch
 
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
+from hetero_megatron.checkpoint.hf_quantised import dequantise
 from hetero_megatron.checkpoint.names import Names, hf_source, plain_names, stored_boxes, stored_tensors, unmerged
 from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.layout import Box
@@ -20,10 +21,10 @@ from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # logical names
 _DTYPE_OF = {label: dtype for dtype, (label, _) in DTYPES.items()}
 # Buffers that old exports contain and that hold no weights.
-_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
+_BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))")
 # Of weights in fewer bits: their tensors beside, or instead of, the weight (GPTQ, AWQ, bitsandbytes, fp8, MXFP4).
 _QUANTISED = re.compile(
     r".*[._](qweight|qzeros|g_idx|scales|absmax|quant_map|SCB|weight_packed|weight_scale|weight_scale_inv|blocks)"
@@ -56,19 +57,33 @@ class HFWeights:
         self.nonfinite: dict[str, None] = {}
         whole = FAMILIES[spec.hf_model_type].inside
         self._renamed = self._unwrap(whole.prefix if whole is not None else None)
+        dequantise(self._files)
         self._shapes = self._files.shapes()
         # What the names have before them, and those beside, in the files of a model of more than language.
         wrapped = whole is not None and any(n.startswith(whole.prefix) for n in self._shapes)
         self._prefix, self._apart = (whole.prefix, whole.apart) if wrapped and whole is not None else ("", ())
         if apart := sum(n.startswith(self._apart) for n in self._shapes):
             self.notices.append(f"{directory}: {apart} tensors of other parts than the language model are not read")
+        self._apart += self._predictions()
         self._sources = {t.name: self._source(t.name) for t, _ in stored_tensors(spec)}
         self._check()
         self._check_copies()
 
+    def _predictions(self) -> tuple[str, ...]:
+        """How the tensors of layers after the last one begin that predict further tokens (DeepSeek-V3, GLM-4.5)."""
+        layer = self._prefix + FAMILIES[self.spec.hf_model_type].names.layer.format(r"(\d+)").replace(".", r"\.")
+        found = [re.fullmatch(rf"({layer}\.)eh_proj\.weight", name) for name in self._shapes]
+        starts = tuple(match[1] for match in found if match is not None and int(match[2]) >= self.spec.num_layers)
+        if starts:
+            tensors, layers = sum(n.startswith(starts) for n in self._shapes), ", ".join(sorted(starts))
+            said = f"{tensors} tensors of layers that predict further tokens ({layers}) are not read"
+            self.notices.append(f"{self.directory}: {said}")
+        return starts
+
     def _unwrap(self, whole: str | None) -> Names:
         """Take wrappers off the tensors' names."""
-        names = plain_names(self._files.files_of, FAMILIES[self.spec.hf_model_type].names.layer, HEAD, whole)
+        layer, head = FAMILIES[self.spec.hf_model_type].names.layer, hf_source(self.spec, HEAD).name
+        names = plain_names(self._files.files_of, layer, head, whole)
         if names.adapters:
             accepted = "what merge_and_unload() and save_pretrained write, or the base with --load-adapter"
             raise self._files.refuse(unmerged(names), self.directory, accepted)
@@ -84,13 +99,15 @@ class HFWeights:
         """Where a logical tensor is in these files."""
         source = hf_source(self.spec, name)
         source = replace(source, name=self._prefix + source.name)
+        if name == HEAD and source.name not in self._shapes and self._prefix + HEAD in self._shapes:
+            source = replace(source, name=self._prefix + HEAD)  # as transformers calls it in memory
         if self.spec.tied and name == EMBEDDING and source.name not in self._shapes and self._head in self._shapes:
             return HFSource(self._head)  # of a tied pair, either may be in the files
         return source
 
     @property
     def _head(self) -> str:
-        return self._prefix + HEAD
+        return self._prefix + hf_source(self.spec, HEAD).name
 
     def _check(self) -> None:
         problems, used = [], set()
@@ -146,8 +163,8 @@ class HFWeights:
         return str(self._files.tensor(name).get_dtype())
 
     def name(self, tensor: LogicalTensor) -> str:
-        """The Hugging Face tensor that holds it; of one over experts, the first expert's."""
-        stored, _ = next(stored_boxes(tensor, Box.whole(tensor.shape)))
+        """The Hugging Face tensor that holds it; of several, the first one."""
+        stored, _ = next(stored_boxes(self.spec, tensor, Box.whole(tensor.shape)))
         return self._sources[stored.name].name
 
     def dtype(self, tensor: LogicalTensor) -> torch.dtype:
@@ -162,21 +179,27 @@ class HFWeights:
         """The values of one box in the file's dtype; only these bytes are read."""
         if math.prod(box.shape) == 0:
             return torch.empty(box.shape)
-        if tensor.per_expert:
-            return torch.stack([self.read(stored, inside) for stored, inside in stored_boxes(tensor, box)])
+        if tensor.name not in self._sources:
+            pieces = [self.read(stored, inside) for stored, inside in stored_boxes(self.spec, tensor, box)]
+            return torch.stack(pieces) if tensor.per_expert else torch.cat(pieces)
         source = self._sources[tensor.name]
-        slices = source.slices(box)
+        parts = [self._part(source, slices) for _, slices in source.runs(box)]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not is_finite(values):
+            self.nonfinite[source.name] = None
+        return values.T if source.transpose else values
+
+    def _part(self, source: HFSource, slices: tuple[slice, ...]) -> torch.Tensor:
+        """What ``slices`` are of a stored tensor."""
         values: torch.Tensor
+        if source.width:
+            return self._files.whole(source.name).flatten()[slices]
         if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
             values = self._files.whole(source.name)  # mapped, not copied
         else:  # safetensors takes no steps
             values = self._files.tensor(source.name)[tuple(slice(s.start, s.stop) for s in slices)]
             values = values[tuple(slice(None, None, s.step) for s in slices)]
-        if source.expert is not None:
-            values = values[0]
-        if not is_finite(values):
-            self.nonfinite[source.name] = None
-        return values.T if source.transpose else values
+        return values if source.expert is None else values[0]
 
     def read_masters(self, owned: Iterable[tuple[str, Box, torch.Tensor]], dtype: torch.dtype) -> None:
         """Overwrite master weights whose values would have been rounded to the run's ``dtype``.

@@ -65,7 +65,7 @@ def save_hf(
     plan = plan_files(spec, by_name, shard_bytes)
     export = Export(FLAG, final, world, table, plan)
     said = export.run(
-        lambda: _create(final, export.work, spec, plan, source), _stored_pieces(owned, logical),
+        lambda: _create(final, export.work, spec, plan, source), _stored_pieces(spec, owned, logical),
         lambda: _publish(final), nonfinite is not None,
     )  # fmt: skip
     if nonfinite is not None:
@@ -73,11 +73,14 @@ def save_hf(
     return said
 
 
-def _stored_pieces(owned: Iterable[Owned], logical: Mapping[str, LogicalTensor]) -> Iterator[Owned]:
+def _stored_pieces(
+    spec: ModelSpec, owned: Iterable[Owned], logical: Mapping[str, LogicalTensor]
+) -> Iterator[Owned]:
     """The same values by the names and boxes of the tensors in files."""
     for name, box, values in owned:
-        parts = list(stored_boxes(logical[name], box))
-        for (stored, inside), value in zip(parts, values if logical[name].per_expert else [values], strict=True):
+        parts = list(stored_boxes(spec, logical[name], box))
+        each = values if logical[name].per_expert else values.split([inside.shape[0] for _, inside in parts])
+        for (stored, inside), value in zip(parts, each, strict=True):
             yield stored.name, inside, value
 
 

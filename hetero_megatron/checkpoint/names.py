@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
+from hetero_megatron.spec import Axis, LogicalTensor, ModelSpec, logical_tensors
 from hetero_megatron.spec.families import FAMILIES
 from hetero_megatron.spec.hf_names import HFSource
+from hetero_megatron.spec.lora import LATENT_TARGETS, MLP_TARGETS, all_linear
 from hetero_megatron.spec.tensors import expert_tensor
 from hetero_megatron.utils.text import listed
 
@@ -18,23 +19,45 @@ def hf_source(spec: ModelSpec, name: str) -> HFSource:
     return FAMILIES[spec.hf_model_type].names.source(spec, name)
 
 
+def module_names(spec: ModelSpec) -> dict[str, str]:
+    """Projection -> what the family calls it, of those that have a matrix of their own in its files."""
+    found = {}
+    for name in all_linear(spec.gated) + (LATENT_TARGETS if spec.mla is not None else ()):
+        block = "mlp" if name in MLP_TARGETS else "self_attn"
+        source = hf_source(spec, f"model.layers.0.{block}.{name}.weight")
+        if source == HFSource(source.name):
+            found[name] = source.name.split(".")[-2]
+    return found
+
+
 def stored_tensors(spec: ModelSpec) -> Iterator[tuple[LogicalTensor, LogicalTensor]]:
     """(tensor as files have it, logical tensor that it is of), in model order: those over experts are one per expert in
-    files, all others are the same."""
+    files, norms of some families one per head, all others are the same."""
     for tensor in logical_tensors(spec):
-        if tensor.per_expert:
-            yield from ((expert_tensor(tensor, e), tensor) for e in range(tensor.shape[0]))
-        else:
-            yield tensor, tensor
+        for stored, _ in stored_boxes(spec, tensor, Box.whole(tensor.shape)):
+            yield stored, tensor
 
 
-def stored_boxes(tensor: LogicalTensor, box: Box) -> Iterator[tuple[LogicalTensor, Box]]:
-    """The boxes of stored tensors that a box of a logical tensor is made of: itself, or one per expert."""
+def stored_boxes(spec: ModelSpec, tensor: LogicalTensor, box: Box) -> Iterator[tuple[LogicalTensor, Box]]:
+    """The boxes of stored tensors that a box of a logical tensor is made of, along its first axis: itself, or one per
+    expert or head."""
     if tensor.per_expert:
         inside = Box(box.lo[1:], box.hi[1:])
         yield from ((expert_tensor(tensor, e), inside) for e in range(box.lo[0], box.hi[0]))
+    elif heads_apart(spec, tensor):
+        (lo,), (hi,), d = box.lo, box.hi, spec.head_dim
+        module = tensor.name.removesuffix(".weight")
+        for head in range(lo // d, -(-hi // d)):
+            stored = replace(tensor, name=f"{module}.{head}.weight", shape=(d,), axes=(Axis("head_dim"),))
+            yield stored, Box((max(lo - head * d, 0),), (min(hi - head * d, d),))
     else:
         yield tensor, box
+
+
+def heads_apart(spec: ModelSpec, tensor: LogicalTensor) -> bool:
+    """Files have a tensor of it for each head."""
+    apart = FAMILIES[spec.hf_model_type].names.heads_apart
+    return bool(apart) and tensor.name.removesuffix(".weight").endswith(tuple(apart))
 
 
 def name_table(spec: ModelSpec) -> dict[str, HFSource]:

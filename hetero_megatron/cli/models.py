@@ -21,12 +21,15 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
   heads; and pipelines, virtual chunks and replicas, in any combination.
 - *CP*: context groups, equal or not in tokens and heads.
 - *EP*: experts divided over ranks, equally or not ([Mixtures of experts](moe.md)).
-- *LoRA*: which projections may have adapters; *merged*: the family's files keep several projections in one matrix, or
-  call them otherwise, so that adapters are exported with their base (`--merge-lora`), not by themselves. Of a mixture
-  of experts, `gate_proj`, `up_proj` and `down_proj` are the routed experts'.
+- *LoRA*: which projections may have adapters, by the names of Llama's; in files of `peft` they have the family's.
+  *Merged*: the family's files keep several projections in one matrix, or transposed, so that adapters of these are
+  exported with their base (`--merge-lora`), not by themselves. Of a mixture of experts, `gate_proj`, `up_proj` and
+  `down_proj` are the routed experts'.
 - Of a `llama4` directory (text and images) the language model is read; an export is of that alone, `llama4_text`. Its
   chunks of attention, and the positions with which its queries grow, are counted from the start of each document, so
   that documents packed into one row are what they are by themselves (transformers counts along the row).
+- Layers that predict further tokens (`num_nextn_predict_layers` of `deepseek_v3` and `glm4_moe`) are left out with a
+  notice, as transformers leaves them out; an export has none.
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported
@@ -50,8 +53,7 @@ def adapters(family: Family) -> str:
         experts = family.names.experts
         return "attention, experts" + (", merged" if experts is not None and not experts.interleaved else "")
     names = family.names
-    merged = names.fused or names.transposed or any(module.startswith("mlp.") for module in names.modules)
-    return "all, merged" if merged else "all"
+    return "all, merged" if names.fused or names.transposed else "all"
 
 
 def markdown() -> str:

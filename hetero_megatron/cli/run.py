@@ -50,6 +50,8 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
                          the job's has not got this one; --nproc-per-node N: ranks here, in a job without cluster file
   --max-restarts N       give up after so many restarts (default 3)
   --least-speed SHARE    of what others of its kind compute, for a device that joins with --elastic (default 0.5)
+  --wait-for-hosts S     with --elastic: seconds to wait for hosts that join once no rank is left (default 0); they go
+                         on from the last checkpoint
   --grace SECONDS        how long the other ranks may take to end after one failed (default 30)
   --max-replans N        with --replan-on-drift FACTOR among the flags: how often to plan again because ranks drift
                          from their rates (default 2); then drift is not looked for any more
@@ -65,8 +67,10 @@ usage: hetero-megatron run --plan P [--cluster C] [--on-failure stop|restart|rep
   --rejoin S             look for lost hosts every so many seconds, and go on with those that are back (default 60;
                          0: never)"""
 _VIA_SSH = ("--ssh-command", "--address", "--connect-timeout", "--lease", "--rejoin")
+_OF_ELASTIC = ("--least-speed", "--wait-for-hosts")
 _SINGLE = (
-    *("--plan", "--cluster", "--on-failure", "--max-restarts", "--max-replans", "--grace", "--least-speed"),
+    *("--plan", "--cluster", "--on-failure", "--max-restarts", "--max-replans", "--grace"),
+    *_OF_ELASTIC,
     *("--chips", "--links"),
     *("--via", *_VIA_SSH),
 )
@@ -130,11 +134,11 @@ def main(argv: Sequence[str]) -> int:
             planner = largest_that_fits(words, [setup.plan, *fallbacks])
         opened = partial(_open_job, setup=setup, words=words, scratch=scratch)
         address = options.get("--address")
-        least = _number(options, "--least-speed", 0.5)
+        least, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
         job_file = scratch / JOB_FILE
         try:
             return InPlaceSupervisor(
-                setup, start, planner, int(restarts), grace, scratch, log, opened, address, least
+                setup, start, planner, int(restarts), grace, scratch, log, opened, address, least, wait
             ).run()
         finally:
             job_file.unlink(missing_ok=True)
@@ -173,8 +177,9 @@ def _open_job(host: str, port: int, secret: bytes, setup: Setup, words: Sequence
 def _elastic(options: dict[str, str]) -> bool:
     """Whether the ranks stay when some are lost."""
     if "--elastic" not in options:
-        if "--least-speed" in options:
-            raise UserError("it needs --elastic", field="--least-speed", value=options["--least-speed"])
+        for name in _OF_ELASTIC:
+            if name in options:
+                raise UserError("it needs --elastic", field=name, value=options[name])
         return False
     for name, problem in (
         ("--testbed", "a testbed's nodes are made for one round"),

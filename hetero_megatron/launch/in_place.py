@@ -64,6 +64,7 @@ class InPlaceSupervisor:
         open_to: called with the store's address and the secret, once ranks can join; None: none can.
         address: of this host, for others; None: only processes of this host take part.
         least_speed: of devices that join, as a share of what others of their kind compute.
+        wait: seconds that the job outlives its last rank, for hosts to come and go on from its checkpoint.
     """
 
     setup: Setup
@@ -76,6 +77,7 @@ class InPlaceSupervisor:
     open_to: Callable[[str, int, bytes], None] | None = None
     address: str | None = None
     least_speed: float = 0.5
+    wait: float = 0.0
     members: list[int] = field(init=False)  # by rank of the present epoch
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class InPlaceSupervisor:
         self._killed: set[int] = set()
         self._left: set[int] = set()  # members of all epochs that take part no more
         self._since: float | None = None  # when the first sign came that this epoch is over
+        self._deserted = False  # no rank is left, and that was said
         self._prepared: NextEpoch | None = None  # with those that are about to join
         self._signalled: int | None = None
         self._signalled_at, self._again = 0.0, False
@@ -146,6 +149,9 @@ class InPlaceSupervisor:
                 self._codes[member] = code
                 self._ended(member, code)
         refused = [m for m in self.members if self._codes.get(m) == USER_ERROR and m not in self._new]
+        if not self._alive and not refused and self._waits():
+            self._let_join()
+            return self._next(self._lost) if self._prepared is not None else None
         if not self._alive or refused and self._overdue():
             return self._end()
         if self._signalled is not None:  # no epoch begins any more
@@ -185,6 +191,17 @@ class InPlaceSupervisor:
         self._since = self._since or time.monotonic()
         return time.monotonic() - self._since > self.grace
 
+    def _waits(self) -> bool:
+        """Whether the job, whose last rank is gone, waits for hosts that join."""
+        if self._finished() or self._signalled is not None:
+            return False
+        if self._since is None:
+            self._since = time.monotonic()
+        if self.wait and not self._deserted:
+            self.log(f"no rank is left; waiting {self.wait:g} s for hosts to join")
+        self._deserted = True
+        return time.monotonic() - self._since < self.wait
+
     def _finished(self) -> bool:
         """Whether a member has ended its run, so that there is no step to do."""
         return any(self._codes.get(m) == 0 and not self._store.left(m) for m in self.members)
@@ -216,7 +233,8 @@ class InPlaceSupervisor:
         for line in self._admission.look(present, self._cluster):
             self.log(line)
         self._seats |= self._admission.seats
-        if self._prepared is not None or self._since is not None or not self._admission.ready():
+        stopping = self._since is not None and bool(self._alive)
+        if self._prepared is not None or stopping or not self._admission.ready():
             return
         for line in self._admission.leave_out_slow(self._alive):
             self.log(line)
@@ -256,7 +274,7 @@ class InPlaceSupervisor:
                 return self._end() or PEER_ERROR
         away = {self._seats[m].node for m in self._gone}
         ready = self._admission.ready() if self._prepared is not None else []
-        members = [m for m in [*self._alive, *ready] if self._seats[m].node not in away]
+        members = [*(m for m in self._alive if self._seats[m].node not in away), *ready]
         self._left |= {*self._gone, *self.members} - {*members}
         chosen = self._prepared
         if chosen is None or set(chosen.members) != set(members):
@@ -285,7 +303,7 @@ class InPlaceSupervisor:
         if joined:
             self._cluster = self._admission.cluster_with({self._seats[m].node for m in joined}) or self._cluster
         self.members, self._new = chosen.members, set(joined)
-        self._gone, self._lost, self._since, self._prepared = {}, False, None, None
+        self._gone, self._lost, self._since, self._prepared, self._deserted = {}, False, None, None, False
 
     def _rank(self, member: int) -> int:
         return self.members.index(member) if member in self.members else member

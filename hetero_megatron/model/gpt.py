@@ -83,7 +83,8 @@ class ResidualStream(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream.
+    """A decoder layer: attention and MLP, each with a norm before it, after it or both, added to the residual stream,
+    one after the other or both at once (``ModelSpec.parallel_block``).
 
     The norms have the names of ``spec/tensors.py``; ``before`` and ``after`` say what they are for. Where
     ``takes_sum``, the layer takes x and ``added`` of the layer before it, and elsewhere their sum. ``number``: of the
@@ -101,7 +102,9 @@ class Layer(nn.Module):
             self.input_layernorm = norm()
         attention = Attention if spec.mla is None else LatentAttention
         self.self_attn = attention(spec, number, share, kernels, dropout.attention)
-        self.post_attention_layernorm = norm()
+        self.parallel = spec.parallel_block is not None
+        if spec.parallel_block != "one_norm":
+            self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
         self.mlp = _mlp(spec, spec.layer(number), share, kernels)
@@ -114,8 +117,9 @@ class Layer(nn.Module):
                 "post_feedforward_layernorm",
             ),
             "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+            "one_norm": ("input_layernorm", None, None, None),
         }  # fmt: skip
-        self._names = names[spec.norm_placement]
+        self._names = names["one_norm" if spec.parallel_block == "one_norm" else spec.norm_placement]
         self.takes_sum = self._names[0] is not None
 
     def norms(self) -> tuple[Norm | None, ...]:
@@ -130,13 +134,20 @@ class Layer(nn.Module):
             y = before_attention(x)
         else:
             y, x = before_attention(added, x)
+        inputs = y
         y = self._added(self.self_attn(y, context), after_attention, AFTER_ATTENTION, context)
+        if self.parallel:
+            inputs = inputs if before_mlp is None else before_mlp(x)
+            return ResidualStream(x, y + self._added(self._fed_forward(inputs, context), after_mlp, AFTER_MLP, context))
         if before_mlp is not None:
             y, x = before_mlp(y, x)
         else:
             y = x = x + y
-        y = self.mlp(y, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(y)
-        return ResidualStream(x, self._added(y, after_mlp, AFTER_MLP, context))
+        return ResidualStream(x, self._added(self._fed_forward(y, context), after_mlp, AFTER_MLP, context))
+
+    def _fed_forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        y = self.mlp(x, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(x)
+        return cast(torch.Tensor, y)
 
     def _added(self, y: torch.Tensor, norm: Norm | None, site: int, context: Context) -> torch.Tensor:
         """What a block adds to the residual stream."""
@@ -146,7 +157,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of this share's vocabulary rows; holds no parameters where the embedding is tied.
+    """Logits of this share's vocabulary rows; holds no matrix where the embedding is tied.
 
     ``in_loss``: the loss multiplies by ``matrix`` itself, so that logits never exist as a whole: the head passes its
     input on.
@@ -159,6 +170,7 @@ class Head(nn.Module):
         self.kernels, self.softcap, self.in_loss = kernels, spec.logit_softcap, False
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, width))
+        self.bias = nn.Parameter(torch.empty(rows)) if spec.head_bias else None
         self._tied = [weight] if weight is not None else []  # a list hides it from named_parameters
 
     @property
@@ -169,7 +181,7 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.in_loss:
             return x
-        logits: torch.Tensor = self.kernels.gemm(x, self.matrix, None)
+        logits: torch.Tensor = self.kernels.gemm(x, self.matrix, self.bias)
         return logits if self.softcap is None else softcap(logits, self.softcap)
 
 

@@ -113,7 +113,10 @@ class Norm(nn.Module):
         super().__init__()
         self.kernels, self.eps, self.offset = kernels, spec.norm_eps if eps is None else eps, spec.norm_offset
         self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if (kind or spec.norm) == "layer" else None
+        self.bias: torch.Tensor | None = None
+        if (kind or spec.norm) == "layer":
+            # On the device from the start; a bias that no checkpoint holds is no parameter.
+            self.bias = nn.Parameter(torch.empty(width)) if spec.norm_bias else torch.zeros(width)
 
     def gain(self) -> torch.Tensor:
         """What the normalised x is multiplied with: 1 + w of a small w needs more than 16 bits."""
@@ -142,6 +145,20 @@ class L2Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernels.rms_norm(x, self.ones, self.eps)  # type: ignore[no-any-return]
+
+
+class EachHeadNorm(nn.Module):
+    """LayerNorm of each head of [b, s, heads, d] without a bias, with weights for each head."""
+
+    def __init__(self, spec: ModelSpec, heads: int, kernels: KernelPlan) -> None:
+        super().__init__()
+        d = spec.head_dim
+        self.kernels, self.eps, self.ones, self.zeros = kernels, spec.norm_eps, torch.ones(d), torch.zeros(d)
+        self.weight = nn.Parameter(torch.empty(heads * d))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.kernels.layer_norm(x, self.ones, self.zeros, self.eps)
+        return normed * self.weight.view(x.shape[-2:])
 
 
 class ProjectionNorm(nn.Module):
@@ -241,6 +258,10 @@ class Attention(nn.Module):
         self.sum_heads = sum_heads  # tensor parallelism adds up over its ranks
         if spec.qk_norm == "head":
             self.q_norm, self.k_norm = (Norm(spec, d, kernels, "rms") for _ in "qk")
+        elif spec.qk_norm == "head_layer":
+            self.q_norm, self.k_norm = (Norm(spec, d, kernels, "layer") for _ in "qk")
+        elif spec.qk_norm == "each_head":
+            self.q_norm, self.k_norm = (EachHeadNorm(spec, n, kernels) for n in (self.heads, self.kv_heads))
         elif spec.qk_norm == "projection":
             self.q_norm = ProjectionNorm(spec, self.heads, spec.num_heads * d)
             self.k_norm = ProjectionNorm(spec, self.kv_heads, spec.num_kv_heads * d)

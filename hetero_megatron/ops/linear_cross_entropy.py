@@ -23,7 +23,8 @@ from hetero_megatron.ops.spec import (
 )
 from hetero_megatron.spec.flops import CHUNK_ELEMENTS, TILE
 
-KnownLoss = Callable[..., torch.Tensor]  # (x, weight, labels, dloss=None) -> losses: see with_known_gradient
+# (x, weight, labels, dloss=None, bias=None) -> losses: see with_known_gradient
+KnownLoss = Callable[..., torch.Tensor]
 CPU_CHUNK_ELEMENTS = 1 << 22  # logits at once on a CPU, whose caches are small
 
 
@@ -133,7 +134,7 @@ def bind_linear_cross_entropy(spec: OpSpec, kernel: Kernel, gradients: WeightGra
 def with_known_gradient(
     apart: Callable[..., torch.Tensor], together: Callable[..., Any], gradients: WeightGradients
 ) -> KnownLoss:
-    """``call(x, weight, labels, dloss=None)`` gives the losses [...] of a head with this weight.
+    """``call(x, weight, labels, dloss=None, bias=None)`` gives the losses [...] of a head with this weight, and bias.
 
     With ``dloss`` [...], which must be the gradient that the losses will get, forward computes the gradients too, in
     three products, and backward only hands them on. The weight's goes to its taker in ``gradients``, during forward,
@@ -141,21 +142,24 @@ def with_known_gradient(
 
     Args:
         apart: (x, weight, labels) -> losses, without ``dloss`` or gradients.
-        together: as :func:`fwd_bwd`; the weight's gradient may be None where it has none.
+        together: as :func:`fwd_bwd`; the weight's gradient may be None where it has none. With a bias, both get it as
+            ``bias``, and ``together`` gives its gradient too.
     """
 
     class LossAndGradients(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor
-        ) -> torch.Tensor:
+            ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor,
+            bias: torch.Tensor | None,
+        ) -> torch.Tensor:  # fmt: skip
+            with_bias = {} if bias is None else {"bias": bias}
             taker = gradients.taker((weight,)) if weight.requires_grad else None
             made: list[torch.Tensor] = []
 
             def head(
                 dy: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None = None, beta: float = 1.0
             ) -> torch.Tensor:
-                made.extend(together(x, weight, labels, dy, into, beta))
+                made.extend(together(x, weight, labels, dy, into, beta, **with_bias))
                 return made[2]
 
             ctx.dw = None
@@ -164,22 +168,23 @@ def with_known_gradient(
             else:
                 dw = head(dloss, x)
                 ctx.dw = dw.to(weight.dtype) if weight.requires_grad else None
-            ctx.dx = made[1]
+            ctx.dx, ctx.db = made[1], None if bias is None else made[3]
             return made[0]
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             assert ctx.dx is not None, "backward of head and loss in one runs once"
-            dx, dw = ctx.dx, ctx.dw
-            ctx.dx = ctx.dw = None
-            return dx, dw, None, None
+            dx, dw, db = ctx.dx, ctx.dw, ctx.db
+            ctx.dx = ctx.dw = ctx.db = None
+            return dx, dw, None, None, db
 
     def call(
-        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         if dloss is None or not torch.is_grad_enabled():
-            return apart(x, weight, labels)
-        return LossAndGradients.apply(x, weight, labels, dloss)  # type: ignore[no-any-return]
+            return apart(x, weight, labels) if bias is None else apart(x, weight, labels, bias=bias)
+        return LossAndGradients.apply(x, weight, labels, dloss, bias)  # type: ignore[no-any-return]
 
     return call
 

@@ -30,8 +30,9 @@ def stage_operators(spec: ModelSpec, share: Share, head: bool, tp: int) -> Itera
         yield "rms_norm", {"width": rms_widths}
     if spec.norm == "rms" and spec.norm_placement != "post":
         yield "add_rms_norm", {"width": (h,)}
-    elif spec.norm == "layer":
-        yield "layer_norm", {"width": (h,)}
+    of_heads = (d,) if spec.qk_norm in ("head_layer", "each_head") else ()
+    if spec.norm == "layer" or of_heads:
+        yield "layer_norm", {"width": ((h,) if spec.norm == "layer" else ()) + of_heads}
     if spec.ropes:
         turned = tuple(dict.fromkeys(rope.width(d) for rope in spec.ropes))
         yield "rope", {"head_dim": turned, "heads": (heads, kv_heads)}
@@ -115,10 +116,11 @@ def stage_signatures(
                 "head and loss in one are for whole vocabularies; this stage cuts its own", field="tp", value=tp,
                 accepted="tp: 1 on the last stage, or no linear_cross_entropy in kernels",
             )  # fmt: skip
-        if spec.logit_softcap is not None:
+        if not spec.plain_head:
+            lacks = "bias of the head" if spec.head_bias else "soft-capped logits"
             raise UserError(
-                "head and loss in one know no soft-capped logits", field="kernels.linear_cross_entropy",
-                value=spec.logit_softcap, accepted="cross_entropy or vocab_cross_entropy for this model",
+                f"head and loss in one know no {lacks}", field="kernels.linear_cross_entropy",
+                accepted="cross_entropy or vocab_cross_entropy for this model",
             )  # fmt: skip
         operators["linear_cross_entropy"] = operators.pop("cross_entropy")
     elif chunked and "cross_entropy" in operators:
@@ -128,8 +130,8 @@ def stage_signatures(
                 field="kernels.cross_entropy",
                 accepted="vocab_cross_entropy or linear_cross_entropy instead, a smaller micro-batch, or more MiB",
             )
-        # What knows no soft-capped logits, and would make the gradient of a frozen head.
-        apart = spec.logit_softcap is not None or spec.lora is not None or "vocab_cross_entropy" in wanted
+        # What knows no soft-capped logits and no bias, and would make the gradient of a frozen head.
+        apart = not spec.plain_head or spec.lora is not None or "vocab_cross_entropy" in wanted
         operators["vocab_cross_entropy" if apart else "linear_cross_entropy"] = operators.pop("cross_entropy")
     if fp8 is not None:
         operators[fp8.operator] = operators["gemm"]

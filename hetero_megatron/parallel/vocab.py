@@ -119,20 +119,22 @@ def vocab_loss(
         cap: logits become cap x tanh(logit / cap).
     """
 
-    def logits_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = product.forward(x, weight, None)[0]
+    def logits_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        logits: torch.Tensor = product.forward(x, weight, bias)[0]
         return logits if cap is None else softcap(logits, cap)
 
     @torch.no_grad()
-    def losses(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        statistics, _ = op.forward(logits_of(x, weight), labels, vocab[0])
+    def losses(
+        x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        statistics, _ = op.forward(logits_of(x, weight, bias), labels, vocab[0])
         return combine_shares(statistics, labels, group, vocab)[0]
 
     def together(
         x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dloss: torch.Tensor,
-        into: torch.Tensor | None = None, beta: float = 1.0,
-    ) -> tuple[torch.Tensor, object, object]:  # fmt: skip
-        logits, slope = logits_of(x, weight), None
+        into: torch.Tensor | None = None, beta: float = 1.0, bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, object, object, object]:  # fmt: skip
+        logits, slope = logits_of(x, weight, bias), None
         if cap is not None:
             # Of c tanh(x / c); made here, because the operator may overwrite the logits.
             slope = 1 - (logits.to(dloss.dtype) / cap).square()
@@ -142,19 +144,24 @@ def vocab_loss(
         dy = dy if slope is None else (dy * slope).to(dy.dtype)
         del logits, saved, slope
         dx = product.parts["input"](dy, weight)
-        return loss, dx, product.parts["weight"](dy, x, into, beta) if weight.requires_grad else None
+        dw = product.parts["weight"](dy, x, into, beta) if weight.requires_grad else None
+        db = dy.flatten(0, -2).sum(0) if bias is not None and bias.requires_grad else None
+        return loss, dx, dw, db
 
     return with_known_gradient(losses, together, gradients)
 
 
 def in_chunks(
     loss: KnownLoss, chunk: int, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
-    dloss: torch.Tensor | None,
+    dloss: torch.Tensor | None, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``loss(x, weight, labels, dloss)``, ``chunk`` tokens at a time: the same on all ranks of a TP group."""
+    """``loss(x, weight, labels, dloss)``, with the head's bias where it has one, ``chunk`` tokens at a time: the same
+    on all ranks of a TP group."""
+    with_bias = {} if bias is None else {"bias": bias}
     rows = x.flatten(0, -2).split(chunk), labels.flatten().split(chunk)
     seeds = [None] * len(rows[0]) if dloss is None else dloss.flatten().split(chunk)
-    return torch.cat([loss(a, weight, b, seed) for a, b, seed in zip(*rows, seeds, strict=True)]).view(labels.shape)
+    parts = [loss(a, weight, b, seed, **with_bias) for a, b, seed in zip(*rows, seeds, strict=True)]
+    return torch.cat(parts).view(labels.shape)
 
 
 def loss_chunk(stage: Stage, unit: int, spec: ModelSpec, dtype: torch.dtype, logits_bytes: int) -> int | None:

@@ -240,8 +240,9 @@ class StageLoss:
                 dloss = torch.full(labels.shape, seed, dtype=wide, device=labels.device)
                 dloss = dloss if isinstance(weights, float) else dloss * weights
             chunk = labels.numel() if self._chunk is None else self._chunk
+            head = self._model.lm_head
             with torch.set_grad_enabled(dloss is not None):
-                return in_chunks(self.head, max(chunk, 1), out, self._model.lm_head.matrix, labels, dloss)
+                return in_chunks(self.head, max(chunk, 1), out, head.matrix, labels, dloss, head.bias)
         if known is not None:
             return known
         if self._group.size > 1:

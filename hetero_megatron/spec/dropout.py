@@ -9,7 +9,7 @@ from hetero_megatron.errors import UserError
 
 # What configurations of Hugging Face models call the rates of ``Dropout``.
 DROPOUT_KEYS = {
-    "hidden": ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"),
+    "hidden": ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout"),
     "attention": ("attention_dropout", "attn_pdrop"),
 }
 UNITS = 1 << 16  # rates are multiples of 1 / UNITS: eight elements share one block of random bits

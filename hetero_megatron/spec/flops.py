@@ -183,14 +183,16 @@ def mlp_widths(spec: ModelSpec) -> int:
     return 3 if spec.activation in EXPERT_ACTIVATIONS else 4
 
 
-def extra_norm_widths(spec: ModelSpec) -> int:
-    """Inputs of norms beside the two of a pre-norm layer, in hidden sizes."""
-    return 2 if spec.norm_placement == "pre_post" else 0
+def norm_inputs(spec: ModelSpec) -> int:
+    """Different inputs of a layer's norms, in hidden sizes."""
+    return 1 if spec.parallel_block is not None else 4 if spec.norm_placement == "pre_post" else 2
 
 
 def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
     """Inputs of MLPs after the gather, in hidden sizes: a mixture of experts has one only for what all tokens share,
-    and without a TP group that is the router's."""
+    and without a TP group that is the router's; without one, attention and MLP share the output of their one norm."""
+    if spec.parallel_block == "one_norm" and tp <= 1:
+        return 0.0
     shared = spec.moe is not None and bool(spec.moe.shared_ffn) and tp > 1
     return 1 - routed + routed * shared
 
@@ -198,6 +200,16 @@ def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
 def latent_widths(spec: ModelSpec) -> int:
     """Latents of a token with multi-head latent attention, before and after their norms."""
     return 0 if spec.mla is None else 2 * ((spec.mla.q_rank or 0) + spec.mla.kv_rank)
+
+
+def turned_copies(spec: ModelSpec) -> float:
+    """Queries and keys before their rotation, in widths of both: where only some features turn, or interleaved pairs,
+    the rotation does not overwrite them, and values, which lie beside them, keep them. Norms before it let them go."""
+    if spec.mla is not None or spec.qk_norm not in (None, "l2"):
+        return 0.0
+    ropes = [kind.rope for kind in spec.layer_kinds if kind.rope is not None]
+    copied = sum(rope.interleaved or rope.width(spec.head_dim) < spec.head_dim for rope in ropes)
+    return copied / len(spec.layer_kinds)
 
 
 def value_widths(spec: ModelSpec) -> int:
@@ -213,13 +225,13 @@ def layer_activation_bytes(
 
     Counted per token, in elements (h hidden, q and kv the widths of queries and keys, f feed-forward):
 
-    - on the token shard: both norms' inputs, 2 h;
+    - on the token shard: both norms' inputs, 2 h (of attention and MLP on one input, 1 h);
     - after the gather, on every rank whole: the inputs of QKV and of the MLP, 2 h;
     - of a mixture of experts, instead of a dense MLP's share, what
       :func:`~hetero_megatron.spec.expert_load.expert_activation_bytes` says, and what all tokens use;
     - cut by ``tp``: q, k, v (q and k after rotation) and the attention output, 2 q + 2 kv; with SwiGLU gate, up
-      and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv; the
-      log-sum-exp is one fp32 number per head;
+      and their product, 3 f, otherwise up and its activation, 2 f; q/k norms save their inputs too, q + kv, and a
+      rotation of some features what it turns (:func:`turned_copies`); the log-sum-exp is one fp32 number per head;
     - of multi-head latent attention, whole: the latents before and after their norms; cut: what ``o_proj`` gets;
     - of adapters, whole: what is between A and B, their rank each; and, under dropout, their inputs; with DoRA,
       the outputs before they are scaled.
@@ -239,11 +251,12 @@ def layer_activation_bytes(
         return round(tokens * h / (shards or tp)) * itemsize
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
-    shard = (2 + extra_norm_widths(spec)) * h / (shards or tp)
+    shard = norm_inputs(spec) * h / (shards or tp)
     gathered = (1 + shared_inputs(spec, routed, tp)) * h + adapter_widths(spec) + latent_widths(spec)
     cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
+    cut += turned_copies(spec) * (q + kv)
     if spec.qk_norm:
-        cut += q + kv
+        cut += (q + kv) * (2 if spec.qk_norm == "each_head" else 1)  # what is multiplied with weights of each head too
     for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
         gathered, cut = gathered + whole, cut + part
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
@@ -298,14 +311,17 @@ def layer_operand_bytes(
 
     Per token, in elements: after the gather, whole, the inputs of QKV and of the MLP and the gradients of what
     ``o_proj`` and ``down_proj`` put out, 4 h; cut by ``tp``, gradients of q, k, v, the attention output, gradients of
-    up (and, with SwiGLU, gate), and ``down_proj``'s input, 2 q + 2 kv + 2 f (3 f).
+    up (and, with SwiGLU, gate), and ``down_proj``'s input, 2 q + 2 kv + 2 f (3 f). Attention and MLP on one input put
+    out what has one gradient.
     """
     h, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     dropped = dropped_inputs(spec)
     cut = 2 * q + 2 * kv + (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
-    inputs = 2 * (1 + shared_inputs(spec, routed, tp)) * h + 2 * adapter_widths(spec) + dropped[0]
+    of_mlp = shared_inputs(spec, routed, tp)
+    outputs = 1 if spec.parallel_block is not None and tp <= 1 else 1 + of_mlp
+    inputs = (1 + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0]
     experts = routed * expert_operand_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * itemsize * (inputs + cut / tp) + experts)
 
@@ -340,7 +356,7 @@ def head_activation_bytes(
     logits = tokens * per_token
     if limit is not None:
         rows, copies = min(tokens, chunk_tokens(limit, per_token)), 2.0 if itemsize >= 4 else 2.5
-        if tp == 1 and spec.logit_softcap is None and spec.lora is None:  # head and loss are one operator
+        if tp == 1 and spec.plain_head and spec.lora is None:  # head and loss are one operator
             rows = min(rows, max(CHUNK_ELEMENTS // spec.vocab_size // TILE, 1) * TILE)
             copies = 2.0 if itemsize >= 4 else 1.5  # logits become their gradients, which are cast
         logits = rows * per_token * copies

@@ -12,6 +12,7 @@ from hetero_megatron.spec.families import FAMILIES, Family, wrapped_family
 from hetero_megatron.spec.families.refused import why
 from hetero_megatron.spec.hf_reader import HARMLESS, Config, ConfigReader, check_keys
 from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.quantised import without_quantisation
 
 
 def from_hf_config(config: Config, where: str = "config.json", name: str | None = None) -> ModelSpec:
@@ -32,10 +33,12 @@ def from_hf_config(config: Config, where: str = "config.json", name: str | None 
             "this model family is not supported" + (reason and f": {reason}"), field="model_type", value=kind,
             accepted=", ".join(FAMILIES), where=where,
         )  # fmt: skip
+    config, notices = without_quantisation(config, where)
     check_keys(config, family.model_type, family.keys, where)
     read = ConfigReader(config, where)
     _check_architectures(read, family)
-    return replace(family.read(read, name or family.model_type), dropouts=_dropouts(read, family))
+    spec = family.read(read, name or family.model_type)
+    return replace(spec, dropouts=_dropouts(read, family), notices=(*notices, *spec.notices))
 
 
 def _from_wrapper(config: Config, family: Family, where: str, name: str | None) -> ModelSpec:

@@ -9,41 +9,47 @@ from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.families import FAMILIES
+from hetero_megatron.spec.families.deepseek import PREDICTION_KEYS
 from hetero_megatron.spec.hf_config import from_hf_config, language_config
 from hetero_megatron.spec.hf_reader import HARMLESS
 from hetero_megatron.spec.hf_rope import ROPE_KEYS
 from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.quantised import KEY, method_of
 
 # Field of ModelSpec -> the keys of any family that say it; they are written anew, together, where the field changed.
 _KEYS_OF: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "layer_types", "max_window_layers"),
     "hidden_size": ("hidden_size", "n_embd"),
-    "ffn_hidden_size": ("intermediate_size", "intermediate_size_mlp", "n_inner"),
+    "ffn_hidden_size": ("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_hidden_size", "ff_factor"),
     "num_heads": ("num_attention_heads", "n_head"),
-    "num_kv_heads": ("num_key_value_heads",),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query", "new_decoder_architecture"),
     "head_dim": ("head_dim",),
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "layer_norm_eps"),
+    "parallel_block": (
+        "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "num_ln_in_parallel_attn",
+    ),
     "swiglu_alpha": ("swiglu_alpha",),
     "swiglu_limit": ("swiglu_limit",),
-    "activation": ("hidden_act", "hidden_activation", "activation_function"),
-    "qkv_bias": ("attention_bias", "use_bias"),
-    "out_bias": ("attention_bias", "attention_out_bias", "use_bias"),
-    "mlp_bias": ("mlp_bias", "use_bias"),
+    "activation": ("hidden_act", "hidden_activation", "activation_function", "activation"),
+    "qkv_bias": ("attention_bias", "use_bias", "use_qkv_bias", "bias"),
+    "out_bias": ("attention_bias", "attention_out_bias", "use_bias", "bias"),
+    "mlp_bias": ("mlp_bias", "use_bias", "bias"),
     "tied": ("tie_word_embeddings",),
     "layer_kinds": (
         *ROPE_KEYS, "rope_local_base_freq", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
         "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval",
         "attention_chunk_size", "moe_layers", "interleave_moe_layer_step",
+        "rotary_dim", "rotary_pct", "rotary_emb_base", "layer_switch",
     ),
     "embed_scale": ("embedding_multiplier", "hidden_size"),
     "residual_scale": ("residual_multiplier",),
-    "logit_scale": ("logits_scaling",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
     "attn_scale": ("attention_multiplier", "query_pre_attn_scalar"),
     "query_growth": (*ROPE_KEYS, "attn_temperature_tuning", "attn_scale"),
     "query_growth_length": (*ROPE_KEYS, "floor_scale"),
-    "qk_norm": ("use_qk_norm",),
+    "qk_norm": ("use_qk_norm", "qk_layernorm"),
     "attn_softcap": ("attn_logit_softcapping",),
     "logit_softcap": ("final_logit_softcapping",),
     "init_std": ("initializer_range",),
@@ -61,9 +67,13 @@ def export_config(spec: ModelSpec, source: Mapping[str, Any] | None, dtype: str 
         UserError: no Hugging Face family has this combination of features.
     """
     config = _changed(spec, language_config(source)) if source is not None else to_hf_config(spec)
+    if method_of(config) is not None:
+        del config[KEY]  # the files hold what was dequantised
     own = [FAMILIES[config["model_type"]].causal_lm]
     if own[0].lower() not in [name.lower() for name in config.get("architectures") or ()]:
         config["architectures"] = own
+    for key in (key for key in PREDICTION_KEYS if config.get(key)):
+        config[key] = 0  # those layers are not in the files
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype

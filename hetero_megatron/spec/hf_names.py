@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hetero_megatron.layout import Box
@@ -11,6 +11,7 @@ from hetero_megatron.spec.model_spec import ModelSpec
 
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 
+_HEAD_NORM = re.compile(r"(.*_norm)\.(\d+)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -19,7 +20,9 @@ class HFSource:
     """Where a logical tensor is stored: its row i is row ``start + step * i`` of tensor ``name``, which has ``rows`` of
     them (None: those of the logical tensor); ``transpose``: what is stored is the transposed tensor (Conv1D).
 
-    ``expert``: (number, of how many), where the stored tensor has all experts along a further first axis.
+    ``expert``: (number, of how many), where the stored tensor has all experts along a further first axis. ``block``:
+    only so many rows lie together, and the next ones begin ``period`` rows after them; 0: all do. ``width``: what is
+    stored is this vector as a matrix of so many columns; 0: as it is.
     """
 
     name: str
@@ -28,23 +31,41 @@ class HFSource:
     transpose: bool = False
     step: int = 1
     expert: tuple[int, int] | None = None
+    block: int = 0
+    period: int = 0
+    width: int = 0
 
     def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the stored tensor, given the logical one's."""
+        if self.width:
+            return (logical[0] // self.width, self.width)
         whole = logical if self.rows is None else (self.rows, *logical[1:])
         whole = whole[::-1] if self.transpose else whole
         return whole if self.expert is None else (self.expert[1], *whole)
 
     def view(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The form of the stored tensor, given its shape, in which ``slices`` are."""
-        return stored
+        return (stored[0] * stored[1],) if self.width else stored
 
     def order(self, dims: int) -> tuple[int, ...]:
         """Axes of the logical tensor in the order in which the stored one has them."""
         return tuple(range(dims))[:: -1 if self.transpose else 1]
 
+    def runs(self, box: Box) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+        """Parts of a box: (its first axis' part, where that is in the stored tensor)."""
+        if not self.block:
+            yield slice(None), self.slices(box)
+            return
+        rows, *rest = box.slices()
+        row = rows.start
+        while row < rows.stop:
+            end = min(rows.stop, (row // self.block + 1) * self.block)
+            first = self.start + row // self.block * self.period + row % self.block
+            yield slice(row - rows.start, end - rows.start), (slice(first, first + end - row), *rest)
+            row = end
+
     def slices(self, box: Box) -> tuple[slice, ...]:
-        """Where a box of the logical tensor, its axes in ``order``, is in the stored one."""
+        """Where a box of the logical tensor, its axes in ``order``, is in the stored one, if it lies together."""
         rows, *rest = box.slices()
         first = self.start + rows.start * self.step
         last = self.start + (rows.stop - 1) * self.step if rows.stop > rows.start else first - 1
@@ -84,6 +105,11 @@ class NameTable:
         layer: their decoder layer ``{}``.
         modules: logical module in a layer -> theirs, ``{}`` for the number of an expert; others have the same name.
         fused: their module in a layer -> the logical modules whose rows it holds, one after the other.
+        by_group: those of them with such rows of each key-value group: its queries, its key, its value.
+        two_norms: logical norm -> theirs in layers whose attention and MLP take one input through norms of their own,
+            where it is called otherwise there.
+        heads_apart: logical modules whose vector is stored as a tensor for each head, ``{}`` in theirs for its number.
+        head_rows: logical modules whose vector is stored as a matrix, with a row for each head.
         transposed: their modules whose weights are stored transposed.
         experts: how they are stored, where not one by one.
         outside: logical tensor outside of the layers -> theirs; others have the same name.
@@ -92,6 +118,10 @@ class NameTable:
     layer: str = "model.layers.{}"
     modules: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    by_group: frozenset[str] = frozenset()
+    two_norms: Mapping[str, str] = field(default_factory=dict)
+    heads_apart: frozenset[str] = frozenset()
+    head_rows: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     experts: FusedExperts | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -107,14 +137,25 @@ class NameTable:
         if expert is not None and self.experts is not None:
             prefix = f"{self.layer.format(layer)}.{self.modules.get(expert[1], expert[1])}"
             return self.experts.source(spec, prefix, int(expert[2]), expert[3], kind)
-        theirs, start, rows = self.modules.get(any_expert, any_expert), 0, None
+        theirs, start, rows, block, period = self.modules.get(any_expert, any_expert), 0, None, 0, 0
+        head = _HEAD_NORM.fullmatch(module)
+        if head is not None:
+            theirs = self.modules[head[1]].format(head[2])
+        if spec.parallel_block == "two_norms":
+            theirs = self.two_norms.get(module, theirs)
         theirs = theirs if expert is None else theirs.format(expert[2])
         for fused, parts in self.fused.items():
             if module in parts:
                 sizes = [_rows(spec, part) for part in parts]
-                theirs, start, rows = fused, sum(sizes[: parts.index(module)]), sum(sizes)
+                theirs, rows = fused, sum(sizes)
+                if fused in self.by_group:
+                    sizes = [size // spec.num_kv_heads for size in sizes]
+                    block, period = sizes[parts.index(module)], sum(sizes)
+                start = sum(sizes[: parts.index(module)])
         full = f"{self.layer.format(layer)}.{theirs}" + (f".{kind}" if kind else "")
-        return HFSource(full, start, rows, theirs in self.transposed and kind == "weight")
+        width = spec.head_dim if module in self.head_rows else 0
+        transpose = theirs in self.transposed and kind == "weight"
+        return HFSource(full, start, rows, transpose, block=block, period=period, width=width)
 
 
 def _rows(spec: ModelSpec, module: str) -> int:

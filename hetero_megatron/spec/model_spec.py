@@ -24,7 +24,8 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")  # activations that 
 EXPERT_ACTIVATIONS = ("swiglu", "clamped_swiglu")
 CHOICES = {
     "norm": ("rms", "layer"), "norm_placement": ("pre", "pre_post", "post"), "position": ("rope", "learned"),
-    "activation": (*GATED, "gelu", "gelu_tanh", "squared_relu"), "qk_norm": (None, "head", "projection", "l2"),
+    "activation": (*GATED, "gelu", "gelu_tanh", "squared_relu"), "parallel_block": (None, "one_norm", "two_norms"),
+    "qk_norm": (None, "head", "projection", "l2", "head_layer", "each_head"),
 }  # fmt: skip
 
 
@@ -85,12 +86,17 @@ class ModelSpec:
         norm_placement: ``pre``: before attention and MLP; ``post``: after them, before the residual sum (OLMo 2);
             ``pre_post``: both (Gemma 2).
         norm_offset: added to a norm's weight (Gemma's 1 + w).
+        norm_bias: norms of kind ``layer`` have a bias (Cohere's have none).
+        parallel_block: attention and MLP take the residual stream of the layer's input, not one after the other:
+            through ``one_norm`` (Phi, GPT-J, Cohere), or each through its own (``two_norms``: GPT-NeoX, Falcon 40B).
         qk_norm: of queries and keys: per ``head``, or over the whole ``projection`` (OLMo 2); ``l2``: per head after
-            the rotary embedding, without weights, in layers that have one (Llama 4).
+            the rotary embedding, without weights, in layers that have one (Llama 4); ``head_layer``: LayerNorm per
+            head (Phi), ``each_head``: without a bias, and with weights for each head (Cohere).
         swiglu_alpha, swiglu_limit: of ``clamped_swiglu``, (up + 1) gate sigmoid(alpha gate), where the gate is at most
             the limit and up between it and its negative (gpt-oss).
         embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of what attention and MLP add to the
             residual stream, and of the logits.
+        head_bias: the output head has a bias.
         attn_scale: of the scores; None: 1 / sqrt(head_dim).
         attn_softcap, logit_softcap: x becomes c tanh(x / c), of scores and of logits.
         query_growth, query_growth_length, query_growth_offset: queries are multiplied by
@@ -116,6 +122,8 @@ class ModelSpec:
     norm_eps: float = 1e-5
     norm_placement: str = "pre"
     norm_offset: float = 0.0
+    norm_bias: bool = True
+    parallel_block: str | None = None
     activation: str = "swiglu"
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
@@ -124,6 +132,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: str | None = None
     tied: bool = False
+    head_bias: bool = False
     position: str = "rope"
     layer_kinds: tuple[LayerKind, ...] = (LayerKind(),)
     embed_scale: float = 1.0
@@ -173,6 +182,11 @@ class ModelSpec:
 
     def _check_layers(self) -> None:
         kinds = self.layer_kinds
+        if self.parallel_block is not None and self.norm_placement != "pre":
+            raise UserError(
+                "attention and MLP on one input have their norms before them", field="norm_placement",
+                value=self.norm_placement, accepted="pre, or no parallel_block",
+            )  # fmt: skip
         if not kinds:
             raise UserError("no layer has a kind", field="layer_kinds", value=[], accepted="at least one")
         if self.position != "rope":
@@ -224,6 +238,11 @@ class ModelSpec:
     @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def plain_head(self) -> bool:
+        """Logits are one product and nothing else."""
+        return self.logit_softcap is None and not self.head_bias
 
     @property
     def gated(self) -> bool:

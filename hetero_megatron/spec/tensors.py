@@ -94,6 +94,8 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     out += _norm(spec, "model.norm", "head")
     if not spec.tied:
         out.append(LogicalTensor("lm_head.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "head"))
+    if spec.head_bias:
+        out.append(LogicalTensor("lm_head.bias", (spec.vocab_size,), (vocab,), "head"))
     return tuple(out if spec.lora is None else _with_adapters(out, spec, spec.lora))
 
 
@@ -191,7 +193,8 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     if spec.norm_placement != "post":
         yield from _norm(spec, f"{base}.input_layernorm", i)
     yield from _attention(spec, base, i) if spec.mla is None else _latent_attention(spec, spec.mla, base, i)
-    yield from _norm(spec, f"{base}.post_attention_layernorm", i)
+    if spec.parallel_block != "one_norm":
+        yield from _norm(spec, f"{base}.post_attention_layernorm", i)
     if spec.norm_placement == "pre_post":
         yield from _norm(spec, f"{base}.pre_feedforward_layernorm", i)
     columns, ffn = spec.ffn_hidden_size, Axis("ffn")
@@ -205,11 +208,12 @@ def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
     nq, nkv, h = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
     projections = (("q_proj", nq, q), ("k_proj", nkv, kv), ("v_proj", nkv, kv))
     yield from _rows_of_one(f"{base}.self_attn", projections, h, spec.qkv_bias, i)
-    if spec.qk_norm in ("head", "projection"):
-        per_head = ((spec.head_dim,), (Axis("head_dim"),))
+    if spec.qk_norm not in (None, "l2"):
+        common, per_head = spec.qk_norm in ("head", "head_layer"), ((spec.head_dim,), (Axis("head_dim"),))
         for letter, axis, rows in (("q", q, nq), ("k", kv, nkv)):
-            shape, axes = per_head if spec.qk_norm == "head" else ((rows,), (axis,))
-            yield LogicalTensor(f"{base}.self_attn.{letter}_norm.weight", shape, axes, i)
+            shape, axes = per_head if common else ((rows,), (axis,))
+            for kind in ("weight", "bias") if spec.qk_norm == "head_layer" else ("weight",):
+                yield LogicalTensor(f"{base}.self_attn.{letter}_norm.{kind}", shape, axes, i)
     if spec.sinks:
         yield LogicalTensor(f"{base}.self_attn.sinks", (spec.num_heads,), (Axis("q_heads"),), i)
     yield LogicalTensor(f"{base}.self_attn.o_proj.weight", (h, nq), (_HIDDEN, q), i)
@@ -295,7 +299,7 @@ def expert_tensor(tensor: LogicalTensor, expert: int) -> LogicalTensor:
 
 def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTensor]:
     yield LogicalTensor(f"{name}.weight", (spec.hidden_size,), (_HIDDEN,), layer)
-    if spec.norm == "layer":
+    if spec.norm == "layer" and spec.norm_bias:
         yield LogicalTensor(f"{name}.bias", (spec.hidden_size,), (_HIDDEN,), layer)
 
 

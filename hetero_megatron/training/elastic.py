@@ -139,7 +139,11 @@ class ElasticRank:
                 if training is None:
                     self.store.leave(self.member, "the plan does not use it")
                     return 0
-                return run_training(training)
+                code = run_training(training)
+                assert isinstance(training.elastic, ElasticState)
+                if code == 0 and training.elastic.all_leave:  # hosts that join may go on from what was saved
+                    self.store.leave(self.member, "all were told to leave")
+                return code
         except (CommError, UserError) as error:
             if isinstance(error, UserError) and (training is not None or not self._newcomers_fail):
                 raise

@@ -47,6 +47,9 @@ class ElasticState:
         node: this rank's host, for choosing who takes over.
         watch: knows whether the launcher wants the job to stop, or this epoch to end.
         phases: told once the first step is done; None: nothing is to be told.
+
+    Attributes:
+        all_leave: the run stops here, and saves, because all ranks were told to leave.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ElasticState:
         self.phases, self.begin = phases, time.perf_counter()
         optimizer = training.runtime.optimizer
         assert optimizer is not None
+        self.all_leave = False
         self.optimizer, self._updates = optimizer, optimizer.updates
         self._had_states = bool(optimizer.inner is not None and optimizer.inner.state)
         if replicas is not None:
@@ -113,7 +117,8 @@ class ElasticState:
         said = runtime.world.gather_objects((self.node, self._wish(training)), tuple[str, str])
         wishes = {wish for _, wish in said}
         away = {node for node, wish in said if wish == LEAVE}  # the next plan is without the whole node
-        if STOP in wishes or not wishes & {LEAVE, PAUSE} or away == {node for node, _ in said}:
+        self.all_leave = STOP not in wishes and away == {node for node, _ in said}
+        if STOP in wishes or not wishes & {LEAVE, PAUSE} or self.all_leave:
             return
         training.checkpoints.wait()
         leaves = self.node in away

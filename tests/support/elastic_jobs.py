@@ -273,7 +273,7 @@ def run_elastic(
         lambda host, port, secret: JobFile(
             host, port, secret.decode(), str(plans[0]), "", flags[2:], str(ROOT)
         ).write(run) and None,
-        least_speed=0.0,
+        least_speed=0.0, wait=60.0 if hosts else 0.0,
     )  # fmt: skip
     context = mp.get_context("forkserver")
     joining = [context.Process(target=host.run, args=(str(run), str(log))) for host in hosts]

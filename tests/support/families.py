@@ -41,9 +41,69 @@ GRANITE = BASE | {
     "attention_multiplier": 0.2,
 }  # fmt: skip
 GROWTH = {"llama_4_scaling_beta": 0.3, "rope_theta": 500.0}
+NEOX = BASE | {"model_type": "gpt_neox", "num_key_value_heads": 4, "layer_norm_eps": 1e-3}
+GPTJ = {
+    "model_type": "gptj", "num_hidden_layers": 3, "n_embd": 48, "num_attention_heads": 3, "vocab_size": 97,
+    "n_positions": 64, "rotary_dim": 6, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FALCON = {"model_type": "falcon", "ffn_hidden_size": 40}
+FALCON = {key: BASE[key] for key in BASE.keys() - {"num_key_value_heads", "intermediate_size", "rms_norm_eps"}} | FALCON
+COHERE = BASE | {"model_type": "cohere", "layer_norm_eps": 1e-3, "logit_scale": 0.3}
+STABLELM = BASE | {"model_type": "stablelm", "num_key_value_heads": 4, "partial_rotary_factor": 0.5}
+PHI = BASE | {"model_type": "phi", "hidden_act": "gelu_new"}
 MINISTRAL = BASE | {"model_type": "ministral", "head_dim": 8, "sliding_window": 6}
 MIXED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]}
 
+# Attention and MLP on one input, and what these families do in turn instead.
+PARALLEL_BLOCKS: dict[str, dict[str, Any]] = {
+    "gpt_neox": NEOX,
+    "gpt_neox_in_turn": NEOX | {
+        "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "rotary_emb_base": 500,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox_three_heads": NEOX | {
+        "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "vocab_size": 97,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "hidden_act": "gelu_new",
+    },
+    "gptj": GPTJ,
+    "gptj_whole_heads_tied": GPTJ | {"rotary_dim": 16, "tie_word_embeddings": True, "n_inner": 50},
+    "phi": PHI | {"partial_rotary_factor": 0.5},
+    "phi_qk_norm": PHI | {"qk_layernorm": True, "num_attention_heads": 2, "num_key_value_heads": 1,
+                          "tie_word_embeddings": True},
+    "phi_odd": PHI | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "vocab_size": 97,
+                      "head_dim": 12, "partial_rotary_factor": 0.34},
+    "falcon_7b": FALCON,
+    "falcon_three_heads": FALCON | {
+        "num_attention_heads": 3, "hidden_size": 48, "vocab_size": 97, "bias": True, "tie_word_embeddings": False,
+    },
+    "falcon_40b": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon_11b": FALCON | {
+        "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "rope_theta": 500.0,
+        "tie_word_embeddings": False,
+    },
+    "falcon_40b_one_group": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": None},
+    "falcon_in_turn": FALCON | {"parallel_attn": False, "multi_query": False, "bias": True},
+    "cohere": COHERE,
+    "cohere_qk_norm": COHERE | {"use_qk_norm": True, "attention_bias": True, "head_dim": 12},
+    "cohere_three_heads": COHERE | {
+        "use_qk_norm": True, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48, "vocab_size": 97,
+        "tie_word_embeddings": False,
+    },
+    "cohere2": COHERE | {"model_type": "cohere2", "sliding_window": 5, "num_hidden_layers": 5},
+    "cohere2_mixed": COHERE | {
+        "model_type": "cohere2", "sliding_window": 4, "layer_types": [FULL, SLIDING, FULL], "head_dim": 12,
+        "num_key_value_heads": 1,
+    },
+    "stablelm": STABLELM,
+    "stablelm_parallel": STABLELM | {
+        "use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "stablelm_three_heads": STABLELM | {
+        "use_parallel_residual": True, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48,
+        "vocab_size": 97, "partial_rotary_factor": 1.0,
+    },
+}  # fmt: skip
 DENSE: dict[str, dict[str, Any]] = {
     "llama_yarn": LLAMA | {"rope_scaling": YARN, "head_dim": 16, "rope_theta": 500.0},
     "llama_yarn_untruncated": LLAMA
@@ -129,5 +189,6 @@ DENSE: dict[str, dict[str, Any]] = {
         "model_type": "nemotron", "partial_rotary_factor": 1.0, "attention_bias": True, "mlp_bias": True,
         "hidden_act": "gelu", "head_dim": 12,
     },
+    **PARALLEL_BLOCKS,
     "granite_biases_tied": GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 }  # fmt: skip

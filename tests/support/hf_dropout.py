@@ -20,6 +20,15 @@ from hetero_megatron.ops.dropout import (
 from hetero_megatron.spec import Dropout
 
 
+def _first(module: Any, *names: str) -> Any:
+    """The first of these that the module has."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def _attention(layer: Any) -> Any:
+    return _first(layer, "self_attn", "attn", "attention", "self_attention")
+
+
 def _added(layer: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The modules of a layer whose outputs are added to the residual stream: GPT-2 has some for dropout, others none,
     so they are the blocks, or the norms after these."""
@@ -29,7 +38,7 @@ def _added(layer: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
         return layer.post_self_attn_layernorm, layer.post_mlp_layernorm
     if hasattr(layer, "post_feedforward_layernorm"):
         return layer.post_attention_layernorm, layer.post_feedforward_layernorm
-    return layer.self_attn, layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+    return _attention(layer), layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
 
 
 class HFDropout:
@@ -37,17 +46,16 @@ class HFDropout:
 
     def __init__(self, model: torch.nn.Module, dropout: Dropout, seed: int) -> None:
         self.dropout, self.seed, self.draws = dropout, seed, Draws(seed, 0, 0)
-        gpt2 = model.config.model_type == "gpt2"
-        inner: Any = model.transformer if gpt2 else model.model
-        for i, layer in enumerate(inner.h if gpt2 else inner.layers):
-            attention = layer.attn if gpt2 else layer.self_attn
+        inner: Any = model.base_model
+        for i, layer in enumerate(_first(inner, "layers", "h")):
+            attention = _attention(layer)
             if dropout.attention:
                 attention.score_factors = self._scores(i)
             if dropout.hidden:
                 for module, site in zip(_added(layer), (AFTER_ATTENTION, AFTER_MLP), strict=True):
                     self._after(module, i, site)
         if dropout.hidden:
-            self._after(inner.drop if gpt2 else inner.embed_tokens, 0, EMBEDDING)
+            self._after(_first(inner, "drop", "embed_tokens", "embed_in", "word_embeddings"), 0, EMBEDDING)
 
     def begin(self, step: int, sample: int) -> None:
         """The next forward is of this step; its first row is this global sample."""

@@ -13,12 +13,14 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
+from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.ernie4_5 import modeling_ernie4_5
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.ministral3 import modeling_ministral3
 
-from hetero_megatron.checkpoint.names import name_table
+from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.hf_config import from_hf_config
@@ -50,7 +52,7 @@ def make_hf(
 
 def attention_of(config: dict[str, Any]) -> str:
     """transformers' sdpa, where it knows what the family needs; its eager attention is in fp32."""
-    return "exact" if config["model_type"] in ("gemma2", "gpt_oss") else "sdpa"
+    return {"gemma2": "exact", "gpt_oss": "exact", "gptj": "eager"}.get(config["model_type"], "sdpa")
 
 
 def _exact_attention(
@@ -81,6 +83,10 @@ def make_exact(model: torch.nn.Module, dtype: torch.dtype) -> None:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = _exact_rms_norm(module)  # type: ignore[method-assign]
+        elif kind in ("CohereLayerNorm", "Cohere2LayerNorm"):
+            module.forward = _exact_cohere_norm(module)  # type: ignore[method-assign]
+        elif kind == "GPTJAttention":
+            _exact_gptj(module)
         elif kind.endswith("RotaryEmbedding"):
             module.forward = _exact_rotary(module, dtype)  # type: ignore[method-assign]
         elif kind.lower().endswith("topkrouter") and kind != "GptOssTopKRouter":
@@ -96,6 +102,28 @@ def _exact_rms_norm(module: Any) -> Any:
     gemma, eps = type(module).__name__.startswith("Gemma"), getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     return lambda x: F.rms_norm(x, (x.shape[-1],), 1.0 + module.weight if gemma else module.weight, eps)
+
+
+def _exact_cohere_norm(module: Any) -> Any:
+    """LayerNorm without bias; of queries and keys with weights for each head."""
+    width, eps = module.weight.shape[-1:], module.variance_epsilon
+    return lambda x: F.layer_norm(x, width, eps=eps) * module.weight
+
+
+def _exact_gptj(module: Any) -> None:
+    """GPT-J's attention and its table of angles without casts."""
+    half = module.pos_embd_dim // 2
+    angles = torch.arange(module.max_positions).double()[:, None] * 10000.0 ** -(torch.arange(half).double() / half)
+    table = torch.cat([angles.sin(), angles.cos()], 1)
+    torch.testing.assert_close(table.float(), module.embed_positions.float(), rtol=1e-4, atol=1e-4)
+    module.embed_positions = table
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        scores = q @ k.transpose(-1, -2) / module.head_dim**0.5
+        scores = scores if mask is None else scores + mask
+        return scores.softmax(-1) @ v, None
+
+    module._attn = attend
 
 
 def _exact_router(module: Any) -> Any:
@@ -152,7 +180,7 @@ def _exact_complex_rope(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -
 def _exact_interleaved_rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ERNIE 4.5's rotation without its casts."""
+    """ERNIE 4.5's rotation, and Cohere's with tables in halves, without their casts."""
     half = cos.shape[-1] // 2
     cos, sin = (x[..., :half].unsqueeze(1).repeat_interleave(2, dim=-1) for x in (cos, sin))
     q, k = (x * cos + modeling_ernie4_5.rotate_half(x) * sin for x in (q, k))
@@ -212,6 +240,8 @@ def _exact_growth(positions: torch.Tensor, beta: float, length: int) -> torch.Te
 
 modeling_ministral3.get_llama_4_attn_scale = _exact_growth
 modeling_ernie4_5.apply_rotary_pos_emb = _exact_interleaved_rope
+for _cohere in (modeling_cohere, modeling_cohere2):
+    _cohere.apply_rotary_pos_emb = _exact_interleaved_rope
 
 
 def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
@@ -286,13 +316,18 @@ def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
 
 
 def _logical(values: dict[str, torch.Tensor], spec: ModelSpec) -> dict[str, torch.Tensor]:
-    table, found = name_table(spec), {}
+    table, found = name_table(spec), dict[str, torch.Tensor]()
     for tensor in logical_tensors(spec):
         if ".experts." in tensor.name:
             found[tensor.name] = _of_experts(values, tensor.name, spec.hf_model_type).contiguous()
             continue
-        source = table[tensor.name]
-        value = values[source.name if source.name in values else tensor.name][source.slices(Box.whole(tensor.shape))]
+        parts = list[torch.Tensor]()
+        for one, box in stored_boxes(spec, tensor, Box.whole(tensor.shape)):
+            source = table[one.name]
+            stored = values[source.name if source.name in values else one.name]
+            stored = stored.view(source.view(tuple(stored.shape)))
+            parts += [stored[slices] for _, slices in source.runs(box)]
+        value = torch.cat(parts)
         found[tensor.name] = (value.T if source.transpose else value).contiguous()
     return found
 

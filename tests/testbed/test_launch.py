@@ -68,16 +68,29 @@ def netns_of(path: str) -> str:
 
 
 def namespaces_in_use() -> set[str]:
-    """Every network namespace that a process is in or holds open."""
+    """Every network namespace that a process is in or holds open, but for those of tests in other workers, which may
+    have the number of one that is gone."""
+    parents = {entry.pid: entry.parent for entry in process.all_status()}
+    main = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else None
+    others = {pid for pid, parent in parents.items() if parent == main and pid != os.getpid()}
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            found.add(netns_of(f"{entry}/ns/net"))
+    for pid in parents:
+        if others.isdisjoint(_ancestry(pid, parents)):
+            found.add(netns_of(f"/proc/{pid}/ns/net"))
             try:
-                found |= {netns_of(f"{entry}/fd/{fd}") for fd in os.listdir(entry / "fd")}
+                found |= {netns_of(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
             except OSError:
                 continue
     return found - {""}
+
+
+def _ancestry(pid: int, parents: dict[int, int]) -> list[int]:
+    """A process, its parent, and so on."""
+    found = []
+    while pid in parents:
+        found.append(pid)
+        pid = parents[pid]
+    return found
 
 
 def host_links() -> str:

@@ -61,7 +61,7 @@ def _new(args: Arguments, spec: ModelSpec) -> ModelSpec:
 def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:
     from hetero_megatron.checkpoint.adapter_config import read_config  # imports torch
 
-    lora = read_config(args["load_adapter"], "--load-adapter")
+    lora = read_config(args["load_adapter"], "--load-adapter", spec)
     if lora.residual is not None and args["load_hf"] is None:
         problem = f"adapters of {lora.residual} count beside what they began with, taken out of the base's weights"
         raise flag_error("load_adapter", args["load_adapter"], problem, "--load-hf with their base")

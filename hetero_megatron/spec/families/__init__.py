@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_megatron.spec.families import (
+    cohere,
     deepseek,
     exaone,
+    falcon,
     gemma,
     glm,
     glm_moe,
     gpt2,
+    gpt_neox,
     gpt_oss,
     granite,
     layer_norm,
@@ -24,6 +27,7 @@ from hetero_megatron.spec.families import (
     phi3,
     qwen,
     smollm3,
+    stablelm,
 )
 from hetero_megatron.spec.families.family import Family
 
@@ -35,7 +39,8 @@ FAMILIES: dict[str, Family] = {
         granite.FAMILY, gpt2.FAMILY, mixtral.MIXTRAL, mixtral.QWEN2_MOE, mixtral.QWEN3_MOE, mixtral.OLMOE,
         gpt_oss.FAMILY, llama4.FAMILY, deepseek.DEEPSEEK_V2, deepseek.DEEPSEEK_V3, glm_moe.GLM4_MOE, glm_moe.DOTS1,
         near_llama.ARCEE, near_llama.SEED_OSS, near_llama.HELIUM, near_llama.ERNIE, exaone.FAMILY,
-        layer_norm.STARCODER2, layer_norm.NEMOTRON,
+        layer_norm.STARCODER2, layer_norm.NEMOTRON, gpt_neox.GPT_NEOX, gpt_neox.GPTJ, gpt_neox.PHI, falcon.FAMILY,
+        cohere.COHERE, cohere.COHERE2, stablelm.FAMILY,
     )  # fmt: skip
 }
 

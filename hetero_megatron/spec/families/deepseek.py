@@ -12,7 +12,6 @@ from hetero_megatron.spec.families.family import (
     decoder,
     decoder_config,
     num_layers,
-    refuse_quantised,
 )
 from hetero_megatron.spec.families.mixtral import read_moe, with_experts
 from hetero_megatron.spec.hf_names import NameTable
@@ -23,28 +22,28 @@ from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 
 _V2 = Defaults(positions=2048)
 _V3 = Defaults(positions=4096)
+PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _KEYS = DECODER_KEYS | words(
     "hidden_act attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim"
     " n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace moe_layer_freq"
     " routed_scaling_factor n_group topk_group topk_method scoring_func norm_topk_prob aux_loss_alpha seq_aux ep_size"
-    " router_aux_loss_coef output_router_logits quantization_config num_nextn_predict_layers"
+    " router_aux_loss_coef output_router_logits num_nextn_predict_layers"
 )
 
 
 def _fixed(read: ConfigReader) -> None:
-    refuse_quantised(read, "quantised (FP8)")
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("moe_layer_freq", 1)  # not read by transformers
-    refuse_more_predictions(read)
 
 
-def refuse_more_predictions(read: ConfigReader) -> None:
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if read.value(key, 0, nullable=True) != 0:
-            raise read.refuse(
-                "multi-token prediction layers are not supported", key,
-                "0, with the tensors of the layers after the last one removed from the files",
-            )  # fmt: skip
+def without_more_predictions(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """``spec`` with a notice where the configuration has layers that predict further tokens, which transformers does
+    not build either."""
+    for key in PREDICTION_KEYS:
+        if layers := read.integer(key, 0, nullable=True, least=0):
+            left_out = f"{read.where}: {key} = {layers}: layers that predict further tokens are left out"
+            spec = replace(spec, notices=(*spec.notices, left_out))
+    return spec
 
 
 def _read_latent(read: ConfigReader, kv_heads: int | None) -> MLA:
@@ -109,6 +108,8 @@ def _read_v2(read: ConfigReader, name: str) -> ModelSpec:
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     if hidden % heads:
         raise read.refuse(f"does not divide hidden_size {hidden}", "num_attention_heads", f"a divisor of {hidden}")
+    for key in PREDICTION_KEYS:
+        read.must_be(key, 0, None)
     mla = _read_latent(read, None)
     read.must_be("head_dim", mla.rope_dim, None)
     spec = _read(read, "deepseek_v2", name, _V2, mla, True, mlp_bias=read.flag("mlp_bias"))
@@ -129,11 +130,12 @@ def _read_v3(read: ConfigReader, name: str) -> ModelSpec:
     mla = _read_latent(read, 128)
     read.must_be("head_dim", mla.rope_dim)
     spec = _read(read, "deepseek_v3", name, _V3, mla, read.flag("rope_interleave", True))
-    return dense_then_experts(
+    spec = dense_then_experts(
         read, spec, 2048, 1, 3, score="sigmoid", normalize=read.flag("norm_topk_prob", True), score_bias=True,
         scale=read.positive("routed_scaling_factor", 2.5), groups=read.integer("n_group", 8),
         top_groups=read.integer("topk_group", 4), group_size=2,
     )  # fmt: skip
+    return without_more_predictions(read, spec)
 
 
 def expert_config(spec: ModelSpec) -> dict[str, Any]:
@@ -186,5 +188,5 @@ DEEPSEEK_V2 = Family(
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", _KEYS | words("num_local_experts num_mtp_layers rope_interleave"),
-    _read_v3, _write_v3, SHARED_EXPERTS, "DeepSeek-V3, V3.1 and R1 without multi-token prediction",
+    _read_v3, _write_v3, SHARED_EXPERTS, "DeepSeek-V3, V3.1 and R1, without their multi-token prediction",
 )  # fmt: skip

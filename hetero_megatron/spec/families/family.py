@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "relu2": "squared_relu",
 }
 # Of every decoder with rotary positions.
@@ -142,13 +143,35 @@ def decoder(read: ConfigReader, model_type: str, name: str, defaults: Defaults, 
     )
 
 
-def refuse_quantised(read: ConfigReader, what: str, how: str = "") -> None:
-    """Refuse a checkpoint whose weights are ``what``: nothing is trained in such a format."""
-    if read.value("quantization_config", None) is not None:
-        raise read.refuse(
-            f"the weights are {what}; dequantise them first", "quantization_config",
-            f"null: a directory of weights in a plain dtype{how}",
-        )  # fmt: skip
+def read_activation(read: ConfigReader, key: str, default: str) -> str:
+    """Of an MLP without a gate."""
+    given = read.value(key, default)
+    found = ACTIVATIONS.get(given) if isinstance(given, str) else None
+    if found is None:
+        raise read.refuse("this activation is not supported", key, ", ".join(ACTIVATIONS))
+    return found
+
+
+def activation_name(spec: ModelSpec) -> str:
+    """The inverse."""
+    return {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}.get(spec.activation, spec.activation)
+
+
+def refuse_other_head_dim(read: ConfigReader) -> None:
+    """Of families whose heads divide hidden_size."""
+    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    if hidden % heads:
+        raise read.refuse(f"does not divide hidden_size {hidden}", "num_attention_heads", f"a divisor of {hidden}")
+    read.must_be("head_dim", hidden // heads, None)
+
+
+def some_features_turn(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """``spec``, of a family that transformers cannot run with a share of features and ``proportional`` frequencies."""
+    for rope in spec.ropes:
+        proportional = rope.scaling is not None and rope.scaling.kind == "proportional"
+        if proportional and rope.turned(spec.head_dim) < spec.head_dim:
+            raise read.refuse("not known where a share of the features turns", "rope_scaling", "another rope_type")
+    return spec
 
 
 def num_layers(read: ConfigReader) -> int:
@@ -208,6 +231,12 @@ def decoder_config(spec: ModelSpec) -> dict[str, Any]:
         "initializer_range": spec.init_std,
         "attention_dropout": 0.0,
     }
+
+
+def layer_norm_config(spec: ModelSpec, eps: str) -> dict[str, Any]:
+    """The same, with one rotary embedding, of a family with LayerNorm, whose epsilon it calls ``eps``."""
+    found = decoder_config(spec) | write_rope(spec)
+    return found | {eps: found.pop("rms_norm_eps")}
 
 
 def silu_config(spec: ModelSpec) -> dict[str, Any]:

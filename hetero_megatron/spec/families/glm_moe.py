@@ -8,7 +8,7 @@ from hetero_megatron.spec.families.deepseek import (
     SHARED_EXPERTS,
     dense_then_experts,
     expert_config,
-    refuse_more_predictions,
+    without_more_predictions,
 )
 from hetero_megatron.spec.families.family import (
     DECODER_KEYS,
@@ -21,7 +21,6 @@ from hetero_megatron.spec.families.family import (
     layer_type_config,
     layer_types,
     num_layers,
-    refuse_quantised,
     silu_config,
 )
 from hetero_megatron.spec.hf_reader import ConfigReader, words
@@ -33,12 +32,11 @@ _DOTS = Defaults(positions=2048, kv_heads=32)
 _KEYS = DECODER_KEYS | words(
     "hidden_act attention_bias n_routed_experts num_local_experts n_shared_experts num_experts_per_tok"
     " moe_intermediate_size first_k_dense_replace routed_scaling_factor n_group topk_group norm_topk_prob"
-    " output_router_logits router_aux_loss_coef quantization_config"
+    " output_router_logits router_aux_loss_coef"
 )
 
 
 def _fixed(read: ConfigReader) -> None:
-    refuse_quantised(read, "quantised")
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("num_local_experts", read.config.get("n_routed_experts"))  # the same by another name
 
@@ -53,12 +51,11 @@ def _experts(read: ConfigReader, spec: ModelSpec, shared: int | None, dense: int
 
 def _read_glm(read: ConfigReader, name: str) -> ModelSpec:
     _fixed(read)
-    refuse_more_predictions(read)
     spec = decoder(
         read, "glm4_moe", name, _GLM, qkv_bias=read.flag("attention_bias"),
         qk_norm="head" if read.flag("use_qk_norm") else None,
     )  # fmt: skip
-    return _experts(read, spec, 1, 1, True)
+    return without_more_predictions(read, _experts(read, spec, 1, 1, True))
 
 
 def _write_glm(spec: ModelSpec) -> dict[str, Any]:
@@ -96,7 +93,7 @@ def _write_dots(spec: ModelSpec) -> dict[str, Any]:
 
 GLM4_MOE = Family(
     "glm4_moe", "Glm4MoeForCausalLM", _KEYS | words("use_qk_norm num_nextn_predict_layers num_mtp_layers"), _read_glm,
-    _write_glm, SHARED_EXPERTS, "GLM-4.5, 4.5-Air, 4.6 without multi-token prediction",
+    _write_glm, SHARED_EXPERTS, "GLM-4.5, 4.5-Air, 4.6, without their multi-token prediction",
 )  # fmt: skip
 DOTS1 = Family(
     "dots1", "Dots1ForCausalLM", _KEYS | words("sliding_window max_window_layers layer_types"), _read_dots, _write_dots,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetero_megatron.spec.families.family import ACTIVATIONS, Family
+from hetero_megatron.spec.families.family import Family, activation_name, read_activation
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import Config, ConfigReader, words
 from hetero_megatron.spec.model_spec import MAX_LAYERS, ModelSpec
@@ -17,14 +17,12 @@ GPT2_ALIASES = {  # transformers' attribute_map of GPT-2: other name -> own name
 
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
-    read = ConfigReader(_own_names(read), read.where)
+    read = ConfigReader(own_names(read), read.where)
     read.must_be("scale_attn_weights", True)
     read.must_be("scale_attn_by_inverse_layer_idx", False)
     read.must_be("reorder_and_upcast_attn", False)
     read.must_be("add_cross_attention", False)
-    activation = read.config.get("activation_function", "gelu_new")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise read.refuse("this activation is not supported", "activation_function", ", ".join(ACTIVATIONS))
+    activation = read_activation(read, "activation_function", "gelu_new")
     hidden, heads = read.integer("n_embd"), read.integer("n_head")
     if hidden % heads:
         raise read.refuse(f"does not divide n_embd {hidden}", "n_head", f"a divisor of {hidden}")
@@ -41,7 +39,7 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
         max_position_embeddings=read.integer("n_positions", 1024),
         norm="layer",
         norm_eps=read.positive("layer_norm_epsilon", 1e-5),
-        activation=ACTIVATIONS[activation],
+        activation=activation,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
@@ -51,8 +49,9 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     )
 
 
-def _own_names(read: ConfigReader) -> Config:
-    """GPT-2's keys under their own names. Under both names with two values, transformers takes the other name's."""
+def own_names(read: ConfigReader) -> Config:
+    """GPT-2's keys, and GPT-J's, under their own names. Under both names with two values, transformers takes the other
+    name's."""
     config = dict(read.config)
     for other, own in GPT2_ALIASES.items():
         if other in config and config.setdefault(own, config[other]) != config[other]:
@@ -61,7 +60,6 @@ def _own_names(read: ConfigReader) -> Config:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    names = {"gelu_tanh": "gelu_new", "gelu": "gelu", "squared_relu": "relu2"}
     return {
         "n_layer": spec.num_layers,
         "n_embd": spec.hidden_size,
@@ -70,7 +68,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "n_positions": spec.max_position_embeddings,
         "layer_norm_epsilon": spec.norm_eps,
-        "activation_function": names.get(spec.activation, "gelu_new"),
+        "activation_function": activation_name(spec),
         "tie_word_embeddings": spec.tied,
         "initializer_range": spec.init_std,
         **dict.fromkeys(DROPOUTS, 0.0),

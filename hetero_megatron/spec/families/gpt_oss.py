@@ -15,7 +15,6 @@ from hetero_megatron.spec.families.family import (
     layer_type_config,
     layer_types,
     num_layers,
-    refuse_quantised,
     silu_config,
 )
 from hetero_megatron.spec.families.mixtral import read_moe, with_experts
@@ -31,14 +30,7 @@ _YARN = {  # of a configuration without rope_parameters
 }  # fmt: skip
 
 
-_HOW = (
-    ", as AutoModelForCausalLM.from_pretrained(DIRECTORY, quantization_config=Mxfp4Config(dequantize=True)) and"
-    " save_pretrained of transformers write it"
-)
-
-
 def _read(read: ConfigReader, name: str) -> ModelSpec:
-    refuse_quantised(read, "quantised (MXFP4)", _HOW)
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("num_experts", read.config.get("num_local_experts"))  # the same by another name
     read.must_be("experts_per_token", read.config.get("num_experts_per_tok"))  # not read by transformers
@@ -74,10 +66,10 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "gpt_oss", "GptOssForCausalLM", read=_read, write=_write, examples="gpt-oss-20b and 120b, dequantised",
+    "gpt_oss", "GptOssForCausalLM", read=_read, write=_write, examples="gpt-oss-20b and 120b, also in MXFP4",
     keys=DECODER_KEYS | words(
         "hidden_act router_aux_loss_coef output_router_logits num_experts_per_tok num_local_experts num_experts"
-        " experts_per_token sliding_window layer_types attention_bias swiglu_alpha swiglu_limit quantization_config"
+        " experts_per_token sliding_window layer_types attention_bias swiglu_alpha swiglu_limit"
         " initial_context_length"
     ),
     names=NameTable(modules={"mlp.gate": "mlp.router"}, experts=FusedExperts(interleaved=True)),

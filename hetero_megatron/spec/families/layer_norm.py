@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetero_megatron.spec.families.family import ACTIVATIONS, DECODER_KEYS, Defaults, Family, decoder, silu_config
+from hetero_megatron.spec.families.family import (
+    DECODER_KEYS,
+    Defaults,
+    Family,
+    decoder,
+    read_activation,
+    silu_config,
+)
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader, words
 from hetero_megatron.spec.model_spec import ModelSpec
@@ -14,22 +21,14 @@ _NEMOTRON = Defaults(positions=4096, kv_nullable=False, head_dim_nullable=True, 
 _NAMES = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "squared_relu": "relu2"}
 
 
-def _activation(read: ConfigReader, default: str) -> str:
-    """Of an MLP without a gate."""
-    given = read.value("hidden_act", default)
-    found = ACTIVATIONS.get(given) if isinstance(given, str) else None
-    if found is None:
-        raise read.refuse("this activation is not supported", "hidden_act", ", ".join(ACTIVATIONS))
-    return found
-
-
 def _read_starcoder2(read: ConfigReader, name: str) -> ModelSpec:
     bias = read.flag("use_bias", True)
     window = None if read.value("sliding_window", None) is None else read.integer("sliding_window")
     return decoder(
         read, "starcoder2", name, _STARCODER2, windows=(window,), norm="layer",
-        norm_eps=read.positive("norm_epsilon", 1e-5), activation=_activation(read, "gelu_pytorch_tanh"),
-        qkv_bias=bias, out_bias=bias, mlp_bias=bias, init_std=read.positive("initializer_range", 0.018042),
+        activation=read_activation(read, "hidden_act", "gelu_pytorch_tanh"),
+        norm_eps=read.positive("norm_epsilon", 1e-5), qkv_bias=bias, out_bias=bias, mlp_bias=bias,
+        init_std=read.positive("initializer_range", 0.018042),
     )  # fmt: skip
 
 
@@ -50,8 +49,8 @@ def _read_nemotron(read: ConfigReader, name: str) -> ModelSpec:
     bias = read.flag("attention_bias")
     return decoder(
         read, "nemotron", name, _NEMOTRON, norm="layer", norm_offset=1.0, norm_eps=read.positive("norm_eps", 1e-5),
-        activation=_activation(read, "relu2"), qkv_bias=bias, out_bias=bias, mlp_bias=read.flag("mlp_bias"),
-        init_std=read.positive("initializer_range", 0.0134),
+        activation=read_activation(read, "hidden_act", "relu2"), qkv_bias=bias, out_bias=bias,
+        mlp_bias=read.flag("mlp_bias"), init_std=read.positive("initializer_range", 0.0134),
     )  # fmt: skip
 
 

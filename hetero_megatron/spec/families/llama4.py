@@ -16,7 +16,6 @@ from hetero_megatron.spec.families.family import (
     head_sizes,
     layer_types,
     num_layers,
-    refuse_quantised,
     silu_config,
 )
 from hetero_megatron.spec.families.mixtral import read_moe, with_experts
@@ -54,7 +53,6 @@ def _sparse_layers(read: ConfigReader) -> list[str]:
 
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
-    refuse_quantised(read, "quantised")
     read.must_be("hidden_act", "silu", "swish")
     read.must_be("router_jitter_noise", 0)
     grows = read.flag("attn_temperature_tuning", True)
@@ -100,7 +98,7 @@ FAMILY = Family(
         "hidden_act attention_bias intermediate_size_mlp num_experts_per_tok num_local_experts moe_layers"
         " interleave_moe_layer_step use_qk_norm output_router_logits router_aux_loss_coef router_jitter_noise"
         " no_rope_layers no_rope_layer_interval attention_chunk_size layer_types attn_temperature_tuning floor_scale"
-        " attn_scale quantization_config"
+        " attn_scale"
     ),
     names=NameTable(
         modules={

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 _STATE_SPACE = "state-space layers"
 _LINEAR = "layers of linear attention"
-_PARALLEL = "attention and MLP in parallel on one input"
 _ALIBI = "position biases (ALiBi)"
 _TURNED = "norms of queries and keys after their rotation"
 _IMAGES = "images beside text: its language model alone is supported where its own model_type is"
@@ -16,14 +15,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     "bamba": (_STATE_SPACE, "llama"),
     "bitnet": ("ternary weights", "llama"),
     "bloom": (_ALIBI, "gpt2"),
-    "codegen": (_PARALLEL, "gpt2"),
-    "cohere": (_PARALLEL, "gemma2"),
-    "cohere2": (_PARALLEL, "gemma2"),
+    "codegen": ("queries, keys and values in one matrix, in four parts", "gptj"),
     "dbrx": ("clamped queries, keys and values", "mixtral"),
     "deepseek_v32": ("attention to tokens that an indexer chooses", "deepseek_v3"),
     "ernie4_5_moe": ("a softmax router with a bias for the choice", "deepseek_v3"),
     "exaone_moe": ("multi-token prediction beside experts", "glm4_moe"),
-    "falcon": (_PARALLEL, "llama"),
     "falcon_h1": (_STATE_SPACE, "llama"),
     "falcon_mamba": (_STATE_SPACE, "llama"),
     "gemma3": (_IMAGES, "gemma3_text"),
@@ -34,8 +30,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "glm_moe_dsa": ("attention to tokens that an indexer chooses", "glm4_moe"),
     "gpt_bigcode": ("learned positions with one key-value head", "starcoder2"),
     "gpt_neo": ("windows with learned positions, and unscaled attention", "gpt2"),
-    "gpt_neox": (_PARALLEL, "llama"),
-    "gptj": (_PARALLEL, "llama"),
     "granitemoe": ("experts stored as GraniteMoE has them", "granite"),
     "granitemoehybrid": (_STATE_SPACE, "granite"),
     "hunyuan_v1_dense": (_TURNED, "qwen3"),
@@ -58,14 +52,12 @@ REFUSED: dict[str, tuple[str, str]] = {
     "olmo_hybrid": (_LINEAR, "olmo3"),
     "opt": ("learned positions with an offset, and ReLU", "gpt2"),
     "persimmon": ("queries, keys and values in one matrix, head by head", "nemotron"),
-    "phi": (_PARALLEL, "phi3"),
     "phimoe": ("routers of SparseMixer", "mixtral"),
     "qwen3_5": (_IMAGES, "qwen3"),
     "qwen3_5_text": (_LINEAR, "qwen3"),
     "qwen3_next": ("layers of linear attention (gated delta rule), and gates on attention", "qwen3_moe"),
     "recurrent_gemma": ("recurrent layers", "gemma2"),
     "rwkv": ("recurrent layers", "llama"),
-    "stablelm": ("LayerNorm beside a gated MLP, in some models with attention and MLP in parallel", "llama"),
     "xlstm": ("recurrent layers", "llama"),
     "zamba": (_STATE_SPACE, "llama"),
     "zamba2": (_STATE_SPACE, "llama"),

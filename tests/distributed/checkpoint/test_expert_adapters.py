@@ -66,7 +66,7 @@ def logits(model: Any) -> np.ndarray:
 
 def read(directory: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
     """All values of a directory, some of them box by box."""
-    assert adapted(spec.base, read_config(str(directory), "x")) == spec
+    assert adapted(spec.base, read_config(str(directory), "x", spec.base)) == spec
     weights, found = AdapterWeights(str(directory), spec), {}
     for tensor in trained_tensors(spec):
         whole, middle = Box.whole(tensor.shape), [n // 2 for n in tensor.shape]
@@ -177,7 +177,7 @@ def test_other_parameters_and_ranks_are_refused(change: dict[str, Any], field: s
     said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | change
     (tmp_path / CONFIG).write_text(json.dumps(said))
     with pytest.raises(UserError) as raised:
-        read_config(str(tmp_path), "x")
+        read_config(str(tmp_path), "x", from_hf_config(MOE_FAMILIES["qwen3_moe"]))
     assert raised.value.field == field
 
 

@@ -169,6 +169,14 @@ JOINING = {
 
 
 @pytest.mark.slow
+def test_a_host_comes_when_all_are_gone(tmp_path: Path) -> None:
+    found = run(tmp_path, 1, [Happening(0, "step", 5)], "--save-interval", "2", hosts=[Host("new", 4, 2)])
+    check(tmp_path, 1, found)
+    assert "no rank is left" in found.output and "new joined (2 ranks); 2 ranks went on" in found.epochs[0][0]
+    assert "from a checkpoint" in found.epochs[0][0], found.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOINING)
 def test_a_host_joins(name: str, tmp_path: Path) -> None:
     ranks, happenings, host, said = JOINING[name]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import DENSE
+from tests.support.families import DENSE, PARALLEL_BLOCKS
 from tests.support.parity import check_case, fixed_case
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
@@ -51,12 +51,16 @@ def context(layers: int, heads: int) -> dict[str, Any]:
 
 
 PLANS = {"uneven_tp": uneven_tp, "pipeline": pipeline, "context": context}
-CASES = [(family, name) for family in DENSE for name in PLANS]
 QUICK = [
     ("gemma2", "uneven_tp"), ("gemma2", "context"), ("gemma3", "pipeline"), ("phi4_mini", "uneven_tp"),
     ("olmo2_one_kv_head", "uneven_tp"), ("olmo3", "context"), ("smollm3", "pipeline"), ("glm4", "uneven_tp"),
-    ("granite", "pipeline"),
+    ("granite", "pipeline"), ("gpt_neox_three_heads", "pipeline"), ("phi_qk_norm", "uneven_tp"),
+    ("falcon_three_heads", "uneven_tp"), ("stablelm_parallel", "uneven_tp"), ("cohere2_mixed", "context"),
 ]  # fmt: skip
+# Every family under every plan; those that differ in their tables alone under one.
+CASES = [(family, name) for family in DENSE if family not in PARALLEL_BLOCKS for name in PLANS]
+CASES += [(family, [*PLANS][i % len(PLANS)]) for i, family in enumerate(PARALLEL_BLOCKS)]
+CASES = list(dict.fromkeys(CASES + QUICK))
 
 
 @pytest.mark.parametrize("case", quick(CASES, QUICK), ids=lambda case: "-".join(case))

@@ -50,6 +50,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LENGTH},
 }
+PLAIN = {key: size for key, size in SMALL.items() if key not in ("num_key_value_heads", "intermediate_size")}
+PARALLEL_BLOCKS: dict[str, dict[str, Any]] = {
+    "gptj": {"model_type": "gptj", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LENGTH,
+             "rotary_dim": 4},
+    "phi": {"model_type": "phi", **SMALL, "qk_layernorm": True},
+    "falcon": {"model_type": "falcon", **PLAIN},
+    "cohere2": {"model_type": "cohere2", **SMALL, "sliding_window": 9, "sliding_window_pattern": 3},
+}
+FAMILIES |= PARALLEL_BLOCKS
 UNEVEN = """
 version: 1
 seq_length: 16
@@ -126,7 +135,8 @@ def expected(path: Path, prompts: tuple[str, ...], model: Any = None) -> list[li
     return out
 
 
-GREEDY = [(name, plan) for name in FAMILIES for plan in PLANS]
+GREEDY = [(name, plan) for name in FAMILIES if name not in PARALLEL_BLOCKS for plan in PLANS]
+GREEDY += [(name, "uneven") for name in PARALLEL_BLOCKS]
 IN_MAKE_TEST = [("llama", "one"), ("llama", "interleaved"), ("mistral", "uneven")]
 
 

@@ -15,10 +15,13 @@ import transformers
 from hetero_megatron.checkpoint.adapter import AdapterWeights
 from hetero_megatron.checkpoint.adapter_config import adapter_config, read_config
 from hetero_megatron.checkpoint.adapter_keys import INIT, KEYS
+from hetero_megatron.checkpoint.names import module_names, name_table
 from hetero_megatron.checkpoint.residual import base_weights
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
-from hetero_megatron.spec import adapted, load_model, logical_tensors
+from hetero_megatron.spec import adapted, load_model, logical_tensors, trained_tensors
+from tests.support.families import DENSE
+from tests.support.hf_reference import make_hf
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -26,14 +29,14 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 def read(folder: Path, **changed: Any) -> Any:
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | changed))
-    return read_config(str(folder), "--load-adapter")
+    return read_config(str(folder), "--load-adapter", load_model("tiny"))
 
 
 def test_every_key_of_pefts_configuration_is_in_the_table(tmp_path: Path) -> None:
     fields = {f.name for f in dataclasses.fields(peft.LoraConfig)}
     assert fields <= KEYS.known
     peft.LoraConfig(**{k: v for k, v in PLAIN.items() if k != "peft_type"}).save_pretrained(tmp_path)
-    lora = read_config(str(tmp_path), "--load-adapter")
+    lora = read_config(str(tmp_path), "--load-adapter", load_model("tiny"))
     assert (lora.rank, lora.alpha, lora.residual, lora.dora) == (4, 8.0, None, False)
 
 
@@ -104,7 +107,8 @@ def test_bases_that_first_values_changed_are_pefts(base: Path, tmp_path: Path) -
                     param.add_(0.05 * torch.randn_like(param))
         model.save_pretrained(folder)
         theirs = dict(peft.PeftModel.from_pretrained(loaded(base, dtype), folder).named_parameters())
-        spec = adapted(load_model(str(base), "--load-hf"), read_config(str(folder), "--load-adapter"))
+        model_spec = load_model(str(base), "--load-hf")
+        spec = adapted(model_spec, read_config(str(folder), "--load-adapter", model_spec))
         assert spec.lora is not None and adapter_config(spec, None)[INIT] == (True if init == "gaussian" else init)
         weights, adapter = base_weights(str(base), spec), AdapterWeights(str(folder), spec)
         for tensor in logical_tensors(spec):
@@ -127,3 +131,26 @@ def test_bases_that_first_values_changed_are_pefts(base: Path, tmp_path: Path) -
 
 def loaded(base: Path, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+
+
+@pytest.mark.parametrize("family", ["phi", "gptj", "starcoder2", "falcon_three_heads"])
+def test_projections_have_the_familys_names_in_files(family: str, tmp_path: Path) -> None:
+    """peft's adapters of all projections with matrices of their own, read, and named as it names them."""
+    hf, plain = make_hf(DENSE[family], seed=1, dtype=torch.float32)
+    names = module_names(plain)
+    assert names["up_proj"] != "up_proj"
+    torch.manual_seed(2)
+    model = peft.get_peft_model(hf, peft.LoraConfig(r=3, lora_alpha=6, target_modules=[*names.values()]))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param)
+    model.save_pretrained(tmp_path)
+    spec = adapted(plain, read_config(str(tmp_path), "--load-adapter", plain))
+    assert spec.lora is not None and spec.lora.targets == tuple(names)
+    assert set(adapter_config(spec, None)["target_modules"]) == set(names.values())
+    weights, theirs = AdapterWeights(str(tmp_path), spec), dict(model.named_parameters())
+    for tensor in trained_tensors(spec):
+        module, adapter = tensor.name.split(".lora_")
+        stored = name_table(plain)[f"{module}.weight"].name.removesuffix(".weight")
+        want = theirs[f"base_model.model.{stored}.lora_{adapter[0]}.default.weight"]
+        assert torch.equal(weights.read(tensor, Box.whole(tensor.shape)), want), tensor.name

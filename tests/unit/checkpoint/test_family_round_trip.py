@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
 from hetero_megatron.checkpoint.convert import from_native, to_native
@@ -18,9 +19,11 @@ from tests.support.hf_reference import make_hf
 from tests.support.moe_models import MOE_FAMILIES
 
 FAMILIES = DENSE | MOE_FAMILIES
+_SECOND = "model.layers.1."
 BACK = [
     "gemma2", "gemma3", "phi4_mini", "olmo3_yarn", "smollm3", "glm4", "granite", "mixtral", "gpt_oss", "deepseek_v2",
-    "deepseek_v3", "llama4",
+    "deepseek_v3", "llama4", "gpt_neox_three_heads", "gptj_whole_heads_tied", "phi_qk_norm", "falcon_three_heads",
+    "falcon_40b", "cohere_qk_norm", "cohere2_mixed", "stablelm_parallel",
 ]  # fmt: skip
 
 
@@ -49,6 +52,30 @@ def test_weights_come_back(family: str, tmp_path: Path) -> None:
     assert from_hf_config(AutoModelForCausalLM.from_pretrained(target).config.to_dict()) == from_hf_config(
         hf.config.to_dict()
     )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_left_out(family: str, tmp_path: Path) -> None:
+    """As transformers leaves them out; what else comes after the last layer is refused."""
+    hf, _ = make_hf(FAMILIES[family], seed=3, dtype=torch.float32)
+    source, native, target = (tmp_path / name for name in ("source", "native", "target"))
+    hf.save_pretrained(source)
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    weights, after = load_file(source / "model.safetensors"), f"model.layers.{config['num_hidden_layers']}."
+    again = {after + n.removeprefix(_SECOND): t.clone() for n, t in weights.items() if n.startswith(_SECOND)}
+    again |= {after + n: torch.ones(2, 2) for n in ("enorm.weight", "shared_head.head.weight", "embed_tokens.weight")}
+    save_file(weights | again, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="unexpected"):
+        to_native(str(source), str(native))
+    again[f"{after}eh_proj.weight"] = torch.ones(2, 4)
+    save_file(weights | again, source / "model.safetensors", {"format": "pt"})
+    assert any(after in text for text in to_native(str(source), str(native))["notices"])
+    assert any("num_nextn_predict_layers = 1" in text for text in from_hf_config(config).notices)
+    from_native(str(native), str(target))
+    assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    back, want = AutoModelForCausalLM.from_pretrained(target).state_dict(), hf.state_dict()
+    assert back.keys() == want.keys() and all(torch.equal(back[name], want[name]) for name in want)
 
 
 def test_of_text_and_images_the_language_model_is_read(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hetero_megatron.spec.families.gpt2 import GPT2_ALIASES
 from hetero_megatron.spec.hf_config import from_hf_config
 from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.hf_reader import FIXED, HARMLESS
-from tests.support.families import DENSE
+from tests.support.families import DENSE, PARALLEL_BLOCKS
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.selection import quick
@@ -37,8 +37,9 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-QUICK = ("llama", "qwen3", "gemma3_text", "gpt2")  # the others have what these have, in other combinations
+QUICK = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox")  # the others have what these have, in other combinations
 MIXTURES = {c["model_type"]: c for c in reversed(MOE_FAMILIES.values())}  # the first of each family
+_PARALLEL_FAMILIES = {config["model_type"] for config in PARALLEL_BLOCKS.values()}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -48,6 +49,8 @@ def base(family: str) -> dict[str, Any]:
     if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
         return MIXTURES[family] | BASE | of_every_head
+    if family in ("gptj", "falcon"):
+        return next(c for c in DENSE.values() if c["model_type"] == family) | {"num_hidden_layers": 2}
     plain = ("llama", "mistral", "qwen2", "qwen3")
     small = next((c for c in DENSE.values() if c["model_type"] == family and family not in plain), {})
     head_dim = {"head_dim": 16} if family == "qwen3" else {}
@@ -163,7 +166,38 @@ MOE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+PARALLEL: list[dict[str, Any]] = [
+    {"use_parallel_residual": False}, {"use_parallel_residual": True}, {"use_parallel_residual": None},
+    {"rotary_pct": 0.5}, {"rotary_pct": 1.0}, {"rotary_pct": 0.0}, {"rotary_pct": 1.5}, {"rotary_emb_base": 500},
+    {"rotary_emb_base": 500, "rope_theta": 700}, {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+    {"rotary_pct": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 1.0}, "rotary_pct": 0.5},
+    {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.75}, {"partial_rotary_factor": 0.3},
+    {"attention_bias": True}, {"attention_bias": False}, {"use_qkv_bias": True}, {"bias": True}, {"bias": None},
+    {"qk_layernorm": True}, {"qk_layernorm": True, "head_dim": 12}, {"use_qk_norm": True}, {"use_qk_norm": None},
+    {"logit_scale": 2.0}, {"logit_scale": None}, {"logit_scale": 0}, {"layer_norm_eps": 0.1}, {"layer_norm_eps": None},
+    {"hidden_act": "gelu"}, {"hidden_act": "gelu_new"}, {"hidden_act": "gelu_fast"}, {"hidden_act": "relu"},
+    {"new_decoder_architecture": True}, {"new_decoder_architecture": True, "num_kv_heads": 2},
+    {"new_decoder_architecture": True, "num_kv_heads": 3}, {"new_decoder_architecture": True, "parallel_attn": False},
+    {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2, "multi_query": False},
+    {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, {"num_ln_in_parallel_attn": 1},
+    {"num_ln_in_parallel_attn": 2}, {"multi_query": False}, {"multi_query": False, "num_kv_heads": 2},
+    {"multi_query": False, "num_kv_heads": 4}, {"num_kv_heads": 2}, {"parallel_attn": False}, {"alibi": True},
+    {"alibi": None}, {"parallel_attn": False, "multi_query": False, "bias": True}, {"ffn_hidden_size": None},
+    {"ffn_hidden_size": 128, "ff_factor": 4}, {"ff_factor": 3}, {"activation": "relu"}, {"activation": "gelu_new"},
+    {"n_embed": 64}, {"n_embed": 32}, {"apply_residual_connection_post_layernorm": True},
+    {"sliding_window": 5}, {"sliding_window": None}, {"sliding_window": 5, "sliding_window_pattern": 2},
+    {"sliding_window_pattern": 1}, {"sliding_window_pattern": 2, "layer_switch": 2}, {"layer_switch": 2},
+    {"rotary_dim": 4}, {"rotary_dim": 5}, {"rotary_dim": None}, {"rotary_dim": 64}, {"rotary": False}, {"n_inner": 7},
+]  # fmt: skip
+
+
 def mutations(family: str) -> list[dict[str, Any]]:
+    if family in _PARALLEL_FAMILIES:
+        known = FAMILIES[family].keys
+        own = [change for change in PARALLEL if change.keys() & known]
+        return own + (GPT2 if family == "gptj" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
     if family in MIXTURES:
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]
     return (GPT2 if family == "gpt2" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
@@ -259,7 +293,7 @@ def test_every_attribute_of_transformers_classes_is_in_a_table(family: str) -> N
     theirs |= set(json.loads(kind().to_json_string(use_diff=False)))
     theirs |= {"torch_dtype", "name_or_path", "_commit_hash", "num_labels", "output_attentions", "attn_implementation"}
     theirs |= {"experts_implementation", "per_layer_config"}
-    if family != "gpt2":
+    if family not in ("gpt2", "gptj"):
         theirs |= {"rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
     assert not theirs - FAMILIES[family].keys - FIXED.keys() - HARMLESS.keys()
 
@@ -274,9 +308,8 @@ def test_a_fixed_key_with_another_value_is_refused_by_name(key: str) -> None:
 
 
 def test_quantised_gpt_oss_says_what_to_do() -> None:
-    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    with pytest.raises(UserError, match="MXFP4.*dequantise them first.*dequantize=True"):
-        from_hf_config(base("gpt_oss") | quantised)
+    with pytest.raises(UserError, match=r"quantised \(awq\).*from before the quantisation"):
+        from_hf_config(base("gpt_oss") | {"quantization_config": {"quant_method": "awq", "bits": 4}})
 
 
 def test_unknown_keys_are_listed_at_once() -> None:

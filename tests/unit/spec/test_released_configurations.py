@@ -1,6 +1,6 @@
 """Configurations as their makers released them are read, and give the numbers of parameters of the model cards.
 
-Left out is what is refused: formats of quantised weights and multi-token prediction.
+Those that are quantised or predict further tokens are read as plain ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,88 @@ QWEN3_MOE: dict[str, Any] = {
     "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+GPT_NEOX: dict[str, Any] = {
+    "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 16384, "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "transformers_version": "4.24.0", "use_cache": True, "use_parallel_residual": True, "vocab_size": 50432,
+}  # fmt: skip
+GPTJ: dict[str, Any] = {
+    "activation_function": "gelu_new", "architectures": ["GPTJForCausalLM"], "attn_pdrop": 0.0, "bos_token_id": 50256,
+    "embd_pdrop": 0.0, "eos_token_id": 50256, "gradient_checkpointing": False, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28,
+    "n_positions": 2048, "resid_pdrop": 0.0, "rotary": True, "rotary_dim": 64, "scale_attn_weights": True,
+    "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "tie_word_embeddings": False,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50, "temperature": 1.0}},
+    "tokenizer_class": "GPT2Tokenizer", "transformers_version": "4.18.0.dev0", "use_cache": True, "vocab_size": 50400,
+}  # fmt: skip
+PHI_2: dict[str, Any] = {
+    "_name_or_path": "microsoft/phi-2", "architectures": ["PhiForCausalLM"], "attention_dropout": 0.0,
+    "bos_token_id": 50256, "embd_pdrop": 0.0, "eos_token_id": 50256, "hidden_act": "gelu_new", "hidden_size": 2560,
+    "initializer_range": 0.02, "intermediate_size": 10240, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+    "model_type": "phi", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.4, "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.37.0",
+    "use_cache": True, "vocab_size": 51200,
+}  # fmt: skip
+FALCON_7B: dict[str, Any] = {
+    "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+    "attention_dropout": 0.0, "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_falcon.FalconConfig"}, "hidden_size": 4544, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "model_type": "falcon", "multi_query": True, "new_decoder_architecture": False,
+    "num_attention_heads": 71, "num_hidden_layers": 32, "parallel_attn": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.27.4", "use_cache": True, "vocab_size": 65024,
+}  # fmt: skip
+COMMAND_R: dict[str, Any] = {
+    "architectures": ["CohereForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5,
+    "eos_token_id": 255001, "hidden_act": "silu", "hidden_size": 8192, "initializer_range": 0.02,
+    "intermediate_size": 22528, "layer_norm_eps": 1e-05, "logit_scale": 0.0625, "max_position_embeddings": 8192,
+    "model_max_length": 131072, "model_type": "cohere", "num_attention_heads": 64, "num_hidden_layers": 40,
+    "num_key_value_heads": 64, "pad_token_id": 0, "pretraining_tp": 1, "rope_theta": 8000000.0,
+    "torch_dtype": "float16", "transformers_version": "4.38.2", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+COMMAND_R7B = COMMAND_R | {
+    "architectures": ["Cohere2ForCausalLM"], "cache_implementation": "hybrid", "head_dim": 128, "hidden_size": 4096,
+    "intermediate_size": 14336, "layer_switch": 4, "logit_scale": 0.25, "model_type": "cohere2",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rope_scaling": None,
+    "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+    "use_parallel_embedding": False,
+}  # fmt: skip
+STABLELM_2: dict[str, Any] = {
+    "architectures": ["StableLmForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 100257,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 5632, "layer_norm_eps": 1e-05, "max_position_embeddings": 4096,
+    "model_type": "stablelm", "num_attention_heads": 32, "num_hidden_layers": 24, "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.25, "rope_theta": 10000, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "transformers_version": "4.38.0", "use_cache": True, "use_qkv_bias": True, "vocab_size": 100352,
+}  # fmt: skip
 RELEASED = {
+    "Pythia-6.9B": (GPT_NEOX, 6.857e9), "GPT-J-6B": (GPTJ, 6.051e9), "Phi-2": (PHI_2, 2.780e9),
+    "GPT-NeoX-20B": (
+        GPT_NEOX | {"hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64, "num_hidden_layers": 44,
+                    "hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}, 20.555e9,
+    ),
+    "Falcon-7B": (FALCON_7B, 6.922e9), "Command-R": (COMMAND_R, 34.98e9), "Command-R7B": (COMMAND_R7B, 8.028e9),
+    "Falcon-40B": (
+        FALCON_7B | {"hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
+                     "new_decoder_architecture": True}, 41.30e9,
+    ),
+    "Falcon2-11B": (
+        FALCON_7B | {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 60, "num_kv_heads": 8,
+                     "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 16384,
+                     "ff_factor": 4, "rope_theta": 500042, "rope_scaling": None, "tie_word_embeddings": False,
+                     "max_position_embeddings": 8192}, 11.1e9,
+    ),
+    "StableLM-2-1.6B": (STABLELM_2, 1.645e9),
+    "StableLM-2-12B": (
+        STABLELM_2 | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+                      "num_key_value_heads": 8, "qk_layernorm": True, "use_parallel_residual": True,
+                      "use_qkv_bias": False}, 12.14e9,
+    ),
     "gpt-oss-20b": (GPT_OSS, 20.91e9),
     "gpt-oss-120b": (
         GPT_OSS | {"num_hidden_layers": 36, "layer_types": [SLIDING, FULL] * 18, "num_local_experts": 128}, 116.83e9,
@@ -85,12 +166,28 @@ def test_parameters_of_the_model_card(name: str) -> None:
     assert from_hf_config(export_config(spec, None)) == spec and export_config(spec, config) == config
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "DeepSeek-V3"])
+def test_as_released_they_are_the_same_models(name: str) -> None:
+    """Quantised, and with a layer of multi-token prediction."""
+    config, _ = RELEASED[name]
+    fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    added = {"quantization_config": mxfp4 if name == "gpt-oss-20b" else fp8}
+    added |= {"num_nextn_predict_layers": 1} if name == "DeepSeek-V3" else {}
+    spec = from_hf_config(config | added)
+    plain = from_hf_config(config)
+    assert spec == plain and len(spec.notices) == len(plain.notices) + len(added)
+    assert export_config(spec, config | added) == config
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "quantization_config"),
-        (DEEPSEEK_V3 | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        (DEEPSEEK_V3 | {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
+        (DEEPSEEK_V3 | {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers"),
+        (DEEPSEEK_V2_LITE | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
     ],
 )
 def test_what_they_have_besides_is_refused_by_name(config: dict[str, Any], key: str) -> None:

@@ -336,6 +336,9 @@ def test_activation_bytes_match_what_autograd_saves() -> None:
     latent = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8} | sizes
     for ranks in ({"q_lora_rank": 48, "v_head_dim": 16}, {"q_lora_rank": None, "v_head_dim": 24}):
         changed.append(from_hf_config(MOE_FAMILIES["deepseek_v2"] | latent | ranks))
+    wide = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 352}
+    for name in ("gpt_neox", "cohere_qk_norm", "phi", "stablelm_parallel", "glm"):
+        changed.append(from_hf_config(DENSE[name] | wide | {"head_dim": 16}))
     for spec in changed:
         stage = GPTStage(spec, whole_share(spec), [0], False, False)
         for p in stage.parameters():

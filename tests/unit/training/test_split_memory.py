@@ -24,12 +24,15 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.train import optimizer_factory
 from tests.distributed.training.test_parity import pipe, plan, stage
+from tests.support.families import DENSE
 from tests.support.selection import quick
 
-MODELS = {
+MODELS: dict[str, str | dict[str, Any]] = {
     "grouped": "--num-attention-heads 8 --num-query-groups 4 --group-query-attention --swiglu --ffn-hidden-size 96",
     "gelu": "--num-attention-heads 4 --ffn-hidden-size 96",
     "tied": "--num-attention-heads 4 --swiglu --ffn-hidden-size 80",
+    "one norm": DENSE["cohere"] | {"num_hidden_layers": 5, "hidden_size": 64, "vocab_size": 128},
+    "two norms": DENSE["gpt_neox"] | {"num_hidden_layers": 5, "hidden_size": 64, "vocab_size": 128},
 }
 
 
@@ -48,11 +51,16 @@ def test_operands_that_wait_are_what_the_formula_says(
     ranks = [list(range(s * tp, (s + 1) * tp)) for s in range(3)]
     layers = [[0, 2], [2, 3], [3, 5]]
     stages = [stage(r, part, tp=tp, recompute=recompute) for r, part in zip(ranks, layers, strict=True)]
-    flags = (
-        "--dry-run --num-layers 5 --hidden-size 64 --vocab-size 128 --max-position-embeddings 64 --seq-length 16 "
-        f"--normalization RMSNorm --disable-bias-linear --position-embedding-type rope {MODELS[model]} "
-        + ("" if model == "tied" else "--untie-embeddings-and-output-weights")
-    )
+    said = MODELS[model]
+    if isinstance(said, str):
+        flags = (
+            "--dry-run --num-layers 5 --hidden-size 64 --vocab-size 128 --max-position-embeddings 64 --seq-length 16 "
+            f"--normalization RMSNorm --disable-bias-linear --position-embedding-type rope {said} "
+            + ("" if model == "tied" else "--untie-embeddings-and-output-weights")
+        )
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        flags = f"--dry-run --model {tmp_path} --seq-length 16"
     path = tmp_path / "plan.json"
     spelled: dict[str, Any] = plan([pipe(2, 3, *stages)], seq_length=16, schedule="zero-bubble")
     path.write_text(json.dumps(spelled))

@@ -114,7 +114,7 @@ FLAGS = (
         "--multi-latent-attention", "multi-latent attention is not read from flags",
         "--model with a config.json that has it, or a checkpoint with it as SOURCE of convert",
     ),
-    refused("--mtp-num-layers", "multi-token prediction is not supported", nargs=1),
+    only("--mtp-num-layers", int, (0,), "multi-token prediction is not supported", "0, or leave the flag out"),
     refused(
         "--heterogeneous-layers-config-path",
         "layers of unlike shapes are not supported (the flag is not about unlike chips)",

@@ -1,0 +1,137 @@
+"""Weights of a Hugging Face directory in block FP8 or MXFP4, as slices of bf16 tensors: only what is asked for is read
+and dequantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
+from hetero_megatron.spec.quantised import FP8, fp8_block, method_of
+from hetero_megatron.utils.files import read_json_object
+
+_SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same negative
+_GROUP = 32  # values of MXFP4 with one scale, two to a byte
+_BIAS = 127  # of its scales' exponents
+
+
+class DequantisedSlice:
+    """As a slice object of safetensors: shape, dtype, and any part of the values."""
+
+    shape: tuple[int, ...]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        given = index if isinstance(index, tuple) else (index,)
+        parts = (*given, *[slice(None)] * (len(self.shape) - len(given)))
+        return self._part(*(range(*part.indices(size)) for part, size in zip(parts, self.shape, strict=True)))
+
+    def _part(self, *axes: range) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Fp8Slice(DequantisedSlice):
+    """E4M3 values [rows, columns] times the scale of their block, in fp32, rounded to bf16. The last blocks may be
+    smaller."""
+
+    def __init__(self, weight: Any, scales: Any, block: tuple[int, int]) -> None:
+        self.weight, self.scales, self.block = weight, scales, block
+        self.shape = tuple(weight.get_shape())
+
+    def fits(self) -> bool:
+        grid = [-(-size // each) for size, each in zip(self.shape, self.block)]
+        return len(self.shape) == 2 and list(self.scales.get_shape()) == grid
+
+    def _part(self, *axes: range) -> torch.Tensor:
+        values = self.weight[tuple(slice(axis.start, axis.stop) for axis in axes)].float()
+        first = [axis.start // each for axis, each in zip(axes, self.block, strict=True)]
+        last = [-(-axis.stop // each) for axis, each in zip(axes, self.block, strict=True)]
+        scales = self.scales[tuple(map(slice, first, last))].float()
+        for dim, (axis, each) in enumerate(zip(axes, self.block, strict=True)):
+            scales = scales.index_select(dim, torch.arange(axis.start, axis.stop) // each - first[dim])
+        return (values * scales).bfloat16()
+
+
+class Mxfp4Slice(DequantisedSlice):
+    """Of all experts [experts, inputs, outputs], stored by outputs in groups of inputs: the lower half of a byte is the
+    first of two values."""
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self.blocks, self.scales = blocks, scales
+        experts, outputs, groups, _ = blocks.get_shape()
+        self.shape = (experts, groups * _GROUP, outputs)
+
+    def _part(self, *axes: range) -> torch.Tensor:
+        experts, inputs, outputs = axes
+        first = inputs.start // _GROUP
+        where = (
+            slice(experts.start, experts.stop), slice(outputs.start, outputs.stop),
+            slice(first, -(-inputs.stop // _GROUP)),
+        )  # fmt: skip
+        stored, exponents = self.blocks[where], self.scales[where].int() - _BIAS
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16)
+        values = torch.stack([table[(stored & 15).int()], table[(stored >> 4).int()]], -1).flatten(-2)
+        values = torch.ldexp(values, exponents[..., None]).flatten(-2).transpose(1, 2)
+        return values[:, inputs.start - first * _GROUP : inputs.stop - first * _GROUP]
+
+
+def dequantise(files: WeightFiles) -> None:
+    """Put slices that dequantise in the place of the tensors of a format that config.json says.
+
+    Raises:
+        UserError: scales that do not fit their weight.
+    """
+    path = files.directory / "config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    method = method_of(config)
+    if method is None:
+        return
+    made = _fp8(files, fp8_block(config, str(path))) if method == FP8 else _mxfp4(files)
+    for name, (one, parts) in made.items():
+        files.put(name, one, parts)
+    if made:
+        what = "block FP8" if method == FP8 else "MXFP4"
+        files.notices.append(f"{files.directory}: {len(made)} tensors in {what} are dequantised to bf16")
+
+
+def _fp8(files: WeightFiles, block: tuple[int, int]) -> dict[str, tuple[DequantisedSlice, tuple[str, ...]]]:
+    found: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
+    for scale in [name for name in files.files_of if name.endswith(f".weight{_SCALE}")]:
+        name = scale.removesuffix(_SCALE)
+        if name not in files.files_of or files.tensor(name).get_dtype() != "F8_E4M3":
+            continue  # refused as what is left
+        one = Fp8Slice(files.tensor(name), files.tensor(scale), block)
+        if not one.fits() or files.tensor(scale).get_dtype() not in ("F32", "BF16"):
+            raise _misfit(files, scale, f"float scales of blocks {list(block)} of {shown(name)} {one.get_shape()}")
+        found[name] = one, (name, scale)
+    return found
+
+
+def _mxfp4(files: WeightFiles) -> dict[str, tuple[DequantisedSlice, tuple[str, ...]]]:
+    found: dict[str, tuple[DequantisedSlice, tuple[str, ...]]] = {}
+    for blocks in [name for name in files.files_of if name.endswith(_BLOCKS)]:
+        name = blocks.removesuffix(_BLOCKS)
+        scales = name + _SCALES
+        if scales not in files.files_of:
+            continue
+        stored, exponents = files.tensor(blocks), files.tensor(scales)
+        shape = list(stored.get_shape())
+        bytes_each = [one.get_dtype() for one in (stored, exponents)] == ["U8", "U8"]
+        if len(shape) != 4 or shape[3] != _GROUP // 2 or list(exponents.get_shape()) != shape[:3] or not bytes_each:
+            raise _misfit(files, scales, f"bytes, one for each group of {_GROUP // 2} bytes of {shown(blocks)} {shape}")
+        found[name] = Mxfp4Slice(stored, exponents), (blocks, scales)
+    return found
+
+
+def _misfit(files: WeightFiles, scales: str, accepted: str) -> Exception:
+    one = files.tensor(scales)
+    problem = f"{shown(scales)} is {one.get_dtype()} {list(one.get_shape())}"
+    return files.refuse(problem, Path(files.directory), accepted)

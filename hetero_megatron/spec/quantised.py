@@ -1,0 +1,58 @@
+"""Checkpoints in fewer bits whose weights are dequantised as they are read: block FP8 and MXFP4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero_megatron.spec.hf_reader import Config, ConfigReader
+
+KEY, FP8, MXFP4 = "quantization_config", "fp8", "mxfp4"
+_ANY = frozenset({"modules_to_not_convert", "modules_to_convert", "ignored_layers"})  # the tensors say it
+# Method -> its keys and the values that they may have.
+_FORMATS: dict[str, dict[str, tuple[Any, ...]]] = {
+    FP8: {
+        "fmt": ("e4m3", None), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0", None),
+        "expert_dtype": ("fp8",), "dequantize": (True, False),
+    },
+    MXFP4: {"dequantize": (True, False)},
+}  # fmt: skip
+_SAID = {FP8: "block FP8", MXFP4: "MXFP4"}
+
+
+def method_of(config: Config) -> str | None:
+    """The format of the weights, where it is one that is dequantised; gpt-oss alone has MXFP4."""
+    said = config.get(KEY)
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    known = method == FP8 or (method == MXFP4 and config.get("model_type") == "gpt_oss")
+    return method if known else None
+
+
+def fp8_block(config: Config, where: str) -> tuple[int, int]:
+    """(rows, columns) of a weight that have one scale. UserError: weights have another form."""
+    read = ConfigReader(config[KEY], where, f"{KEY}.")
+    found = read.value("weight_block_size", [128, 128])
+    ok = isinstance(found, list) and len(found) == 2 and all(type(size) is int and 0 < size < 1 << 20 for size in found)
+    if not ok:
+        raise read.refuse("weights with one scale for blocks are read", "weight_block_size", "two sizes: [128, 128]")
+    return found[0], found[1]
+
+
+def without_quantisation(config: Config, where: str) -> tuple[Config, tuple[str, ...]]:
+    """(the configuration of the dequantised model, notices); of other formats, or none, as it is.
+
+    Raises:
+        UserError: a form of these formats that is not read.
+    """
+    method = method_of(config)
+    if method is None:
+        return config, ()
+    read = ConfigReader(config[KEY], where, f"{KEY}.")
+    known = _FORMATS[method].keys() | _ANY | {"quant_method"} | ({"weight_block_size"} if method == FP8 else set())
+    for key in sorted(config[KEY].keys() - known):
+        raise read.refuse(f"unknown with quant_method {method}", key, ", ".join(sorted(known)))
+    for key, values in _FORMATS[method].items():
+        read.must_be(key, *values)
+    if method == FP8:
+        fp8_block(config, where)
+    said = f"{where}: the weights are in {_SAID[method]}: they are dequantised to bf16 as they are read"
+    return {key: value for key, value in config.items() if key != KEY}, (said,)
