@@ -1,6 +1,6 @@
 """A small Llama with random weights, a tokenizer with a chat template, and conversations, to try fine-tuning with.
 
-    python examples/small_chat_model.py DIRECTORY     # DIRECTORY/base and DIRECTORY/chats.jsonl
+    python examples/small_chat_model.py DIRECTORY     # DIRECTORY/base, DIRECTORY/chats.jsonl and DIRECTORY/pairs.jsonl
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def main(root: Path) -> None:
     ]  # fmt: skip
     root.mkdir(parents=True, exist_ok=True)
     (root / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    pairs = [{"chosen": chat, "rejected": [chat[0], {"role": "assistant", "content": "No idea."}]} for chat in chats]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

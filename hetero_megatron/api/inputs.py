@@ -75,7 +75,7 @@ class Model:
             targets: projections that get one ("q_proj", "down_proj", …); None: all linear layers.
             dropout: share of their inputs that they drop in training.
             dora: their rows are scaled to trained lengths.
-            base_dtype: "int8": the frozen projections are stored so; None: as the run computes.
+            base_dtype: "int8" or "nf4": the frozen projections are stored so; None: as the run computes.
 
         Raises:
             UserError: a value out of its range, or projections that the model does not have.

@@ -234,13 +234,15 @@ class Prediction:
 
 
 def predict(
-    plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None
-) -> Prediction:
+    plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None,
+    reference: bool = False,
+) -> Prediction:  # fmt: skip
     """Simulate one step.
 
     Args:
         memory_margin: share of a chip's memory that stays free.
         routing_stats: file that a run wrote, of how often experts were chosen; None: all alike.
+        reference: every step runs the base without adapters, too, as the reference of preference pairs.
 
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing. A plan that does not fit into
@@ -248,8 +250,9 @@ def predict(
     """
     spec, described = plan.model.spec, cluster.described
     options = CostOptions(
-        margin=memory_margin, moments=moments_of(plan.optimizer), routing=routing_of(routing_stats, spec), fp8=plan.fp8
-    )
+        margin=memory_margin, moments=moments_of(plan.optimizer), routing=routing_of(routing_stats, spec), fp8=plan.fp8,
+        reference=reference,
+    )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
     compiled = CompiledPlan(plan.canonical, spec)
     found = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=PreparedPlan(compiled))

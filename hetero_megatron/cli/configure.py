@@ -37,6 +37,8 @@ from hetero_megatron.plans.fp8_checks import fp8_fits
 from hetero_megatron.plans.kernels import with_kernels
 from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
+from hetero_megatron.spec.moe import Balancing
+from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.utils.text import plural
 
@@ -108,8 +110,7 @@ def configure_arguments(
     optimizer, evaluation = part(training.build_optimizer, args), part(training.build_evaluation, args)
     dtype = part(training.build_precision, args)
     loss_scale = part(training.build_loss_scale, args, dtype)
-    fp8 = part(training.build_fp8, args)
-    dropout = part(build_dropout, args)
+    fp8, dropout = part(training.build_fp8, args), part(build_dropout, args)
     stop, logging = part(training.build_exit, args), part(training.build_logging, args)
     distributed = part(training.build_distributed, args)
     data = part(_data, args)
@@ -135,6 +136,7 @@ def configure_arguments(
     checkpoint, adapter = part(build_checkpoint, args), part(build_adapter, args)
     failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
+    preference = part(_preference, args, spec, balancing)
     alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
     graphs, as_rank = part(build_graphs, args, plan, spec, data), part(_as_rank, args, plan)
     parts.done()
@@ -175,6 +177,7 @@ def configure_arguments(
         as_rank=as_rank,
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
+        preference=preference, reference_logps=args["reference_logps"], reference_hf=args["reference_hf"],
     )
 
 
@@ -244,6 +247,14 @@ def _check_vocabulary(args: Arguments, data: DataConfig | None, spec: ModelSpec)
     if named is not None and size is not None and not null and size != spec.vocab_size:
         problem = f"{flag_name(named)} {args[named]} says {spec.vocab_size}"
         raise flag_error("vocab_size", size, problem, "leave the flag out")
+
+
+def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Preference | None:
+    if args["preference"] is None:
+        return None
+    from hetero_megatron.cli.flags.preference import build_preference
+
+    return build_preference(args, spec, balancing)
 
 
 def _cluster(args: Arguments) -> Cluster | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OUTPUTS: dict[str, Callable[[str, str], None]] = {
     "save": try_folder, "save_hf": try_export, "save_adapter": try_export, "tensorboard_dir": try_folder,
     "wandb_save_dir": try_folder, "data_cache_path": try_folder, "dump_layers": try_folder,
-    "capture_operators": try_folder, "routing_stats": try_file,
+    "capture_operators": try_folder, "routing_stats": try_file, "reference_logps": try_file,
 }  # fmt: skip
 _EXPORTS = [key for key, attempt in OUTPUTS.items() if attempt is try_export]
 # flag -> (module, what it is called, package)
@@ -106,7 +106,7 @@ def _check_split(data: DataConfig, which: int) -> None:
         assert split is not None
         count = _count(data, split, path)
         if count is not None:
-            split.documents(count, path, "conversation" if data.sft else "document")
+            split.documents(count, path, "pair" if data.pairs else "conversation" if data.sft else "document")
 
 
 def _count(data: DataConfig, split: SplitPaths, path: str) -> int | None:

@@ -1,4 +1,4 @@
-"""``hetero-megatron finetune``: as ``pretrain``, on conversations (``--sft``)."""
+"""``hetero-megatron finetune``: as ``pretrain``, on conversations (``--sft``) or pairs (``--preference``)."""
 
 from __future__ import annotations
 

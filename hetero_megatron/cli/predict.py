@@ -18,6 +18,7 @@ from hetero_megatron.plans.made_for import made_for_of
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
+from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE
 from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document
 
@@ -56,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
         help="columns of the printed timeline (100)")  # fmt: skip
     parser.add_argument("--routing-stats", metavar="FILE",
                         help="how often experts were chosen, as a run wrote it (default: all alike)")  # fmt: skip
+    parser.add_argument("--preference", choices=tuple(LOSSES), metavar="LOSS",
+                        help="of a run on preference pairs: with adapters a step runs the reference, too")  # fmt: skip
     args = parser.parse_args(list(argv))
     check_writable(args.html, "--html")
     check_writable(args.trace, "--trace")
@@ -76,7 +79,10 @@ def main(argv: Sequence[str]) -> int:
     less = made.less_memory(cluster.described, plan.ranks, args.plan) if made is not None else None
     if less is not None:  # no refusal: what it means for this cluster is what is asked here
         print(notice_line(less.problem), file=sys.stderr)
-    found = predict(plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats)
+    found = predict(
+        plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
+        reference=args.preference not in (None, *WITHOUT_REFERENCE) and plan.model.spec.lora is not None,
+    )  # fmt: skip
     if args.html:
         write_text(args.html, "--html", found.page())
     if args.trace:

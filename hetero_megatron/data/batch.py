@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetero_megatron.data.sample import Dataset
+from hetero_megatron.data.sample import Dataset, Sample
 from hetero_megatron.ops.dropout import Draws
 
 
@@ -24,6 +24,22 @@ class BatchOptions:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """The preference pairs of a batch.
+
+    Attributes:
+        sides: int64 [b, s]: which answer of the batch a position belongs to: 2 i chosen, 2 i + 1 rejected of pair i;
+            0 where nothing counts.
+        numbers: of each pair in the data.
+        lengths: tokens that count of each answer, [2 x pairs], in all of the sequence.
+    """
+
+    sides: torch.Tensor
+    numbers: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Batch:
     """b sequences of s tokens.
 
@@ -34,6 +50,7 @@ class Batch:
             They count tokens of the whole sequence, also in a batch that holds only some of its tokens.
         counted: tokens that count in the loss, where the mask is on a device; None: the mask says.
         draws: of dropout, in training; its sample is the global index of the first row.
+        pairs: of preference pairs; None: rows are no pairs.
     """
 
     tokens: torch.Tensor
@@ -43,6 +60,7 @@ class Batch:
     documents: list[list[int]] | None = None
     counted: int | None = None
     draws: Draws | None = None
+    pairs: Pairs | None = None
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -60,7 +78,8 @@ class Batch:
 
         mask = None if self.loss_mask is None else part(self.loss_mask)
         tokens, labels, positions = map(part, (self.tokens, self.labels, self.positions))
-        return replace(self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask)
+        pairs = None if self.pairs is None else replace(self.pairs, sides=part(self.pairs.sides))
+        return replace(self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, pairs=pairs)
 
 
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:
@@ -84,7 +103,22 @@ def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) 
         torch.from_numpy(np.ascontiguousarray(positions)),
         mask,
         documents,
+        pairs=_pairs(samples, length) if samples and samples[0].pairs is not None else None,
     )
+
+
+def _pairs(samples: Sequence[Sample], length: int) -> Pairs:
+    """Of samples that all hold pairs."""
+    sides, numbers, lengths = np.zeros((len(samples), length), np.int64), list[int](), list[int]()
+    for row, sample in zip(sides, samples, strict=True):
+        assert sample.pairs is not None and sample.loss_mask is not None
+        starts = [*sample.documents.tolist(), length]
+        for answer in range(2 * len(sample.pairs)):
+            part = slice(starts[answer], starts[answer + 1])
+            row[part] = len(lengths)
+            lengths.append(int(sample.loss_mask[part].sum()))
+        numbers += sample.pairs
+    return Pairs(torch.from_numpy(sides), tuple(numbers), tuple(lengths))
 
 
 def _positions(documents: np.ndarray, length: int) -> np.ndarray:

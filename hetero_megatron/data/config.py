@@ -41,6 +41,7 @@ class DataConfig:
         tokenizer_source: who chose the tokenizer, for what the run prints.
         json_keys: the key (jsonl) or column (parquet, arrow) that holds the text.
         sft: the data are conversations (see ``data.chat``).
+        preference: they are preference pairs, for this loss; None: single conversations.
         chat_template: file with a Jinja template; None: the tokenizer's own.
         sft_loss: ``assistant``: what the assistant wrote counts; ``all``: every token of a conversation.
         overlong_samples: what becomes of conversations longer than a sample.
@@ -70,6 +71,7 @@ class DataConfig:
     eod_mask_loss: bool = False
     num_workers: int = 2
     sft: bool = False
+    preference: str | None = None
     chat_template: str | None = None
     sft_loss: str = "assistant"
     overlong_samples: str = "keep-start"
@@ -116,6 +118,21 @@ class DataConfig:
         for flag, (given, problem, accepted) in others.items():
             if given:
                 raise UserError(problem, field=flag, value="given", accepted=accepted, where="with --sft")
+        if self.pairs and self.reads_stream:
+            raise UserError(
+                "pairs are addressed by number, which a stream has not", field="--dataloader-type", value="streaming",
+                accepted="single", where="with --preference",
+            )  # fmt: skip
+        if self.pairs and self.sft_loss == "all":
+            raise UserError(
+                "a pair is compared by its answers alone", field="--sft-loss", value="all", accepted="assistant",
+                where="with --preference",
+            )  # fmt: skip
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the records are preference pairs."""
+        return self.preference is not None
 
     @property
     def reads_stream(self) -> bool:

@@ -14,11 +14,14 @@ class Sample(NamedTuple):
     """``tokens`` int64 [seq_length + 1]; ``documents`` int32 [n], ascending starts in ``tokens[:-1]``, first 0.
 
     ``loss_mask``: bool [seq_length], True where the prediction of the next token counts; None: everywhere.
+    ``pairs``: of preference pairs, the number of each in the data; pair i of the sample is documents 2 i (chosen) and
+    2 i + 1 (rejected).
     """
 
     tokens: np.ndarray
     documents: np.ndarray
     loss_mask: np.ndarray | None = None
+    pairs: tuple[int, ...] | None = None
 
 
 class Dataset(Protocol):

@@ -32,7 +32,8 @@ class Uploader:
         self._stream = accelerator.stream()
 
     def start(self, batch: Batch) -> _UnderWay:
-        whole = torch.stack([batch.tokens, batch.labels, batch.positions])  # [3, b, s]
+        sides = () if batch.pairs is None else (batch.pairs.sides,)
+        whole = torch.stack([batch.tokens, batch.labels, batch.positions, *sides])  # [3 or 4, b, s]
         table = None if batch.draws is None else batch.draws.table
         pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask, table) if x is not None)
         with self._accelerator.on_stream(self._stream):
@@ -41,14 +42,16 @@ class Uploader:
                 to.copy_(source, non_blocking=True)
             event = self._accelerator.event()
             event.record(self._stream)
-        tokens, labels, positions = tensors[0].unbind()
+        tokens, labels, positions = tensors[0][:3].unbind()
+        pairs = None if batch.pairs is None else replace(batch.pairs, sides=tensors[0][3])
         mask = tensors[1] if batch.loss_mask is not None else None
         counted, draws = batch.num_loss_tokens(), batch.draws
         if draws is not None and table is not None:
             draws = replace(draws, table=tensors[-1])
         made = replace(
-            batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws
-        )
+            batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws,
+            pairs=pairs,
+        )  # fmt: skip
         return _UnderWay(made, event, tensors, pinned)
 
     def _pinned(self, values: torch.Tensor) -> torch.Tensor:

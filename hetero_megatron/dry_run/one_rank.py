@@ -77,7 +77,8 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         memory.host = False
         apart = runtime.divided.names if runtime.divided is not None else ()
         whole = [p for n, p in runtime.model.named_parameters() if n not in apart]
-        parameters = _bytes([*whole, *runtime.scales.values(), *_frozen_rows(runtime.divided)])
+        scales = [t for s in runtime.scales.values() for t in ([s] if isinstance(s, torch.Tensor) else s.tensors)]
+        parameters = _bytes([*whole, *scales, *_frozen_rows(runtime.divided)])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.

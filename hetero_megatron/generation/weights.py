@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from hetero_megatron.layout import Box
 from hetero_megatron.parallel.empty_stage import fill
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 
+if TYPE_CHECKING:
+    from hetero_megatron.ops.int8_weight import Scales
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -30,7 +34,7 @@ class Weights:
     checkpoint: Checkpoint | None = None
 
     def fill(
-        self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, torch.Tensor],
+        self, tensors: Mapping[str, tuple[LogicalTensor, Box, torch.Tensor]], scales: Mapping[str, Scales],
         world: Group,
     ) -> None:  # fmt: skip
         """Write the values of every box (by logical name) into its tensor, and of those in 8 bits into their scales.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,11 @@ from hetero_megatron.ops import KernelPlan
 from hetero_megatron.ops.attention_options import AttentionOptions
 from hetero_megatron.ops.dropout import SCORES, Draws, ScoreDropout, TabledDraws
 from hetero_megatron.ops.gemm_fp8 import Maxima
-from hetero_megatron.ops.int8_weight import int8_product
+from hetero_megatron.ops.int8_weight import narrow_product
 from hetero_megatron.spec import ModelSpec, Rope, Share
+
+if TYPE_CHECKING:
+    from hetero_megatron.ops.int8_weight import Scales
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Linear(nn.Module):
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.scales: torch.Tensor | None = None  # of a frozen weight in 8 bits, one per output (ops/int8_weight.py)
+        self.scales: Scales | None = None  # of a frozen weight in few bits (ops/int8_weight.py)
         self.alone = kernels.fp8 is not None  # its product is not one with those of other weights
         self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
@@ -70,7 +73,7 @@ class Linear(nn.Module):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.scales is not None:
-            y = int8_product(self.kernels.gemm, x, self.weight, self.scales, bias)
+            y = narrow_product(self.kernels.gemm, x, self.weight, self.scales, bias)
         elif self.kernels.fp8 is None:
             y = self.kernels.gemm(x, self.weight, bias)
         else:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.int8_weight import int8_product
+from hetero_megatron.ops.int8_weight import narrow_product
 from hetero_megatron.ops.moe_permute import routed_rows
 from hetero_megatron.spec import ModelSpec, Share
+
+if TYPE_CHECKING:
+    from hetero_megatron.ops.int8_weight import Scales
 
 # (tokens [n, h], weights [n, k], experts [n, k]) sends tokens off; calling what it returns gives the experts' output
 Dispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
@@ -40,7 +43,7 @@ class GroupedLinear(nn.Module):
         self.kernels, self.adds_bias = kernels, adds_bias
         self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
         self.bias = nn.Parameter(torch.empty(groups, outputs)) if bias else None
-        self.scales: torch.Tensor | None = None  # of frozen weights in 8 bits, one per output (ops/int8_weight.py)
+        self.scales: Scales | None = None  # of frozen weights in 8 bits, one per output (ops/int8_weight.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """What becomes of the product ``y`` of x and the weights; adapters replace it (``parallel/lora.py``)."""
@@ -49,7 +52,7 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         bias, product = self.bias if self.adds_bias else None, self.kernels.grouped_gemm
         if self.scales is not None:
-            return self.adapted(int8_product(product, x, self.weight, self.scales, bias, ends), x, ends)
+            return self.adapted(narrow_product(product, x, self.weight, self.scales, bias, ends), x, ends)
         return self.adapted(product(x, self.weight, bias, ends), x, ends)
 
 

@@ -20,6 +20,7 @@ class ConsoleLine:
         loss: mean since the last line.
         busiest: tokens of the busiest expert over the mean, in the layer where that is most; balance: losses that
             balance experts, by name.
+        rewards: of preference pairs, means by TRL's names.
     """
 
     iteration: int
@@ -42,6 +43,7 @@ class ConsoleLine:
     eta_seconds: float | None = None
     busiest: float | None = None
     balance: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
@@ -67,6 +69,7 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
     if p.loss is not None:
         parts.append(f"lm loss: {p.loss:.6E}")
     parts += [f"{name}: {loss:.6E}" for name, loss in p.balance.items()]
+    parts += [f"{name}: {mean:.6E}" for name, mean in p.rewards.items()]
     parts.append(f"loss scale: {p.loss_scale:.1f}")
     if p.grad_norm is not None:
         parts.append(f"grad norm: {p.grad_norm:.3f}")
@@ -87,6 +90,8 @@ def format_short(p: ConsoleLine) -> str:
     width = len(str(p.iterations))
     line = f" iteration {p.iteration:{width}d}/{p.iterations}"
     parts = [f"loss {p.loss:.4f}"] if p.loss is not None else []
+    if p.rewards:
+        parts += [f"accuracy {p.rewards['rewards/accuracies']:.0%}", f"margin {p.rewards['rewards/margins']:.3f}"]
     parts += [f"skipped {p.skipped}"] if p.skipped else []
     parts += [f"not finite {p.nan}"] if p.nan else []
     parts.append(f"{p.seconds:.3g} s" if p.seconds >= 1 else f"{1000 * p.seconds:.3g} ms")
@@ -107,10 +112,14 @@ def format_short(p: ConsoleLine) -> str:
     return line
 
 
-def format_validation(iteration: int, loss: float, perplexity: float, name: str = "validation set") -> str:
-    """Megatron's line after an evaluation."""
+def format_validation(
+    iteration: int, loss: float, perplexity: float, name: str = "validation set",
+    rewards: Mapping[str, float] | None = None,
+) -> str:  # fmt: skip
+    """Megatron's line after an evaluation; of preference pairs with ``rewards`` in the place of the perplexity."""
     line = f" validation loss at iteration {iteration} on {name} | lm loss value: {loss:.6E} | "
-    return line + f"lm loss PPL: {perplexity:.6E} | "
+    more = rewards or {"lm loss PPL": perplexity}
+    return line + "".join(f"{key}: {value:.6E} | " for key, value in more.items())
 
 
 def format_duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +31,7 @@ class StepMetrics:
         busy_seconds, bubble_seconds, communication_seconds: per rank: computing, waiting for a neighbour,
         moving data.
         experts: of a mixture of experts.
+        pairs: of preference pairs, how many the loss is the mean of; rewards: means over them by TRL's names.
     """
 
     step: int
@@ -50,6 +51,8 @@ class StepMetrics:
     tgs_per_chip: Mapping[str, float] | None = None
     experts: ExpertFigures | None = None
     loss_tokens: int | None = None
+    pairs: int | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,6 +79,8 @@ class StepMetrics:
         }
         if self.loss_tokens is not None:
             out["loss_tokens"] = self.loss_tokens
+        if self.pairs is not None:
+            out |= {"pairs": self.pairs, **self.rewards}
         if self.tgs_per_chip is not None:
             out["tgs_per_chip"] = dict(self.tgs_per_chip)
         if self.experts is not None:
@@ -171,17 +176,22 @@ class MetricsWriter:
             scalars["loss-scale"] = metrics.loss_scale
         if metrics.experts is not None:
             scalars |= metrics.experts.scalars()
+        scalars |= metrics.rewards
         self._scalars(scalars, metrics.step)
 
-    def validation(self, step: int, loss: float, name: str = "validation", perplexity: bool = False) -> None:
+    def validation(
+        self, step: int, loss: float, name: str = "validation", perplexity: bool = False,
+        rewards: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         """Record an evaluation (``name``: validation or test) after ``step``; ``perplexity`` adds it to
-        dashboards."""
+        dashboards. ``rewards``: of preference pairs, which have no perplexity."""
         ppl = perplexity_of(loss)
-        values = {f"{name}_loss": loss, f"{name}_perplexity": ppl}
+        more = {f"{name}_perplexity": ppl} if not rewards else {f"{name}_{key}": x for key, x in rewards.items()}
+        values = {f"{name}_loss": loss, **more}
         self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})
         if step != self._evaluated:
-            scalars = {f"lm loss {name}": loss}
-            self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity else {}), step)
+            scalars = {f"lm loss {name}": loss} | ({} if not rewards else more)
+            self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity and not rewards else {}), step)
 
     def emulation(self, step: int, facts: Mapping[str, Any]) -> None:
         """Record after ``step`` what a testbed emulates, and how far that can be believed."""

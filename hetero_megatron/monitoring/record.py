@@ -71,7 +71,11 @@ def expected_busy(config: RunConfig) -> dict[int, float]:
 def _options(config: RunConfig) -> CostOptions:
     from hetero_megatron.predictor.cost.cost_options import CostOptions
 
-    return CostOptions(moments=moments_of(config.optimizer.name), fp8=config.fp8, logits_bytes=config.logits_bytes)
+    preference = config.preference
+    return CostOptions(
+        moments=moments_of(config.optimizer.name), fp8=config.fp8, logits_bytes=config.logits_bytes,
+        reference=preference is not None and preference.refers and preference.in_step,
+    )  # fmt: skip
 
 
 def start_event(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,7 @@ class Reporter:
         self.first_loss: float | None = None
         self.last_loss = 0.0
         self._since: list[tuple[float, float, int, int]] = []  # loss, seconds, tokens, those in the loss
+        self._rewards: list[Mapping[str, float]] = []  # of the same steps
         self._busy: deque[Sequence[float]] = deque(maxlen=SPREAD_STEPS)  # of full steps, by rank
         self._skipped = self._nan = 0
         self._experts = ExpertTotals()
@@ -153,7 +154,9 @@ class Reporter:
         self._skipped += stats.skipped
         self._nan += not math.isfinite(stats.loss)
         tokens = size * self.config.plan.seq_length
-        self._since.append((stats.loss, seconds, tokens, stats.tokens))
+        self._since.append((stats.loss, seconds, tokens, tokens if stats.rewards else stats.tokens))
+        if stats.rewards:
+            self._rewards.append(stats.rewards)
         self._timeline(step, stats, seconds)
         if size == self.config.plan.global_batch_size:
             self._busy.append(stats.busy)
@@ -181,7 +184,9 @@ class Reporter:
                 communication_seconds=stats.communication,
                 tgs_per_chip=tgs,
                 experts=experts,
-                loss_tokens=stats.tokens,
+                loss_tokens=None if stats.rewards else stats.tokens,
+                pairs=stats.tokens if stats.rewards else None,
+                rewards=stats.rewards,
             )  # fmt: skip
         )
         if step % self.config.logging.interval == 0 or step == self.config.steps or stats.stop:
@@ -200,16 +205,18 @@ class Reporter:
             skipped=self._skipped, nan=self._nan, busiest=experts.worst if experts is not None else None,
             balance=experts.losses if experts is not None else {},
             loss_tokens_per_second=counting / seconds if counting != tokens else None,
+            rewards={name: sum(each[name] for each in self._rewards) / count for name in stats.rewards},
         )  # fmt: skip
         print((format_line if self.config.logging.log_format == "megatron" else format_short)(progress), flush=True)
         self._since.clear()
+        self._rewards.clear()
         self._skipped = self._nan = 0
 
-    def evaluated(self, step: int, loss: float, split: str) -> None:
-        """Of ``validation`` or ``test``."""
+    def evaluated(self, step: int, loss: float, split: str, rewards: Mapping[str, float]) -> None:
+        """Of ``validation`` or ``test``; ``rewards``: of preference pairs, else empty."""
         if self.writer is not None:
-            self.writer.validation(step, loss, split, self.config.logging.validation_perplexity)
-            print(format_validation(step, loss, perplexity_of(loss), f"{split} set"), flush=True)
+            self.writer.validation(step, loss, split, self.config.logging.validation_perplexity, rewards)
+            print(format_validation(step, loss, perplexity_of(loss), f"{split} set", rewards), flush=True)
 
     def flush(self) -> None:
         """Whatever ends the run: what was reported is on disk."""

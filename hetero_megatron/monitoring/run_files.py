@@ -23,7 +23,8 @@ _STEP = f.record(
     {"step": f.integer(), "loss": f.maybe(f.number()), "step_seconds": _SECONDS, "tokens": f.integer()},
     {
         "expert_load": f.record({"max_over_mean": f.numbered(f.number(0)), "rank_rows": f.array(f.integer())}),
-        "loss_tokens": f.integer(), "load_balancing_loss": f.maybe(f.number()), "z_loss": f.maybe(f.number()),
+        "loss_tokens": f.integer(), "pairs": f.integer(),
+        "load_balancing_loss": f.maybe(f.number()), "z_loss": f.maybe(f.number()),
         "predicted_step_seconds": f.maybe(_SECONDS), "tgs_per_chip": f.maybe(f.mapping(f.number(0))),
         **dict.fromkeys(("busy_seconds", "bubble_seconds", "communication_seconds"), f.array(_SECONDS)),
     },

@@ -1,4 +1,5 @@
-"""Frozen weights in 8 bits: an int8 per element and an fp32 scale per output channel, as in torchao's int8 weight-only.
+"""Frozen weights in 8 bits: an int8 per element and an fp32 scale per output channel, as in torchao's int8 weight-only;
+and products of weights in few bits, of which those in 4 are in ``nf4_weight.py``.
 
 Values do not depend on how a plan cuts a weight: a scale is that of a whole output channel. Before each product a
 weight becomes one of the activations' dtype, which lives as long as the product; backward makes it again.
@@ -7,9 +8,14 @@ weight becomes one of the activations' dtype, which lives as long as the product
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from hetero_megatron.ops.nf4_weight import Nf4Scales
+
+    Scales = torch.Tensor | Nf4Scales  # of a weight in 8 bits, and in 4
 
 LEVELS = 127.5  # half of the range of int8
 SMALLEST = torch.finfo(torch.float32).eps  # of scales: a channel of zeros has one, too
@@ -30,32 +36,39 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     return torch.mul(weight, scales, out=weight.new_empty(weight.shape, dtype=dtype))
 
 
-class _Int8Product(torch.autograd.Function):
+def widened(weight: torch.Tensor, scales: Scales, dtype: torch.dtype) -> torch.Tensor:
+    """A weight in 8 or 4 bits in ``dtype``."""
+    return dequantize(weight, scales, dtype) if isinstance(scales, torch.Tensor) else scales.widened(weight, dtype)
+
+
+class _NarrowProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor,
+        ctx: Any, product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, scales: Scales,
         bias: torch.Tensor | None, *more: Any,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.product = product
-        ctx.save_for_backward(weight, scales, *more)
-        return product(x, dequantize(weight, scales, x.dtype), bias, *more)
+        ctx.product, ctx.scales = product, scales  # frozen: neither has a gradient
+        ctx.save_for_backward(weight, *more)
+        return product(x, widened(weight, scales, x.dtype), bias, *more)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        weight, scales, *more = ctx.saved_tensors
-        dx = ctx.product(dy, dequantize(weight, scales, dy.dtype).mT, None, *more) if ctx.needs_input_grad[1] else None
+        weight, *more = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = ctx.product(dy, widened(weight, ctx.scales, dy.dtype).mT, None, *more)
         return None, dx, *(None for _ in range(3 + len(more)))
 
 
-def int8_product(
-    product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor,
+def narrow_product(
+    product: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor, scales: Scales,
     bias: torch.Tensor | None, *more: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """``product(x, weight, bias, *more)`` of a frozen weight in 8 bits, differentiable in x.
+    """``product(x, weight, bias, *more)`` of a frozen weight in few bits, differentiable in x.
 
     Args:
         product: ``gemm``, or ``grouped_gemm`` with ``ends`` as ``more``. With the weight transposed it makes the
             gradient of x, too.
         bias: frozen.
     """
-    return _Int8Product.apply(product, x, weight, scales, bias, *more)  # type: ignore[no-any-return]
+    return _NarrowProduct.apply(product, x, weight, scales, bias, *more)  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,18 +15,24 @@ from hetero_megatron.model.gpt import Layer
 from hetero_megatron.model.layers import Linear
 from hetero_megatron.model.moe import GroupedLinear
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.ops.int8_weight import dequantize, quantize
+from hetero_megatron.ops.int8_weight import quantize, widened
 from hetero_megatron.plans import Stage
 from hetero_megatron.spec import Dropout, LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.dropout import NO_DROPOUT
 
+if TYPE_CHECKING:
+    from hetero_megatron.ops.int8_weight import Scales
+    from hetero_megatron.parallel.lora import AdapterSwitch
 
-def store_in_int8(held: Mapping[str, LogicalTensor], scales: dict[str, torch.Tensor], layer: Layer) -> None:
-    """Give the weights of a new layer that are stored in 8 bits that form, uninitialised.
+
+def store_in_few_bits(
+    held: Mapping[str, LogicalTensor], boxes: Mapping[str, Box], scales: dict[str, Scales], layer: Layer
+) -> None:
+    """Give the weights of a new layer that are stored in 8 or 4 bits that form, uninitialised.
 
     Args:
-        held: the stage's tensors by logical name.
-        scales: gets theirs [..., outputs, 1], by logical name, uninitialised.
+        held: the stage's tensors by logical name; boxes: what the rank has of them.
+        scales: gets theirs ([..., outputs, 1] of 8 bits), by logical name, uninitialised.
     """
     for name, module in layer.named_modules():
         whole = f"model.layers.{layer.number}.{name}.weight"
@@ -34,25 +41,43 @@ def store_in_int8(held: Mapping[str, LogicalTensor], scales: dict[str, torch.Ten
             module.weight = nn.Parameter(torch.empty_like(weight, dtype=torch.int8), requires_grad=False)
             module.alone = True
             module.scales = scales[whole] = weight.new_empty(*weight.shape[:-1], 1, dtype=torch.float32)
+        elif isinstance(module, Linear) and held[whole].nf4:
+            from hetero_megatron.ops.nf4_weight import empty_nf4
+
+            box, (rows, columns) = boxes[whole], held[whole].shape
+            made, module.scales = empty_nf4(
+                (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]), (rows, columns), module.weight.device
+            )
+            module.weight = nn.Parameter(made, requires_grad=False)
+            module.alone, scales[whole] = True, module.scales
 
 
 def fill(
     tensor: LogicalTensor, box: Box, values: Callable[[LogicalTensor, Box], torch.Tensor], weight: torch.Tensor,
-    scales: Mapping[str, torch.Tensor],
+    scales: Mapping[str, Scales],
 ) -> None:  # fmt: skip
-    """Write what ``values`` says of a box into a rank's weight; of one that is among ``scales``, in 8 bits, also its
-    scales, which are those of whole output channels wherever the box ends."""
+    """Write what ``values`` says of a box into a rank's weight; of one that is among ``scales``, in few bits, also its
+    scales, which are those of whole output channels, or of the whole matrix, wherever the box ends."""
     if tensor.name not in scales:
         weight.copy_(values(tensor, box))
         return
+    known = scales[tensor.name]
+    if not isinstance(known, torch.Tensor):
+        from hetero_megatron.ops.nf4_weight import quantize_nf4
+
+        whole = values(tensor, Box((0, 0), tensor.shape))
+        made, of_blocks = quantize_nf4(whole, (box.lo[0], box.hi[0]), (box.lo[1], box.hi[1]))
+        weight.copy_(made)
+        known.copy_(of_blocks)
+        return
     found, of_channels = quantize(values(tensor, Box((*box.lo[:-1], 0), (*box.hi[:-1], tensor.shape[-1]))))
     weight.copy_(found[..., box.lo[-1] : box.hi[-1]])
-    scales[tensor.name].copy_(of_channels)
+    known.copy_(of_channels)
 
 
 def owned_values(
     tensor: LogicalTensor, held: Box, owned: Sequence[Box], values: Callable[[LogicalTensor, Box], torch.Tensor],
-    like: torch.Tensor, scales: Mapping[str, torch.Tensor],
+    like: torch.Tensor, scales: Mapping[str, Scales],
 ) -> list[torch.Tensor]:  # fmt: skip
     """What :func:`fill` would write into some boxes of a rank's weight, without the weight.
 
@@ -70,7 +95,7 @@ class BaseWeights:
     """What a rank holds of a model, by logical name: what is in 8 bits as products have it, in at least fp32."""
 
     def __init__(
-        self, params: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor], dtype: torch.dtype
+        self, params: Mapping[str, torch.Tensor], scales: Mapping[str, Scales], dtype: torch.dtype
     ) -> None:
         self._params, self._scales, self._wide = params, scales, torch.promote_types(dtype, torch.float32)
 
@@ -85,7 +110,13 @@ class BaseWeights:
 
     def rows(self, name: str, values: torch.Tensor, rows: slice) -> torch.Tensor:
         """``values`` of some rows of a weight, as it is stored, in that form."""
-        return values if name not in self._scales else dequantize(values, self._scales[name][..., rows, :], self._wide)
+        scales = self._scales.get(name)
+        if scales is None:
+            return values
+        if isinstance(scales, torch.Tensor):
+            return widened(values, scales[..., rows, :], self._wide)
+        assert rows == slice(None), "stages that divide weights in 4 bits are refused"
+        return widened(values, scales, self._wide)
 
 
 @dataclass(frozen=True)
@@ -93,12 +124,14 @@ class EmptyStage:
     """Attributes, all by logical name but ``module``:
     module: the stage with this rank's share of every tensor, uninitialised.
     tensors: of the stage; boxes: what this rank has of each.
-    scales: of frozen weights in 8 bits, uninitialised."""
+    scales: of frozen weights in 8 bits, uninitialised.
+    adapters: turns them off; None: it has none."""
 
     module: GPTStage
     tensors: dict[str, LogicalTensor]
     boxes: dict[str, Box]
-    scales: dict[str, torch.Tensor]
+    scales: dict[str, Scales]
+    adapters: AdapterSwitch | None = None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """By logical name."""
@@ -123,10 +156,10 @@ def empty_stage(
     layers = stage.layer_indices()
     tensors = {t.name: t for t in stage_tensors(spec, layers, stage.embed, stage.head)}
     boxes = {name: tensor_box(tensor, share) for name, tensor in tensors.items()}
-    scales: dict[str, torch.Tensor] = {}
+    scales: dict[str, Scales] = {}
 
     def store(layer: Layer) -> None:
-        store_in_int8(tensors, scales, layer)
+        store_in_few_bits(tensors, boxes, scales, layer)
         give_up(layer, without, f"model.layers.{layer.number}")
 
     module = GPTStage(
@@ -134,8 +167,9 @@ def empty_stage(
         seq_length=seq_length, dropout=dropout, store=store,
     )  # fmt: skip
     give_up(module, without)
+    adapters: AdapterSwitch | None = None
     if spec.lora is not None:
         from hetero_megatron.parallel.lora import apply_lora
 
-        apply_lora(module, spec.lora, boxes, dtype, device)
-    return EmptyStage(module, tensors, boxes, scales)
+        adapters = apply_lora(module, spec.lora, boxes, dtype, device)
+    return EmptyStage(module, tensors, boxes, scales, adapters)

@@ -7,7 +7,8 @@ or a partial sum. Those of experts lie where the experts are, and see the tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,17 +30,33 @@ from hetero_megatron.spec.tensors import MAGNITUDE
 
 def apply_lora(
     stage: GPTStage, lora: Lora, boxes: Mapping[str, Box], dtype: torch.dtype, device: torch.device | str
-) -> None:
+) -> AdapterSwitch:
     """Freeze all parameters, and add adapters, uninitialised, where ``boxes`` (of all tensors that the stage holds, by
-    logical name) say that there are some."""
+    logical name) say that there are some; what turns them off."""
     stage.requires_grad_(False)
+    switch = AdapterSwitch()
     for layer in stage.layers():
         inside = _Inside(layer, lora.dropout)
         for name, module in list(layer.named_modules()):
             if (box := boxes.get(f"model.layers.{layer.number}.{name}.lora_A.weight")) is not None:
                 assert isinstance(module, Linear | GroupedLinear), name
                 site = ADAPTER + EVERY_TARGET.index(name.rpartition(".")[2])
-                _adapt(module, lora, partial(inside.drop, site, box.lo[-1]), dtype, device)
+                _adapt(module, lora, switch, partial(inside.drop, site, box.lo[-1]), dtype, device)
+    return switch
+
+
+class AdapterSwitch:
+    """Of all adapters of a stage. ``on``: they count; else the model is the base that they were added to."""
+
+    on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
 
 
 class _Inside:
@@ -68,21 +85,24 @@ class _Inside:
 
 
 def _adapt(
-    linear: Linear | GroupedLinear, lora: Lora, drop: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype,
-    device: torch.device | str,
+    linear: Linear | GroupedLinear, lora: Lora, switch: AdapterSwitch, drop: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype, device: torch.device | str,
 ) -> None:  # fmt: skip
     *experts, outputs, inputs = linear.weight.shape
+    if linear.scales is not None and not isinstance(linear.scales, torch.Tensor):  # in 4 bits, its bytes are no columns
+        inputs = linear.scales.columns
     for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
         adapter = Linear(0, 0, False, linear.kernels) if not experts else GroupedLinear(0, 0, 0, linear.kernels, False)
         adapter.weight = nn.Parameter(torch.empty(*experts, rows, columns, dtype=dtype, device=device))
         if isinstance(adapter, Linear):
             adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
         linear.add_module(name, adapter)
-    linear.adapted = partial(_adapted, linear, lora.scale, drop)  # type: ignore[method-assign]
+    linear.adapted = partial(_adapted, linear, lora.scale, switch, drop)  # type: ignore[method-assign]
     if lora.dora:
         assert isinstance(linear, Linear)
         linear.add_module(MAGNITUDE, Magnitude(outputs, dtype, device))
-        linear.alone, linear.product = True, partial(_scaled, linear, linear.product)  # type: ignore[method-assign]
+        linear.alone = True
+        linear.product = partial(_scaled, linear, switch, linear.product)  # type: ignore[method-assign]
 
 
 def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -91,10 +111,12 @@ def _plain(adapter: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch
 
 
 def _adapted(
-    linear: Linear | GroupedLinear, scale: float, drop: Callable[[torch.Tensor], torch.Tensor], base: torch.Tensor,
-    x: torch.Tensor, *ends: torch.Tensor,
+    linear: Linear | GroupedLinear, scale: float, switch: AdapterSwitch, drop: Callable[[torch.Tensor], torch.Tensor],
+    base: torch.Tensor, x: torch.Tensor, *ends: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``base`` + scale (B A drop(x)): two products of low rank beside the frozen one."""
+    if not switch.on:
+        return base
     assert isinstance(linear.lora_A, nn.Module) and isinstance(linear.lora_B, nn.Module)
     return base.add(linear.lora_B(linear.lora_A(drop(x), *ends), *ends), alpha=scale)
 
@@ -115,12 +137,15 @@ class Magnitude(nn.Module):
 
 
 def _scaled(
-    linear: Linear, product: Callable[..., torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+    linear: Linear, switch: AdapterSwitch, product: Callable[..., torch.Tensor], x: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """DoRA: the product with the rows of the adapted matrix at their trained lengths; of a part of the columns, a
     partial sum."""
     magnitude = linear.get_submodule(MAGNITUDE)
     assert isinstance(magnitude, Magnitude)
+    if not switch.on:
+        return product(x, bias)
     y = product(x, None)
     y = y * magnitude.gain().to(y.dtype)
     return y if bias is None else y + bias
@@ -167,7 +192,11 @@ class RowNorms:
         for start in range(0, len(b), ROWS):
             rows = slice(start, start + ROWS)
             weight = linear.weight[rows]
-            weight = weight.to(wide) if linear.scales is None else dequantize(weight, linear.scales[rows], wide)
+            if linear.scales is None:
+                weight = weight.to(wide)
+            else:
+                assert isinstance(linear.scales, torch.Tensor), "DoRA over 4 bits is refused"
+                weight = dequantize(weight, linear.scales[rows], wide)
             found.append(torch.addmm(weight, b[rows], a, alpha=self._scale).square_().sum(1))
         return torch.cat(found) if found else b.new_empty(0)
 

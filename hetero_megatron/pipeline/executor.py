@@ -194,7 +194,7 @@ class PipelineExecutor:
                 weights.end_forward(action.chunk)
         if chunk.loss is not None:
             result.losses.append(out.detach())
-            result.tokens += batch.num_loss_tokens()
+            result.tokens += chunk.loss.count(batch)
         if not torch.is_grad_enabled():
             live.inputs.pop(key, None)
             if chunk.loss is not None:

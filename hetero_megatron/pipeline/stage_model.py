@@ -81,7 +81,8 @@ class StageModel:
     Attributes:
         module: maps tokens [b, s] or a stage's input [b, s, h] to hidden states or logits.
         boxes: of each parameter in its logical tensor, by logical name.
-        scales: of frozen weights in 8 bits, by logical name.
+        scales: of frozen weights in few bits, by logical name.
+        adapters: turns them off; None: the model has none.
         row_norms: of a model with DoRA; to be refreshed before every step.
     """
 
@@ -100,7 +101,7 @@ class StageModel:
         empty = empty_stage(
             spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout, divided
         )
-        self.module, self.boxes, self.scales = empty.module, empty.boxes, empty.scales
+        self.module, self.boxes, self.scales, self.adapters = empty.module, empty.boxes, empty.scales, empty.adapters
         self._empty, self._initialize = empty, initialize
         self.row_norms: RowNorms | None = None
         if spec.lora is not None and spec.lora.dora:
@@ -211,20 +212,39 @@ class StageLoss:
             out: logits [b, s, V_local], or the head's input [b, s, h] where ``head`` is not None.
             seed: gradient of the sum with which backward will start.
         """
-        losses = self._token_losses(out, batch, seed)
-        return losses.sum() if batch.loss_mask is None else (losses * batch.loss_mask).sum()
+        mask = batch.loss_mask
+        losses = self.losses(out, batch, 1.0 if mask is None else mask, seed)
+        return losses.sum() if mask is None else (losses * mask).sum()
 
-    def _token_losses(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+    def count(self, batch: Batch) -> int:
+        """Tokens of a batch that count."""
+        return batch.num_loss_tokens()
+
+    def losses(
+        self, out: torch.Tensor, batch: Batch, weights: torch.Tensor | float | None = None, seed: float = 1.0,
+        known: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Of each token of a batch, [b, s], in at least fp32.
+
+        Args:
+            out: see :meth:`__call__`.
+            weights: with which the losses will be added up, [b, s] or one for all, and ``seed`` the gradient of their
+                sum; None: not known yet, so where head and loss are one, the losses have no gradient.
+            known: what this gave without weights, with its gradient where it has one.
+        """
         kernels, labels = self._kernels, batch.labels
         if self.head is not None:
             dloss = None
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and weights is not None:
                 wide = torch.promote_types(out.dtype, torch.float32)
                 dloss = torch.full(labels.shape, seed, dtype=wide, device=labels.device)
-                dloss = dloss if batch.loss_mask is None else dloss * batch.loss_mask
+                dloss = dloss if isinstance(weights, float) else dloss * weights
             chunk = labels.numel() if self._chunk is None else self._chunk
             head = self._model.lm_head
-            return in_chunks(self.head, max(chunk, 1), out, head.matrix, labels, dloss, head.bias)
+            with torch.set_grad_enabled(dloss is not None):
+                return in_chunks(self.head, max(chunk, 1), out, head.matrix, labels, dloss, head.bias)
+        if known is not None:
+            return known
         if self._group.size > 1:
             return vocab_parallel_cross_entropy(out, labels, self._group, self._vocab, kernels.vocab_cross_entropy)
         return kernels.cross_entropy(out, labels)  # type: ignore[no-any-return]

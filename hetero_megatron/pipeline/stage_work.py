@@ -13,8 +13,16 @@ from hetero_megatron.data.batch import Batch
 from hetero_megatron.pipeline.boundary import Boundary
 from hetero_megatron.schedule import Action
 
-# (logits, batch, gradient with which backward will start) -> sum of token losses, scalar
-LossFunction = Callable[[torch.Tensor, Batch, float], torch.Tensor]
+
+class LossFunction(Protocol):
+    """(logits, batch, gradient with which backward will start) -> sum of losses, scalar."""
+
+    def __call__(self, out: torch.Tensor, batch: Batch, seed: float, /) -> torch.Tensor: ...
+
+    def count(self, batch: Batch) -> int:
+        """How many losses of a batch are in the sum."""
+        ...
+
 
 Key = tuple[int, int]  # micro-batch, chunk
 
@@ -102,9 +110,11 @@ class TimedAction:
 
 @dataclass
 class StepResult:
-    """Sum of token losses of each micro-batch and number of tokens (of this rank's head stage, else none); the actions
+    """Sum of losses of each micro-batch and their number (of this rank's head stage, else none); the actions
     in the order in which they ran, each from a moment of the rank's clock to another, and the moments at which all
     began and ended.
+
+    ``before``: of a forward of another model that came before, already read.
 
     After :meth:`read`, in seconds: computing, waiting for pipeline neighbours, communicating otherwise (adding up
     gradients after the last backward included), and ``actions``.
@@ -114,6 +124,7 @@ class StepResult:
     tokens: int = 0
     ran: list[tuple[Action, Any, Any]] = field(default_factory=list)
     whole: tuple[Any, Any] | None = None
+    before: StepResult | None = None
     busy_seconds: float = 0.0
     bubble_seconds: float = 0.0
     communication_seconds: float = 0.0

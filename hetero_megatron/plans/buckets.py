@@ -354,13 +354,18 @@ def bucket_actions(bucket: Bucket, gather: bool) -> tuple[Action, ...]:
     return tuple(Action("REDUCE", bucket.index, h) for h in hops)
 
 
-def plan_groups(plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec) -> list[tuple[int, ...]]:
+def plan_groups(
+    plan: Plan, buckets: Sequence[Bucket], spec: ModelSpec, pairs: bool = False
+) -> list[tuple[int, ...]]:
     """All groups that some ranks of the plan exchange data in: those of layers, bucket holders, the world.
 
     Gradients travel during the last backward, as its own exchanges do, and start when they can; so a group that both
     need is listed twice, and the second one is for gradients.
+
+    Args:
+        pairs: the loss is one of preference pairs.
     """
-    layers = layer_groups(plan, spec)
+    layers = layer_groups(plan, spec) | (answer_groups(plan) if pairs else set())
     sync = {ranks for b in buckets for hop in b.hops for ranks in hop.groups}
     return [*sorted({plan.ranks, *layers, *sync}), *sorted(r for r in sync & layers if len(r) > 1)]
 
@@ -373,6 +378,12 @@ def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:
     units |= {group for s in stages for group in routing_groups(spec, s, plan.islands)}
     units |= {sequence_group(s, rank) for s in stages if has_experts(spec, s) for rank in s.ranks}
     return units | {tuple(sorted(g)) for s in stages for g in context_groups(s, plan.seq_length)}
+
+
+def answer_groups(plan: Plan) -> set[tuple[int, ...]]:
+    """Of stages with a head, the ranks that have tokens of the same sequences: they add up log-probabilities of
+    answers."""
+    return {sequence_group(s, rank) for s in plan.stages if s.head for rank in s.ranks}
 
 
 def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:

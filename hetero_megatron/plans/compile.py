@@ -46,11 +46,13 @@ class CompiledPlan:
 
     Args:
         bucket_bytes: most bytes (fp32) of gradients in a bucket.
+        pairs: the loss is one of preference pairs.
     """
 
     plan: Plan
     spec: ModelSpec
     bucket_bytes: int = BUCKET_BYTES
+    pairs: bool = False
     _schedules: dict[int, tuple[Schedule, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _boundaries: dict[tuple[int, int, int], StageBoundary] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -79,7 +81,7 @@ class CompiledPlan:
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups that some ranks exchange data in, for ``Comm.create_groups`` on every rank of the job."""
-        return tuple(plan_groups(self.plan, (*self.buckets, *self.frozen), self.spec))
+        return tuple(plan_groups(self.plan, (*self.buckets, *self.frozen), self.spec, self.pairs))
 
     def schedules(self, batch_size: int | None = None) -> tuple[Schedule, ...]:
         """Per pipeline, all that its stages do in a step of ``batch_size`` sequences (None: the plan's).

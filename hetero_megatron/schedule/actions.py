@@ -3,7 +3,7 @@ and the groups in which micro-batches pass chunks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,11 @@ class Schedule:
     name: str
     stages: tuple[tuple[Action, ...], ...]
     chunks: int = 1
+
+    def forward_only(self) -> Schedule:
+        """Without backwards, what they send, and all that follows them."""
+        kept = ("F", "SEND_F", "RECV_F")
+        return replace(self, stages=tuple(tuple(a for a in row if a.kind in kept) for row in self.stages))
 
     def after(self, stage: int, chunk: int) -> tuple[int, int] | None:
         """(stage, chunk) that a micro-batch passes next; None after the last one."""

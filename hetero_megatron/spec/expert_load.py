@@ -105,7 +105,7 @@ def expert_backward_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float
     come = load.arriving * item * h  # gradients of what was sent back
     outputs = load.rows * h * (2 * wide if item < wide else item)
     inputs = load.rows * item * (2 * load.columns + 2 * h) - load.rows * item * (h + load.columns)
-    made = load.experts * load.columns * h * item * spec.in_int8
+    made = load.experts * load.columns * h * item * spec.in_few_bits
     return come + max(outputs, load.rows * item * (h + 2 * load.columns), inputs + made, load.rows * item * h + made)
 
 

@@ -18,6 +18,7 @@ from hetero_megatron.spec.expert_load import (
     moe_layers,
     plain_load,
 )
+from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
 
@@ -286,14 +287,15 @@ def layer_backward_bytes(
     routed = load.layers if load is not None else 0.0
     h, f = spec.hidden_size, (common_columns(spec, 0.0 if routed < 1 else 1.0)) / tp
     row = tokens * itemsize
-    weight = h * f if spec.lora is None or spec.in_int8 else 0
+    weight = h * f if spec.lora is None or spec.in_few_bits else 0
     inside = (2 if spec.gated else 1) * f
     if linear is not None:
         heads = spec.num_heads * (spec.head_dim if spec.mla is None else spec.mla.v_dim) / tp
         worst = max(row * inside, *(row * h + linear(h, width) for width in (f, heads) if width))
     else:
-        worst = max(row * inside, row * (h + f) + weight * itemsize)
-        if itemsize == 2 and not spec.in_int8:
+        making = NF4_MAKING * min(NF4_CHUNK, weight) if spec.in_nf4 else 0
+        worst = max(row * inside, row * (h + f) + weight * itemsize + making)
+        if itemsize == 2 and not spec.in_few_bits:
             worst = max(worst, weight * (itemsize + 4))
     if tp > 1:
         worst = max(worst, row * 3 * h)

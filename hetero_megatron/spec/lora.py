@@ -15,10 +15,20 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
 # Of multi-head latent attention, where somebody names them.
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EVERY_TARGET = TARGETS + LATENT_TARGETS
-BASE_DTYPES = ("int8",)
+BASE_DTYPES = ("int8", "nf4")
+NF4_BLOCK = 64  # elements of a row that share a largest magnitude, in 4 bits
+NF4_GROUP = 256  # blocks whose magnitudes share one
+NF4_TABLES = 16 + 256  # numbers that bits stand for
+NF4_CHUNK = 1 << 21  # elements that are made of 4 bits at once, and bytes that each takes then: indices, and fp32 twice
+NF4_MAKING = 9
 RESIDUALS = ("pissa", "olora")
 MAX_RANK = 1 << 14
 LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e9  # so that alpha / rank times a product is a number in fp32 and bf16
+
+
+def nf4_blocks(start: int, stop: int) -> tuple[int, int]:
+    """The blocks of a row in which some of its columns are, half-open."""
+    return start // NF4_BLOCK, -(-stop // NF4_BLOCK) if stop > start else start // NF4_BLOCK
 
 
 def all_linear(gated: bool) -> tuple[str, ...]:
@@ -38,7 +48,8 @@ class Lora:
             the norm counts as a constant in gradients, as in peft.
         residual: an adapted matrix W counts without its first ``rank`` singular values and vectors (``pissa``: Meng et
             al., 2024) or columns of its QR decomposition (``olora``), with which the adapters began; None: whole.
-        base_dtype: in which the frozen projections are stored, with one scale per output channel; None: in the run's.
+        base_dtype: in which the frozen projections are stored: ``int8`` with one scale per output channel, ``nf4`` in
+            blocks of 64; None: in the run's.
     """
 
     rank: int

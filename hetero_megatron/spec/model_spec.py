@@ -226,9 +226,14 @@ class ModelSpec:
         return self if self.lora is None else replace(self, lora=None)
 
     @property
-    def in_int8(self) -> bool:
-        """The frozen projections of its layers are stored in 8 bits."""
-        return self.lora is not None and self.lora.base_dtype == "int8"
+    def in_few_bits(self) -> bool:
+        """The frozen projections of its layers are stored in 8 bits or less."""
+        return self.lora is not None and self.lora.base_dtype is not None
+
+    @property
+    def in_nf4(self) -> bool:
+        """In 4 bits."""
+        return self.lora is not None and self.lora.base_dtype == "nf4"
 
     @property
     def queries_per_kv(self) -> int:

@@ -14,7 +14,15 @@ from functools import lru_cache
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box, cut, cut_in_tiles
-from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS, Lora
+from hetero_megatron.spec.lora import (
+    EVERY_TARGET,
+    MLP_TARGETS,
+    NF4_BLOCK,
+    NF4_GROUP,
+    NF4_TABLES,
+    Lora,
+    nf4_blocks,
+)
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
 
@@ -38,7 +46,8 @@ class LogicalTensor:
     """One parameter of the whole model. ``layer`` is its decoder layer, ``"embed"`` or ``"head"``; ``trained``: it has
     a gradient and optimizer states, and checkpoints hold it; ``by_load``: but its gradient is 0 and it has no such
     states, for not the optimizer moves it but how many tokens chose each expert; ``joint``: what it shares with those
-    that lie beside it in a rank's memory; ``int8``: it is frozen, and stored in 8 bits (``ops/int8_weight.py``)."""
+    that lie beside it in a rank's memory; ``int8``, ``nf4``: it is frozen, and stored in 8 or 4
+    bits (``ops/int8_weight.py``, ``ops/nf4_weight.py``)."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +57,7 @@ class LogicalTensor:
     by_load: bool = False
     joint: str | None = None
     int8: bool = False
+    nf4: bool = False
 
     @property
     def size(self) -> int:
@@ -95,7 +105,8 @@ def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
-        yield replace(tensor, trained=False, int8=projection and lora.base_dtype == "int8")
+        int8, nf4 = (projection and lora.base_dtype == name for name in ("int8", "nf4"))
+        yield replace(tensor, trained=False, int8=int8, nf4=nf4)
         if kind == "weight" and module.rpartition(".")[2] in lora.targets and _may_be_adapted(tensor, spec):
             (*experts, outputs, inputs), (*over, rows, columns) = tensor.shape, tensor.axes
             for name, shape, axes in (
@@ -133,6 +144,8 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     if lora.dora and lora.dropout:
         raise UserError("adapters with DoRA know no dropout", field="dropout", value=lora.dropout, accepted="0")
     with_adapters = replace(spec, lora=lora)
+    if lora.base_dtype == "nf4":
+        _fits_nf4(with_adapters)
     has = {t.name.split(".")[-3] for t in logical_tensors(with_adapters) if t.trained}
     if lacking := [name for name in lora.targets if name not in has]:
         raise UserError(
@@ -140,6 +153,34 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
             accepted=", ".join(name for name in EVERY_TARGET if name in has),
         )  # fmt: skip
     return with_adapters
+
+
+SCALE_BYTES = 4  # fp32
+
+
+def stored_bytes(tensor: LogicalTensor, box: Box) -> int:
+    """Of a rank's box of a tensor that is stored in 8 or 4 bits, with its scales."""
+    if tensor.int8:
+        return box.size + SCALE_BYTES * math.prod(box.shape[:-1])
+    rows = box.hi[0] - box.lo[0]
+    a, b = nf4_blocks(box.lo[1], box.hi[1])
+    groups = -(-tensor.size // (NF4_BLOCK * NF4_GROUP))
+    return rows * (b - a) * (NF4_BLOCK // 2 + 1) + SCALE_BYTES * (groups + 1 + NF4_TABLES)
+
+
+def _fits_nf4(spec: ModelSpec) -> None:
+    """UserError for a model of which not all frozen projections are rows of whole blocks, or with what knows none."""
+    assert spec.lora is not None
+    problem, accepted = "", "int8"
+    if spec.moe is not None:
+        problem = "matrices of experts are not stored in 4 bits"
+    elif spec.lora.dora:
+        problem = "DoRA knows no weights in 4 bits"
+    for tensor in (t for t in logical_tensors(spec) if t.nf4 and t.shape[-1] % NF4_BLOCK):
+        row = f"rows of {tensor.name}, of {tensor.shape[-1]:,} elements"
+        problem = problem or f"blocks of {NF4_BLOCK} do not divide the {row}"
+    if problem:
+        raise UserError(problem, field="base_dtype", value="nf4", accepted=accepted)
 
 
 def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,6 +126,7 @@ class Checkpointing:
             "plan_fingerprint": config.plan.fingerprint(),
             "seed": config.seed,
             "data_fingerprint": self.data.fingerprints["train"],
+            "reference": self._reference,
             "dtype": config.dtype,
             WEIGHT_DTYPES: encode_dtypes(self.source_dtypes),
             "loss_scale": loss_scale.state_dict() if loss_scale.dynamic else None,
@@ -184,6 +186,8 @@ class Checkpointing:
         with_optimizer = not (finetune or config.skip_train) and options.load_optim
         if with_optimizer:
             self._check_optimizer(found)
+        if not finetune:
+            self._check_reference(found)
         assert self.runtime.optimizer is not None
         self.runtime.comm.activity = "loading a checkpoint"
         load_tensors(found, self.runtime.optimizer, config.spec, self.runtime.world, with_optimizer)
@@ -265,6 +269,21 @@ class Checkpointing:
         else:
             return
         raise UserError(problem, field="--optimizer", value=mine, accepted=accepted)
+
+    @cached_property
+    def _reference(self) -> str:
+        from hetero_megatron.training.reference import reference_fingerprint
+
+        return reference_fingerprint(self.config)
+
+    def _check_reference(self, found: Checkpoint) -> None:
+        """Of a run that goes on with preference pairs: what they are compared with is what they were."""
+        was = found.state.get("reference", "")
+        if was and self._reference and was != self._reference:
+            raise UserError(
+                "the checkpoint was trained beside another reference: the weights there are not those that it began "
+                "with", field="--load-hf", value=self.config.load_hf, accepted="the directory of the first run",
+            )  # fmt: skip
 
     def _say_differences(self, found: Checkpoint) -> None:
         """What may differ, and changes numbers."""

@@ -19,6 +19,7 @@ from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.spec import Dropout, ModelSpec
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing
+from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossScale, WeightDecay
 
 
@@ -247,6 +248,10 @@ class RunConfig:
         save_hf_dtype: of its tensors; None: of each that which it had where it came from, of new ones ``dtype``.
         skip_train: evaluate once, and nothing else.
         notices: what was accepted without effect, and why; rank 0 prints them.
+        preference: the loss of preference pairs; None: that of tokens.
+        reference_hf: directory whose safetensors are the reference's weights; None: those that the run begins with.
+        reference_logps: file of the reference's log-probabilities, written unless it is there; None: they are in memory
+            only, where the reference is not computed in each step.
     """
 
     spec: ModelSpec
@@ -285,11 +290,14 @@ class RunConfig:
     as_rank: int | None = None
     allow_over_memory: bool = False
     notices: tuple[str, ...] = ()
+    preference: Preference | None = None
+    reference_logps: str | None = None
+    reference_hf: str | None = None
 
     @cached_property
     def compiled(self) -> CompiledPlan:
         """The plan for the model, compiled once for all that this process does with it."""
-        return CompiledPlan(self.plan, self.spec)
+        return CompiledPlan(self.plan, self.spec, pairs=self.preference is not None)
 
     @property
     def steps(self) -> int:

@@ -105,7 +105,7 @@ def finite(tensor: LogicalTensor, values: torch.Tensor) -> torch.Tensor:
     """``values`` of a weight that is to be in 8 bits; UserError where some have no such form."""
     if not values.isfinite().all():
         raise UserError(
-            "holds values that are not finite, which have no 8-bit form", field="--load-hf", value=tensor.name,
+            "holds values that are not finite, which have no form in few bits", field="--load-hf", value=tensor.name,
             accepted="a base of finite values, or no --lora-base-dtype",
         )  # fmt: skip
     return values
@@ -149,7 +149,7 @@ class InitialWeights:
             return self.adapters.initialize(tensor, box, self.values)
         if self.source is not None:
             found = self.source.read(tensor, box)
-            return finite(tensor, found) if tensor.int8 else found
+            return finite(tensor, found) if tensor.int8 or tensor.nf4 else found
         return initial_values(tensor, box, self.config.spec, self.config.seed)
 
     def blank(self, tensor: LogicalTensor, box: Box) -> torch.Tensor:

@@ -173,7 +173,8 @@ class Training:
         self.checkpoints.save(ConsumedSamples(self.step, self.consumed), self.loss_scale)
 
     def _evaluate(self, split: str) -> None:
-        """Mean loss per token over the batches of ``validation`` or ``test``; the same batches every time.
+        """Mean loss per token, or per preference pair, over the batches of ``validation`` or ``test``; the same
+        batches every time.
 
         Raises:
             UserError: it is not finite, and that is to end the run.
@@ -181,17 +182,19 @@ class Training:
         data = self.node_data.datasets.valid if split == "validation" else self.node_data.datasets.test
         assert data is not None
         iterations, size = self.config.evaluation.iterations, self.config.plan.global_batch_size
-        total, tokens = 0.0, 0
+        total, tokens, sums = 0.0, 0, dict[str, float]()
         with self.node_data.loader(data) as loader:
             for i in range(iterations):
-                loss_sum, count = self.runtime.evaluate(loader, i * size, size)
+                loss_sum, count, rewards = self.runtime.evaluate_pairs(loader, i * size, size)
                 if i + 1 < iterations:
                     loader.advance(size)
                 total, tokens = total + loss_sum, tokens + count
+                sums = {name: sums.get(name, 0.0) + count * mean for name, mean in rewards.items()}
         loss = total / max(tokens, 1)
         if self.config.check_nan and not math.isfinite(loss):
             raise UserError(
                 f"the {split} loss is {loss} after step {self.step}: nothing is saved or exported after it",
                 accepted="weights without NaN or Inf (an earlier checkpoint), other data, or more range than fp16 has",
             )
-        self.reporter.evaluated(self.step, loss, split)
+        means = {name: total / max(tokens, 1) for name, total in sums.items()}
+        self.reporter.evaluated(self.step, loss, split, means)

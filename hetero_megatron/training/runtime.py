@@ -7,9 +7,9 @@ rank and, up to floating-point reassociation, equal for every plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,15 +26,18 @@ from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLos
 from hetero_megatron.pipeline.stage_work import StageWork, StepResult, TimedAction
 from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
 from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.experts import sequence_group
 from hetero_megatron.plans.fp8_checks import stage_fp8
 from hetero_megatron.platform.scalars import ScalarReader
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
+from hetero_megatron.spec.preference import REWARDS
 from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, require_plain
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
     from hetero_megatron.parallel.device_graphs import LayerGraphs
+    from hetero_megatron.pipeline.preference import PairLoss
 
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
 # (loss sum, tokens and squared norm of each rank: fp64 [ranks, 3]; loss; norm) -> whether the step is not to be taken
@@ -46,11 +49,12 @@ class StepStats:
     """One optimizer step; equal on all ranks, but for ``actions``.
 
     Attributes:
-        loss: mean over all tokens that count, in nats; tokens: how many they were.
+        loss: mean over all tokens that count, in nats, or over all pairs; tokens: how many they were.
         grad_norm: of the whole model's gradient of that mean, before clipping.
         skipped: the step was not taken: the gradient was not finite, or there was a veto.
         stop: some rank asked to stop.
         routing: of a mixture of experts.
+        rewards: of preference pairs, means over them by TRL's names.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
         actions: what this rank did, and when.
     """
@@ -65,6 +69,7 @@ class StepStats:
     communication: list[float]
     actions: Sequence[TimedAction] = ()
     routing: StepRouting | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class Runtime:
@@ -86,6 +91,7 @@ class Runtime:
         graphs: device graphs of the layers, where they are asked for.
         eager_steps: that are still to come before layers run as graphs.
         unwatched: context in which nothing is recorded of what the model does.
+        pairs: the loss of preference pairs; None: the loss is that of tokens, or the stage has no head.
         before_update: called before weights change: waits for whoever still reads weights or moments.
         before_commit: called before all ranks hear of each other that their gradients are complete.
     """
@@ -122,7 +128,12 @@ class Runtime:
             from hetero_megatron.parallel.recompute import apply_compile
 
             apply_compile(self.model, options.compile_backend)
-        self.loss = StageLoss(self.here, self.model, self.kernels, self.tp_group, self.loss_chunk)
+        self._adapters = built.adapters
+        self.loss: StageLoss | PairLoss = StageLoss(
+            self.here, self.model, self.kernels, self.tp_group, self.loss_chunk
+        )
+        self.pairs = self._pair_loss(self.loss)
+        self.loss = self.pairs or self.loss
         self.reader = ScalarReader(comm.accelerator)
         weight_gradients = self.kernels.weight_gradients
         self.executor = build_executor(compiled, self.here, comm, self.model, self.loss, dtype, weight_gradients)
@@ -152,6 +163,20 @@ class Runtime:
             self.spec, here.share, self.stage.head, self.dtype, self.comm.device, self.unit.tp,
             dict(self.stage.kernels), f"{here.path}.kernels", options.compile_backend is not None,
             self.loss_chunk is not None, here.tiled, stage_fp8(self.stage, options.fp8), options.dropout,
+        )  # fmt: skip
+
+    def _pair_loss(self, tokens: StageLoss) -> PairLoss | None:
+        """None: the loss is that of tokens, or the stage has no head."""
+        if self.options.preference is None or not self.stage.head:
+            return None
+        from hetero_megatron.pipeline.preference import PairLoss
+
+        ranks = sequence_group(self.stage, self.comm.rank)
+        units = [unit for unit in self.stage.units if unit.sequences == self.unit.sequences]
+        first = {unit.ranks[0] for unit in units}
+        return PairLoss(
+            self.options.preference, tokens, self.comm.group(ranks), [rank in first for rank in ranks],
+            self.unit is units[0],
         )  # fmt: skip
 
     def _gradient_sync(self, built: StageModel) -> GradientSync:
@@ -249,7 +274,7 @@ class Runtime:
             self.graphs.warmed_up = False  # until the step begins
         accelerator = self.comm.accelerator
         random = accelerator.rng_state() if accelerator is not None else torch.get_rng_state()
-        with self.unwatched():
+        with self.unwatched(), self.pairs.rehearsal() if self.pairs is not None else nullcontext():
             self.executor.rehearse(self.work(fetch, first_sample, batch_size, forward_only, step))
             if not forward_only:
                 self.sync.rehearsed()
@@ -270,14 +295,42 @@ class Runtime:
             this rank's losses and times, and the gradients that it owns: of the sum of token losses times
             ``loss_scale`` over the nominal number of tokens of the batch.
         """
+        before = self.reference_in_step(fetch, first_sample, batch_size)
         work = self.work(fetch, first_sample, batch_size, step=step)
-        # Seeding with the nominal token count keeps 16-bit gradients in range; the true count is applied later.
-        work = replace(work, seed=loss_scale / (batch_size * self.plan.seq_length))
+        # Seeding with the nominal count keeps 16-bit gradients in range; the true count is applied later.
+        work = replace(work, seed=loss_scale / self.nominal(batch_size))
         if self.balance is not None:
             self.balance.begin(work.seed)
         result = self.executor.run(work, self.sync)
+        result.before = before
         self.comm.activity = "gradient synchronisation"
         return result, self.sync.finish()
+
+    def nominal(self, batch_size: int) -> int:
+        """About how many losses the samples of a batch have: of tokens, or of pairs."""
+        return batch_size * (self.plan.seq_length if self.options.preference is None else 1)
+
+    def reference_in_step(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult | None:
+        """A batch of pairs begins: compute the reference's log-probabilities of it, where that is done in each step;
+        called on all ranks. None: it is not."""
+        preference = self.options.preference
+        if self.pairs is not None:
+            self.pairs.begin()
+        if preference is None or not (preference.refers and preference.in_step):
+            return None
+        return self.record_reference(fetch, first_sample, batch_size)
+
+    @torch.no_grad()
+    def record_reference(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult:
+        """Compute log-probabilities of the answers of some global samples under the model as it is, without adapters;
+        called on all ranks. They are in ``pairs.reference`` of the ranks with a head."""
+        recording = self.pairs.record() if self.pairs is not None else nullcontext()
+        adapters = self._adapters.off() if self._adapters is not None else nullcontext()
+        with recording, adapters:
+            result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
+        self.reader.read()  # the clock is used again
+        result.read(self.comm.clock)
+        return result
 
     def train_step(
         self,
@@ -320,17 +373,18 @@ class Runtime:
             if tokens == 0:
                 samples = f"{first_sample}..{first_sample + batch_size - 1}"
                 raise UserError(f"no token of samples {samples} counts in the loss")
-            loss, scale = loss_sum / tokens, batch_size * self.plan.seq_length / tokens / loss_scale
+            loss, scale = loss_sum / tokens, self.nominal(batch_size) / tokens / loss_scale
             norm = math.sqrt(square) * scale if math.isfinite(square) else math.inf
             vetoed = veto is not None and veto(every[:, :3], loss, norm)
             skipped = vetoed or not math.isfinite(norm)
-            routing = self.balance.routing(every[:, 7:], tokens) if self.balance is not None else None
+            routing = self.balance.routing(self._routed(every), tokens) if self.balance is not None else None
+            rewards = self._rewards(every, tokens)
             if not skipped:
                 clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
                 self._update(grads, scale * clip, lr, weight_decay, routing)
         busy, bubble, communication = every[:, 4:7].T.tolist()
         return StepStats(
-            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing
+            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing, rewards
         )
 
     def _update(
@@ -349,14 +403,35 @@ class Runtime:
         """Without dropout and gradients; called on all ranks.
 
         Returns:
-            (sum of token losses in nats, tokens that count) of the global samples ``[first_sample, first_sample +
+            (sum of losses in nats, tokens that count or pairs) of the global samples ``[first_sample, first_sample +
             batch_size)``, equal on all ranks.
         """
+        return self.evaluate_pairs(fetch, first_sample, batch_size)[:2]
+
+    @torch.no_grad()
+    def evaluate_pairs(
+        self, fetch: Fetch, first_sample: int, batch_size: int
+    ) -> tuple[float, int, Mapping[str, float]]:
+        """The same, with the means over the pairs by TRL's names; none where the loss is that of tokens."""
         with self.comm.clock.counting():
             self.warm_up(fetch, first_sample, batch_size, forward_only=True)
+            before = self.reference_in_step(fetch, first_sample, batch_size)
             result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
-            loss_sum, tokens = self.gather(result, 0.0)[:, :2].sum(0).tolist()
-        return loss_sum, int(tokens)
+            result.before = before
+            every = self.gather(result, 0.0)
+            loss_sum, tokens = every[:, :2].sum(0).tolist()
+        return loss_sum, int(tokens), self._rewards(every, tokens)
+
+    def _routed(self, every: torch.Tensor) -> torch.Tensor:
+        """Of what :meth:`gather` gives, the part of the experts."""
+        return every[:, 7:] if self.options.preference is None else every[:, 7 : -len(REWARDS)]
+
+    def _rewards(self, every: torch.Tensor, pairs: float) -> dict[str, float]:
+        """Of what :meth:`gather` gives, the part of preference pairs, as means."""
+        if self.options.preference is None:
+            return {}
+        means = (every[:, -len(REWARDS) :].sum(0) / max(pairs, 1)).tolist()
+        return dict(zip(REWARDS, means, strict=True))
 
     def gather(self, result: StepResult, norm: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
         """What every rank of the plan saw, equal on all of them; called on all of them.
@@ -365,16 +440,26 @@ class Runtime:
             norm: of the gradients that this rank owns.
 
         Returns:
-            fp64 [ranks, 7 + n]: loss sum, tokens, squared norm, stop (0 or 1), seconds busy, in bubbles and
-            communicating, and the n numbers of ``LoadBalance.row``. A TP group counts its loss once.
+            fp64 [ranks, 7 + n + m]: loss sum, tokens, squared norm, stop (0 or 1), seconds busy, in bubbles and
+            communicating, the n numbers of ``LoadBalance.row``, and the m ``REWARDS`` of preference pairs. A TP group
+            counts its loss once.
         """
         counts = self.place.tp_rank == 0
         balance = self.balance.counted() if self.balance is not None else ()
-        norm, *others = self.reader.read(norm, *result.losses, *balance)  # the only wait for a device
-        losses, routed = others[: len(result.losses)], others[len(result.losses) :]
+        rewards = (self.pairs.rewards(self.comm.device),) if self.pairs is not None else ()
+        norm, *others = self.reader.read(norm, *result.losses, *balance, *rewards)  # the only wait for a device
+        losses, others = others[: len(result.losses)], others[len(result.losses) :]
+        width = len(others) - len(REWARDS) * len(rewards)
+        routed, means = others[:width], [x * counts for x in others[width:]]
+        if self.options.preference is not None:
+            means += [0.0] * (len(REWARDS) - len(means))
         result.read(self.comm.clock)
         row = [sum(losses) * counts, result.tokens * counts, norm**2, float(stop)]
         if self.balance is not None:
             routed += [0.0] * (self.balance.width - len(routed))
-        seconds = [result.busy_seconds, result.bubble_seconds, result.communication_seconds]
-        return self.world.gather_vectors(torch.tensor(row + seconds + routed, dtype=torch.float64))
+        parts = [result] if result.before is None else [result, result.before]
+        seconds = [
+            sum(part.busy_seconds for part in parts), sum(part.bubble_seconds for part in parts),
+            sum(part.communication_seconds for part in parts),
+        ]  # fmt: skip
+        return self.world.gather_vectors(torch.tensor(row + seconds + routed + means, dtype=torch.float64))

@@ -10,6 +10,7 @@ from hetero_megatron.spec import Dropout
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing
+from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.config import RunConfig
 
 
@@ -34,12 +35,13 @@ class RuntimeOptions:
     dropout: Dropout = NO_DROPOUT
     seed: int = 0
     graphs_after: int | None = None
+    preference: Preference | None = None
 
     @staticmethod
     def of(config: RunConfig) -> RuntimeOptions:
         return RuntimeOptions(
             config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
-            config.graphs_after,
+            config.graphs_after, config.preference,
         )  # fmt: skip
 
 

@@ -114,6 +114,7 @@ class _State:
     data: _Data | None
     data_fingerprint: str = ""
     dropout: dict[str, float] | None = None
+    reference: str = ""
 
     def __post_init__(self) -> None:
         _require("step", self.step, self.step >= 0)

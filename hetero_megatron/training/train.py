@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ from hetero_megatron.platform.plugins import Plugins, load_plugins
 from hetero_megatron.training.agreement import check_agreement, check_program, run_facts
 from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.checkpointing import WRITE_TIMEOUT, Checkpointing, ConsumedSamples
-from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.config import AlignmentConfig, OptimizerConfig, RunConfig
 from hetero_megatron.training.exit import ExitConditions
 from hetero_megatron.training.failure import ReplicaCheck, StepGuard
 from hetero_megatron.training.initial_weights import InitialWeights
@@ -56,6 +56,9 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.save_directory import claim_directory, make_folders
 from hetero_megatron.utils.out_of_memory import out_of_memory
+
+if TYPE_CHECKING:
+    from hetero_megatron.training.reference import Known
 
 
 def optimizer_factory(
@@ -126,12 +129,21 @@ def set_up(
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
     initialize = weights.values if resume is None else weights.blank
+    reference = None
+    if config.reference_hf is not None:
+        reference = _of_another_model(config, comm, platform, plugins, node_data)
     runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
     alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
+    if config.preference is not None and config.preference.stored and reference is None:
+        from hetero_megatron.training.reference import reference_logps
+
+        reference = reference_logps(config, runtime, node_data)
+    if runtime.pairs is not None:
+        runtime.pairs.reference.known = reference or {}
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     exit = resume.exit if resume is not None else None
@@ -153,6 +165,18 @@ def set_up(
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     return training
+
+
+def _of_another_model(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, data: NodeData
+) -> Known:
+    """What the model in --reference-hf says of the run's pairs, built and given up again before the run's own."""
+    from hetero_megatron.training.reference import reference_logps
+
+    other = replace(config, load_hf=config.reference_hf)
+    weights = InitialWeights(other, comm.group(config.plan.ranks))
+    runtime = build_runtime(other, comm, platform, plugins, weights.values, Alignment(AlignmentConfig()))
+    return reference_logps(config, runtime, data)
 
 
 def build_runtime(

@@ -31,11 +31,14 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
     found = _loaded(args, spec) if args["load_adapter"] is not None else _new(args, spec)
     assert found.lora is not None
     lora = replace(found.lora, base_dtype=args[_BASE])
-    found = replace(found, lora=lora)
+    try:
+        found = adapted(found.base, lora)
+    except UserError as error:  # all but the dtype is known to fit
+        raise flag_error(_BASE, error.value, error.problem, error.accepted) from None
     for key in ("fp8_format", "compile"):
-        if found.in_int8 and args[key]:
+        if found.in_few_bits and args[key]:
             name = f"--{key.replace('_', '-')}"
-            raise flag_error(_BASE, args[_BASE], f"{name} knows no weights in 8 bits", f"the run without {name}")
+            raise flag_error(_BASE, args[_BASE], f"{name} knows no weights in so few bits", f"the run without {name}")
     if args["compile"] and lora.dropout:
         raise flag_error(
             _DROPOUT, lora.dropout, "masks are others in every step, which a compiled layer cannot have",
@@ -122,7 +125,7 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
         return model
     if args.lora_base_dtype is not None and args.fp8_format is not None:
         raise UserError(
-            "--fp8-format knows no weights in 8 bits", field="--lora-base-dtype", value=args.lora_base_dtype,
+            "--fp8-format knows no weights in so few bits", field="--lora-base-dtype", value=args.lora_base_dtype,
             accepted="the command without --fp8-format",
         )  # fmt: skip
     try:
@@ -130,6 +133,7 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
         kind = {"dropout": dropout, "base_dtype": args.lora_base_dtype, "dora": args.use_dora}
         return adapted(model, Lora(args.lora_rank, float(args.lora_rank), targets, **kind))
     except UserError as error:
-        name = f"--lora-{error.field}" if error.field in ("targets", "dropout") else "--lora-rank"
+        named = {"targets": "--lora-targets", "dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
+        name = named.get(error.field, "--lora-rank")
         name = "--use-dora" if error.field == "dora" else name
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None

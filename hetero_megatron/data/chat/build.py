@@ -15,7 +15,7 @@ from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.cache import Log
 from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.chat.overlong import Overlong
-from hetero_megatron.data.chat.packed import PackedConversations, encode_store
+from hetero_megatron.data.chat.packed import PackedConversations, PackedPairs, encode_store
 from hetero_megatron.data.chat.records import RecordSource, find_records
 from hetero_megatron.data.chat.stream import WINDOW, StreamedConversations
 from hetero_megatron.data.config import DataConfig
@@ -45,6 +45,7 @@ class ChatData:
     log: Log
     keep: int = 0
     _stores: dict[str, TokenStore] = field(default_factory=dict)
+    _first: dict[str, int] = field(default_factory=dict)  # number of each path's first pair
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokenizer, HuggingFaceTokenizer):
@@ -78,21 +79,27 @@ class ChatData:
     def _store(self, path: str, flag: str) -> TokenStore:
         if path not in self._stores:
             records = self._records(path, flag)
+            self._first[path] = sum(store.num_documents // 2 for store in self._stores.values())
             self._stores[path] = encode_store(
-                records, self.encoder, self.config.data_cache_path, self.limit, self.log
+                records, self.encoder, self.config.data_cache_path, self.limit, self.log, self.config.pairs
             )
         return self._stores[path]
 
     def _packed(self, split: SplitPaths, path: str) -> PackedConversations | None:
-        store = self._store(path, split.flag)
-        documents = split.documents(store.num_documents, path, "conversation")
-        if documents is None:
+        store, pairs = self._store(path, split.flag), self.config.pairs
+        item, per = ("pair", 2) if pairs else ("conversation", 1)
+        found = split.documents(store.num_documents // per, path, item)
+        if found is None:
             return None
-        overlong = Overlong(self.config.overlong_samples, self.seq_length)
-        packing = not self.config.no_packing
-        data = PackedConversations(store, documents, self.seq_length, self.seed, self._tokens.pad, overlong, packing)
+        documents = (per * found[0], per * found[1])
+        overlong = Overlong(self.config.overlong_samples, self.seq_length, item)
+        how = (self.seq_length, self.seed, self._tokens.pad, overlong, not self.config.no_packing)
+        data = (
+            PackedPairs(store, documents, *how, self._first[path]) if pairs
+            else PackedConversations(store, documents, *how)
+        )  # fmt: skip
         self.log(
-            f"data: {split.name}: {plural(data.num_conversations, 'conversation')} of {path} in "
+            f"data: {split.name}: {plural(data.num_conversations, item)} of {path} in "
             f"{plural(data.num_packs, 'sample')}, {data.fill:.0%} full"
         )
         if report := overlong.report(f"{split.name}: {path}"):

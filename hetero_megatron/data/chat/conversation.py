@@ -90,9 +90,7 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
     if form == ALPACA:
         return _alpaca(record, where)
     raw = _list(record[form], form, where)
-    # ShareGPT's turns have from and value, under whatever name; conversations may also hold OpenAI's messages.
-    share = any(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in raw)
-    turns = _Turns(where, share)
+    turns = _Turns(where, _shared(raw))
     messages = turns.read(raw, form)
     if is_pair(record) and messages[-1]["role"] != "assistant":  # else they hold the chosen one
         raise pair_refused(record, where)
@@ -101,6 +99,12 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
     marks = marks_beside(record, turns.marks, form, users, where)
     refuse_record_keys(record, messages[0], where)
     return _conversation(record, form, messages, marks, turns, where)
+
+
+def _shared(turns: Sequence[Any]) -> bool:
+    """Whether they are ShareGPT's, with from and value, under whatever name; conversations may also hold OpenAI's
+    messages."""
+    return any(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in turns)
 
 
 def _conversation(
@@ -180,9 +184,9 @@ def _prompt(record: Mapping[str, Any], where: str) -> Conversation:
             "one of them is a string, the other one is not", field="prompt and completion",
             accepted="two strings, or two lists of messages", where=where,
         )  # fmt: skip
-    turns = _Turns(where)
-    before = turns.read(_list(prompt, "prompt", where), "prompt")
-    after = turns.read(_list(completion, "completion", where), "completion")
+    asked, answered = _list(prompt, "prompt", where), _list(completion, "completion", where)
+    turns = _Turns(where, _shared([*asked, *answered]))
+    before, after = turns.read(asked, "prompt"), turns.read(answered, "completion")
     _require_assistant(after, "completion", where)
     refuse_marks(record, where)
     refuse_record_keys(record, before[0], where)

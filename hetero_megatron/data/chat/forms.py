@@ -51,8 +51,8 @@ def _refuse_more_than_text(record: Mapping[str, Any], where: str) -> None:
         if isinstance(value, int) and value in (0, 1):  # bool, too
             kept = f".{key}" if isinstance(value, bool) else f".{key} == 1"
             raise UserError(
-                "the record is rated, for preference training, which this version has not", field=key,
-                value=json.dumps(value), where=where,
+                "the record is rated, for preference training by single answers (KTO), which this version has not",
+                field=key, value=json.dumps(value), where=where,
                 accepted="the records that shall be learned from, without it "
                 f"(jq -c 'select({kept}) | del(.{key})' keeps those)",
             )  # fmt: skip
@@ -81,8 +81,9 @@ def pair_refused(record: Mapping[str, Any], where: str) -> UserError:
     else:
         made = "{messages: .chosen}"
     return UserError(
-        "the record is a preference pair (chosen, rejected), and this version has no DPO", field="record",
-        accepted=f"{ACCEPTED}; jq -c '. + {made} | del(.chosen, .rejected)' keeps what was chosen", where=where,
+        "the record is a preference pair (chosen, rejected)", field="record", where=where,
+        accepted=f"--preference dpo (or another of its losses) to train on pairs; {ACCEPTED}; jq -c '. + {made} | "
+        "del(.chosen, .rejected)' keeps what was chosen",
     )  # fmt: skip
 
 

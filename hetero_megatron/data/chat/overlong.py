@@ -19,12 +19,14 @@ class Overlong:
     which no token would count is left out, whatever the policy.
 
     Attributes:
+        item: what a conversation is called.
         seen, cut, dropped, silent: conversations: all, cut, left out as too long, left out as nothing of them counts.
         lost: tokens that were cut off.
     """
 
     policy: str
     seq_length: int
+    item: str = "conversation"
     seen: int = 0
     cut: int = 0
     dropped: int = 0
@@ -38,21 +40,52 @@ class Overlong:
         over = len(ids) - self.seq_length
         if over > 0:
             if self.policy == "refuse":
-                raise UserError(
-                    f"a conversation has {plural(len(ids), 'token')}, a sample {self.seq_length}", field=FLAG,
-                    value="refuse", accepted="a longer --seq-length, keep-start, keep-end or drop", where=where,
-                )  # fmt: skip
+                raise self._refused(len(ids), where)
             if self.policy == "drop":
                 self.dropped += 1
                 return None
-            kept = slice(0, self.seq_length) if self.policy == "keep-start" else slice(over, None)
-            ids, counts = ids[kept], counts[kept]
+            ids, counts = self._kept(encoded, self.seq_length)
             self.cut += 1
             self.lost += over
         if not np.any(counts[1:]):  # the first token of a sample is predicted by nothing
             self.silent += 1
             return None
         return Encoded(ids, counts)
+
+    def fit_pair(self, chosen: Encoded, rejected: Encoded, where: str) -> tuple[Encoded, ...]:
+        """Both answers of a pair, as they share a sample; none: it is not used, as one of them has no token that counts
+        within reach, or what is within reach is equal. Of a long pair the longer one is cut, or both to one half."""
+        self.seen += 1
+        pair, lengths = (chosen, rejected), (len(chosen.ids), len(rejected.ids))
+        over = sum(lengths) - self.seq_length
+        if over > 0:
+            if self.policy == "refuse":
+                raise self._refused(sum(lengths), where)
+            if self.policy == "drop":
+                self.dropped += 1
+                return ()
+            half = self.seq_length // 2
+            room = [max(half, self.seq_length - other) for other in reversed(lengths)]
+            pair = (self._kept(chosen, room[0]), self._kept(rejected, room[1]))
+            self.cut += 1
+            self.lost += sum(lengths) - sum(len(side.ids) for side in pair)
+        if not all(np.any(side.counts[1:]) for side in pair) or np.array_equal(pair[0].ids, pair[1].ids):
+            self.silent += 1
+            return ()
+        return pair
+
+    def _kept(self, encoded: Encoded, most: int) -> Encoded:
+        """At most so many tokens, of the end that stays."""
+        if len(encoded.ids) <= most:
+            return encoded
+        kept = slice(0, most) if self.policy == "keep-start" else slice(len(encoded.ids) - most, None)
+        return Encoded(encoded.ids[kept], encoded.counts[kept])
+
+    def _refused(self, tokens: int, where: str) -> UserError:
+        return UserError(
+            f"a {self.item} has {plural(tokens, 'token')}, a sample {self.seq_length}", field=FLAG,
+            value="refuse", accepted="a longer --seq-length, keep-start, keep-end or drop", where=where,
+        )  # fmt: skip
 
     @property
     def used(self) -> int:
@@ -62,10 +95,12 @@ class Overlong:
         """A line about a whole data set; empty where every conversation is used as it is."""
         parts = []
         if self.cut:
-            share = f"{self.cut:,} of {plural(self.seen, 'conversation')} longer than {self.seq_length} tokens"
+            share = f"{self.cut:,} of {plural(self.seen, self.item)} longer than {self.seq_length} tokens"
             parts.append(f"{share} {'are' if self.cut > 1 else 'is'} cut ({plural(self.lost, 'token')} lost)")
         if self.dropped:
-            parts.append(f"{plural(self.dropped, 'conversation')} longer than {self.seq_length} tokens left out")
+            parts.append(f"{plural(self.dropped, self.item)} longer than {self.seq_length} tokens left out")
         if self.silent:
-            parts.append(f"{plural(self.silent, 'conversation')} left out: no token of the assistant is in reach")
+            why = "no token of the assistant is in reach"
+            why = "of an answer no token is in reach, or both are equal there" if self.item == "pair" else why
+            parts.append(f"{plural(self.silent, self.item)} left out: {why}")
         return f"data: {name}: {'; '.join(parts)} ({FLAG} {self.policy})" if parts else ""

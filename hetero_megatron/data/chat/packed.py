@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from hetero_megatron.data.cache import Log, cache_folder, cache_key
-from hetero_megatron.data.chat.conversation import read_conversation
+from hetero_megatron.data.chat.conversation import Conversation, read_conversation
 from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
+from hetero_megatron.data.chat.pairs import read_pair
 from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.guard import CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, cannot_write, open_indexed
@@ -31,29 +32,33 @@ _TIES, _ORDER = 2, 3  # purposes of permutations, beside those of pretraining da
 
 
 def encode_store(
-    records: RecordSource, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log
+    records: RecordSource, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log, pairs: bool = False
 ) -> TokenStore:
     """All conversations of a data set: ``2 * id + counts`` of every token, in one store; large ones are cached.
 
     Args:
         limit: rows of the model's embedding; UserError names the record of a token beyond them.
+        pairs: records are preference pairs: of each two conversations, the chosen and the rejected one.
     """
-    key = cache_key("conversations", records.identity, encoder.fingerprint)
+    what = "pairs" if pairs else "conversations"
+    key = cache_key(what, records.identity, encoder.fingerprint)
+    encoded = _encoded(records, encoder, limit, log=log, parts=read_pair if pairs else _alone)
     if records.num_bytes <= IN_MEMORY_BYTES:
-        documents = [_joined(encoded) for encoded, _ in encoded_records(records, encoder, limit, log=log)]
+        documents = [_joined(part) for parts, _ in encoded for part in parts]
         if not documents:
             raise empty(records)
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         return TokenStore(records.name, key, np.concatenate(documents), offsets)
     folder = cache_folder(cache)
-    prefix = str(folder / f"conversations-{key}")
-    with _one_writer(folder / f"conversations-{key}.lock"):  # whoever comes second finds what the first one wrote
+    prefix = str(folder / f"{what}-{key}")
+    with _one_writer(folder / f"{what}-{key}.lock"):  # whoever comes second finds what the first one wrote
         if not Path(f"{prefix}.idx").exists():
-            log(f"data: tokenizing the conversations of {records.name} into {prefix}.bin ...")
-            last, what = time.monotonic(), f"tokenizing conversations of {records.name}"
-            with IndexedWriter(prefix, np.int32) as writer, WorkLine(what, 0, bytes=False) as line:
-                for encoded, _ in encoded_records(records, encoder, limit, log=log):
-                    writer.add(_joined(encoded))
+            log(f"data: tokenizing the {what} of {records.name} into {prefix}.bin ...")
+            last, work = time.monotonic(), f"tokenizing {what} of {records.name}"
+            with IndexedWriter(prefix, np.int32) as writer, WorkLine(work, 0, bytes=False) as line:
+                for parts, _ in encoded:
+                    for part in parts:
+                        writer.add(_joined(part))
                     line.add()
                     if time.monotonic() - last > _REPORT_SECONDS:
                         last = time.monotonic()
@@ -73,22 +78,38 @@ def encoded_records(
         limit: rows of the model's embedding.
         log: is told once of each key that nothing reads.
     """
+    for (encoded,), where in _encoded(records, encoder, limit, skip, log):
+        yield encoded, where
+
+
+def _alone(record: Mapping[str, Any], where: str) -> tuple[Conversation, ...]:
+    return (read_conversation(record, where),)
+
+
+def _encoded(
+    records: RecordSource, encoder: ChatEncoder, limit: int | None, skip: int = 0, log: Log | None = None,
+    parts: Callable[[Mapping[str, Any], str], tuple[Conversation, ...]] = _alone,
+) -> Iterator[tuple[list[Encoded], str]]:  # fmt: skip
+    """The same of the conversations that ``parts`` makes of each record."""
     told: set[str] = set()
 
     def work(record: tuple[Any, str], limits: CallLimits) -> list[Any]:
         value, where = record
-        conversation = read_conversation(value, where)
-        encoded = encoder.encode(conversation, where, limits)
-        check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {where}")
-        new = [key for key in encoder.unread(conversation) if key not in told]
-        told.update(new)  # in the process, which knows what it said
-        return [encoded.ids, encoded.counts, new]
+        made: list[Any] = []
+        unread: list[str] = []
+        for conversation in parts(value, where):
+            encoded = encoder.encode(conversation, where, limits)
+            check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {where}")
+            unread += [key for key in encoder.unread(conversation) if key not in told]
+            told.update(unread)  # in the process, which knows what it said
+            made += [encoded.ids, encoded.counts]
+        return [*made, unread]
 
-    for record, (ids, counts, unread) in Guard(work, encoder.refuse).map(records.read(skip)):
+    for record, (*made, unread) in Guard(work, encoder.refuse).map(records.read(skip)):
         if log is not None and (new := [key for key in unread if key not in told]):
             told.update(new)
             log(f"data: {record.where}: not read: {', '.join(new)}")
-        yield Encoded(ids, counts), record.where
+        yield [Encoded(*pair) for pair in zip(made[::2], made[1::2], strict=True)], record.where
 
 
 def _joined(encoded: Encoded) -> np.ndarray:
@@ -127,22 +148,25 @@ class PackedConversations:
         pad: id for what is left of a sample.
     """
 
+    item = "conversation"
+
     def __init__(
         self, store: TokenStore, documents: tuple[int, int], seq_length: int, seed: int, pad: int,
         overlong: Overlong, packing: bool = True,
     ) -> None:  # fmt: skip
         self.store, self.seq_length, self.seed, self.packing, self._pad = store, seq_length, seed, packing, pad
         self.overlong, self.documents = overlong, documents
-        count = documents[1] - documents[0]
-        found = tracked(range(*documents), f"indexing {store.name}", count, lambda _: 1, bytes=False)
-        self._used = [i for i in found if overlong.fit(self._stored(i), f"{store.name}: {i}") is not None]
+        first, last = self._items(documents)
+        found = tracked(range(first, last), f"indexing {store.name}", last - first, lambda _: 1, bytes=False)
+        lengths = {i: sum(len(part.ids) for part in self._parts(i, overlong, f"{store.name}: {i}")) for i in found}
+        self._used = [i for i, length in lengths.items() if length]
         if not self._used:
             raise UserError(
-                f"none of its {plural(count, 'conversation')} can be used", field="--data-path",
-                value=store.name, accepted="conversations with an answer within --seq-length tokens",
+                f"none of its {plural(last - first, self.item)} can be used", field="--data-path",
+                value=store.name, accepted=f"{self.item}s with an answer within --seq-length tokens",
             )  # fmt: skip
-        self._policy = Overlong(overlong.policy, seq_length)
-        self._lengths = np.minimum(np.diff(store.offsets)[self._used], seq_length)
+        self._policy = Overlong(overlong.policy, seq_length, self.item)
+        self._lengths = np.array([lengths[i] for i in self._used], np.int64)
         self._packs: dict[int, tuple[list[list[int]], np.ndarray]] = {}
         self._lock = threading.Lock()
         self.num_packs = len(self._epoch(0)[0])
@@ -164,8 +188,20 @@ class PackedConversations:
             raise IndexError(f"sample {index}")
         number, at = divmod(index, self.num_packs)
         packs, order = self._epoch(number)
-        fitted = [self._policy.fit(self._stored(self._used[i]), "") for i in packs[order[at]]]
-        return packed_sample([f for f in fitted if f is not None], self.seq_length, self._pad)
+        return self._sample([self._used[i] for i in packs[order[at]]])
+
+    def _sample(self, items: Sequence[int]) -> Sample:
+        fitted = [part for i in items for part in self._parts(i, self._policy, "")]
+        return packed_sample(fitted, self.seq_length, self._pad)
+
+    def _items(self, documents: tuple[int, int]) -> tuple[int, int]:
+        """The first and the last item, half-open."""
+        return documents
+
+    def _parts(self, item: int, overlong: Overlong, where: str) -> Sequence[Encoded]:
+        """The documents of an item as they are used; none: it is not."""
+        fitted = overlong.fit(self._stored(item), where)
+        return () if fitted is None else (fitted,)
 
     def _stored(self, i: int) -> Encoded:
         return _parted(self.store.tokens[int(self.store.offsets[i]) : int(self.store.offsets[i + 1])])
@@ -177,6 +213,33 @@ class PackedConversations:
                     del self._packs[old]
                 self._packs[number] = epoch_packs(self._lengths, self.seq_length, self.packing, self.seed, number)
             return self._packs[number]
+
+
+class PackedPairs(PackedConversations):
+    """The same of preference pairs: both answers are in one sample, each a document with the prompt before it.
+
+    Args:
+        documents: of the store, of which each pair has two.
+        first: added to a pair's number, so that those of several stores differ.
+    """
+
+    item = "pair"
+
+    def __init__(
+        self, store: TokenStore, documents: tuple[int, int], seq_length: int, seed: int, pad: int,
+        overlong: Overlong, packing: bool = True, first: int = 0,
+    ) -> None:  # fmt: skip
+        self._first = first
+        super().__init__(store, documents, seq_length, seed, pad, overlong, packing)
+
+    def _items(self, documents: tuple[int, int]) -> tuple[int, int]:
+        return documents[0] // 2, documents[1] // 2
+
+    def _parts(self, item: int, overlong: Overlong, where: str) -> Sequence[Encoded]:
+        return overlong.fit_pair(self._stored(2 * item), self._stored(2 * item + 1), where)
+
+    def _sample(self, items: Sequence[int]) -> Sample:
+        return super()._sample(items)._replace(pairs=tuple(self._first + i for i in items))
 
 
 def epoch_packs(

@@ -65,7 +65,7 @@ def _cannot(problem: PlanningProblem) -> bool:
     """What :mod:`hetero_megatron.plans.weights` refuses beside divided weights, or the question rules out."""
     model, space = problem.model, problem.space
     dora = model.lora is not None and model.lora.dora
-    beside = model.moe is not None or dora or problem.options.costs.fp8 is not None
+    beside = model.moe is not None or dora or model.in_nf4 or problem.options.costs.fp8 is not None
     return beside or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 

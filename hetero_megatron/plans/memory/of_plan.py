@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -30,10 +29,10 @@ from hetero_megatron.plans.program import held_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.tensors import stored_bytes
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2
-SCALE_BYTES = 4  # of an output channel of a weight in 8 bits, fp32
 
 
 def moments_of(optimizer: str) -> int:
@@ -99,10 +98,10 @@ class MemoryBytes:
         return max(parts, key=parts.__getitem__)
 
 
-def saved_in_int8(tensors: Iterable[LogicalTensor], share: Share, item: int) -> int:
-    """Bytes that those of a rank's tensors that are in 8 bits take less than ``item`` per element."""
-    boxes = (tensor_box(t, share) for t in tensors if t.int8)
-    return sum(box.size * (item - 1) - SCALE_BYTES * math.prod(box.shape[:-1]) for box in boxes)
+def saved_in_few_bits(tensors: Iterable[LogicalTensor], share: Share, item: int) -> int:
+    """Bytes that those of a rank's tensors that are stored in few bits take less than ``item`` per element."""
+    boxes = ((t, tensor_box(t, share)) for t in tensors if t.int8 or t.nf4)
+    return sum(box.size * item - stored_bytes(tensor, box) for tensor, box in boxes)
 
 
 def host_bytes(owned: float, moments: int = 2) -> int:
@@ -114,7 +113,7 @@ def state_bytes(
     held: int, owned: float, item: int, moments: int = 2, trained: int | None = None, saved: int = 0
 ) -> tuple[int, int, int]:
     """(weights, gradients, optimizer) of a rank that holds and owns so many elements; ``trained``: of those held, None:
-    all; ``saved``: bytes, by weights in 8 bits."""
+    all; ``saved``: bytes, by weights in few bits."""
     wide = max(item, 4)
     master = 4 if item == 2 else 0
     return held * item - saved, (held if trained is None else trained) * wide, round(owned * (moments * wide + master))
@@ -184,14 +183,15 @@ def estimate_memory(
 
 
 def _frozen(plan: Plan, spec: ModelSpec, item: int) -> dict[int, tuple[int, int]]:
-    """(elements that each rank holds and that are not trained, bytes that those in 8 bits save)."""
+    """(elements that each rank holds and that are not trained, bytes that those in few bits save)."""
     found: dict[int, tuple[int, int]] = {}
     for stage in plan.stages:
         tensors = stage_tensors(spec, stage.layer_indices(), stage.embed, stage.head)
         held = rank_shares(spec, stage)
         sizes = {
             share: (
-                sum(tensor_box(t, share).size for t in tensors if not t.trained), saved_in_int8(tensors, share, item)
+                sum(tensor_box(t, share).size for t in tensors if not t.trained),
+                saved_in_few_bits(tensors, share, item),
             ) for share in {*held.values()}
         }  # fmt: skip
         found |= {rank: sizes[share] for rank, share in held.items()}

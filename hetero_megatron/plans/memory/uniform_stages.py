@@ -10,7 +10,7 @@ import numpy as np
 
 from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order, buffer_bytes
 from hetero_megatron.plans.memory.activations import RankWork, chunk_limit, kept_bytes, operand_bytes, working_bytes
-from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS, saved_in_int8, state_bytes
+from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS, saved_in_few_bits, state_bytes
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.utils.cached_method import cached_method
@@ -51,9 +51,9 @@ class UniformStageMemory:
 
     @cached_method
     def saved_per_layer(self, tp: int) -> float:
-        """Bytes that the weights of a layer take less because some are in 8 bits, on the rank where that is least."""
+        """Bytes that the weights of a layer take less because some are in few bits, on the rank where that is least."""
         def saved(share: Share) -> float:
-            return _mean_over_layers(self.spec, lambda tensors: saved_in_int8(tensors, share, self.item))
+            return _mean_over_layers(self.spec, lambda tensors: saved_in_few_bits(tensors, share, self.item))
 
         return min(map(saved, _equal_shares(self.spec, tp)))
 

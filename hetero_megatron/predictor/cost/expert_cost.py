@@ -57,7 +57,7 @@ def _by_operators(model: ModelSpec, rates: ChipRates, item: int, load: ExpertLoa
     if load.members > 1:
         moved += MOVED * h * load.exchanged
     small = item * moved / rates.bytes_per_second + _adapters(model, rates, item, load, gemm)
-    elements = model.in_int8 * ROUTED_WIDTHS * load.experts * load.columns * h
+    elements = model.in_few_bits * ROUTED_WIDTHS * load.experts * load.columns * h
     made = elements * (1 + item) / rates.bytes_per_second  # read in 8 bits, and written as products have them
     return products + small + made, (2 if model.lora is None else 1) * products + 2 * small + made
 

@@ -30,6 +30,7 @@ Seconds = tuple[float, float]  # forward, backward
 ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
 IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear modules are in fp8
 UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more launches to a layer's about twenty
+NF4_MOVED = 27  # bytes per element that is made of 4 bits: these, indices and numbers in fp32, written and read
 UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
 
 
@@ -349,18 +350,23 @@ class Operators:
         forward = max(products.forward + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
         frozen, adapters = model.lora is not None, self._adapters(share, tokens)
         forward += adapters
-        made = self._from_int8(share)
+        made = self._from_few_bits(share)
         forward += made
         both = products.input + (0.0 if frozen else products.weight)
         backward = both + made + 2 * (small + adapters) + core[1] + exchange[1]
         return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
 
     @cached_method
-    def _from_int8(self, share: float) -> float:
-        """Seconds in which a layer's frozen weights in 8 bits, but those of experts, become what products multiply
+    def _from_few_bits(self, share: float) -> float:
+        """Seconds in which a layer's frozen weights in few bits, but those of experts, become what products multiply
         with: once in forward, and once in backward."""
-        elements = sum(t.size for t in logical_tensors(self.model) if t.int8 and not t.per_expert)
-        return share * elements / self.model.num_layers * (1 + self.item) / self.rates.bytes_per_second
+        moved = 0.0
+        for tensor in logical_tensors(self.model):
+            if tensor.int8 and not tensor.per_expert:
+                moved += tensor.size * (1 + self.item)
+            elif tensor.nf4:
+                moved += tensor.size * (NF4_MOVED + self.item)
+        return share * moved / self.model.num_layers / self.rates.bytes_per_second
 
     def _adapters(self, share: float, tokens: float) -> float:
         """Seconds of the adapters of a layer in forward: two narrow products each, and their addition."""

@@ -24,6 +24,7 @@ from hetero_megatron.utils.text import format_seconds as brief_seconds
 from hetero_megatron.utils.text import plural, rank_ranges, word
 
 PARTS = {
+    "reference": "the reference's forward",
     "pipelines": "pipelines, until the last backward",
     "jitter": "waiting for unsteady chips",
     "gradients": "gradients, what backward does not hide",
@@ -68,7 +69,7 @@ def format_prediction(found: Prediction) -> str:
     ]
     for part, words in PARTS.items():
         seconds = found.parts[part]
-        if seconds or part != "jitter":
+        if seconds or part not in ("jitter", "reference"):
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / found.step_seconds:>8.1%}")
     lines += format_dtypes(found)
     lines += ["", "busy with compute", *_busy(found), "", format_memory(found.memory)]

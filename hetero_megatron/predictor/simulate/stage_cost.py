@@ -179,11 +179,12 @@ class StageCosts:
             found = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
         return slowest(found)
 
-    def computing(self, stage: Stage, unit: Unit, t: int) -> float:
+    def computing(self, stage: Stage, unit: Unit, t: int, again: bool = False) -> float:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
-        groups, which overlap with compute, are included."""
+        groups, which overlap with compute, are included. ``again``: forward runs twice."""
         own = self._rank_seconds(stage, unit, t, exchanges=False)
-        return sum(own.total(stage.num_layers, stage.recomputed, stage.embed, stage.head))
+        forward, backward = own.total(stage.num_layers, stage.recomputed, stage.embed, stage.head)
+        return (1 + again) * forward + backward
 
     def stage_seconds(self, stage: Stage) -> float:
         """Forward and backward of a micro-batch on the stage, with the exchanges of its ranks."""

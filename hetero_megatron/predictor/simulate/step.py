@@ -192,6 +192,16 @@ class StepSimulator:
             out.append(known[key])
         return tuple(out)
 
+    @cached_property
+    def reference_seconds(self) -> float:
+        """Of the forward of another model over the batch, which comes before all else."""
+        if not self.costs.options.reference:
+            return 0.0
+        return max(
+            simulate(self.prepared.schedule(pipeline).forward_only(), costs.costs).step_seconds
+            for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True)
+        )
+
     @property
     def pipeline_seconds(self) -> float:
         """Until the last backward has ended, on steady chips."""
@@ -201,8 +211,9 @@ class StepSimulator:
     def computing(self) -> dict[int, float]:
         """By rank, seconds per step of its own forwards and backwards without TP exchanges: what the runtime measures
         as busy. (:attr:`Prediction.busy` is the stage's, with them.)"""
+        again = self.costs.options.reference
         return {
-            rank: pipeline.num_micro_batches * self.stages.computing(stage, unit, t)
+            rank: pipeline.num_micro_batches * self.stages.computing(stage, unit, t, again)
             for pipeline in self.plan.pipelines
             for stage in pipeline.stages
             for unit in stage.units
@@ -228,7 +239,9 @@ class StepSimulator:
             "gradients": barrier - last,
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
+            "reference": self.reference_seconds,
         }
+        end += self.reference_seconds
         return StepTimes(end, tuple(reduces), tuple(all_gathers), parts_of_step, self._tails(computed, summed))
 
     def _tails(self, computed: Mapping[int, float], summed: Mapping[int, float]) -> dict[int, float]:

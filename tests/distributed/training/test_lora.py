@@ -18,6 +18,7 @@ from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS
 from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
+from tests.support import nf4_reference
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.int8_reference import round_projections
 from tests.support.moe_models import MOE_FAMILIES
@@ -56,7 +57,7 @@ def run_rank(
     frozen, stats = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}, []
     with runtime.whole_weights():
         before = {n: p.clone() for n, p in frozen.items()}
-    assert {n for n, p in frozen.items() if p.dtype == torch.int8} == runtime.scales.keys()
+    assert {n for n, p in frozen.items() if p.dtype in (torch.int8, torch.uint8)} == runtime.scales.keys()
     for step in range(STEPS):
         found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0, step=step + 1)
         stats.append([found.loss, found.grad_norm])
@@ -75,6 +76,8 @@ def check(model_config: dict[str, Any], made: dict[str, Any], lora: Lora, case: 
     spec = adapted(base, lora)
     initial = {n: t.detach().clone().numpy() for n, t in hf_to_logical(model, base).items()}
     initial |= adapter_values(spec, case.seed)
+    if lora.base_dtype == "nf4":
+        nf4_reference.round_projections(model)
     if lora.base_dtype == "int8":
         round_projections(model, base.hf_model_type == "gpt_oss")
     assert initial.keys() == {t.name for t in logical_tensors(spec)}
@@ -125,6 +128,19 @@ def test_random_plans_of_dora(seed: int) -> None:
 def test_random_plans_of_a_base_in_8_bits(seed: int) -> None:
     """The base is rounded as NumPy rounds it, wherever a plan cuts its channels."""
     check_random(seed, "int8")
+
+
+@pytest.mark.parametrize("seed", quick(range(400, 412), range(400, 402)))
+def test_random_plans_of_a_base_in_4_bits(seed: int) -> None:
+    """Of whole rows of blocks, wherever a plan cuts them: heads of 16, columns anywhere."""
+    rng = random.Random(seed)
+    config = LLAMA | {
+        "hidden_size": 128, "intermediate_size": 64 * rng.randint(1, 3), "num_attention_heads": 8,
+        "num_key_value_heads": rng.choice([2, 8]),
+    }  # fmt: skip
+    made = random_plan(rng, config["num_hidden_layers"], 8, rng.randint(8, 16), ranks=rng.choice([2, 3, 4]))
+    lora = Lora(rng.choice([1, 3]), 4.0, tuple(rng.sample(TARGETS, 4)), base_dtype="nf4")
+    check(config, made, lora, Case(seed, 4, config, made, optimizer="sgd", packed=rng.random() < 0.5))
 
 
 @pytest.mark.parametrize("seed", quick(range(300, 316), range(300, 302)))

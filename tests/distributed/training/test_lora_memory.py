@@ -46,6 +46,7 @@ EIGHT_LAYERS = {  # of Llama 2 7B
     "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }  # fmt: skip
+HALF_AS_WIDE = {"num_hidden_layers": 2, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 5504}
 CASES = [(name, two, dtype, None) for name in PLANS for two in (False, True) for dtype in ("bf16", "fp32")]
 KINDS = [("first", False, "bf16", "int8"), ("tp", True, "bf16", "int8"), ("tp", False, "bf16", "dora"),
          ("pipeline", False, "fp32", "dora")]  # fmt: skip
@@ -93,6 +94,22 @@ def test_a_divided_base_is_in_the_estimate_to_the_byte(tmp_path: Path) -> None:
                 assert dry.parameters == estimate.weights, (kind, dtype, way, rank)
                 ratio = estimate.total / dry.peak
                 assert 0.85 <= ratio <= 1.3, (kind, dtype, way, rank, ratio)
+
+
+def test_a_base_in_4_bits_is_in_the_estimate(tmp_path: Path) -> None:
+    """Its weights to the byte, where cuts are inside blocks, too (5504 columns over 5:4:3); the peak within 5 %."""
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_LAYERS | HALF_AS_WIDE))
+    base = load_model(str(tmp_path / "config.json"))
+    made = plan([pipe(1, 2, stage([0, 1, 2], [0, 1], tp=3, tp_split=[5, 4, 3]), stage([3], [1, 2]))], seq_length=512)
+    adapters = adapted(base, Lora(16, 16.0, base_dtype="nf4"))
+    (tmp_path / "plan.yaml").write_text(dump_yaml(plan_from_dict(made, adapters)))
+    words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run", "--bf16"]
+    run = configure([*words, "--lora-rank", "16", "--lora-base-dtype", "nf4"], {})
+    estimates = estimate_memory(run.plan, run.spec, "bf16")
+    for rank in run.plan.ranks:
+        dry, estimate = run_rank(run, rank), estimates[rank]
+        assert dry.parameters == estimate.weights, rank
+        assert abs(estimate.total - dry.peak) <= 0.05 * dry.peak, (rank, estimate, dry)
 
 
 EXPERTS = {

@@ -23,6 +23,10 @@ CASES = [
 FILES = {
     "plain.txt": "a text\n", "empty.jsonl": '{"messages": []}\n', "nothing.jsonl": "", "broken.jsonl": "{no\n",
     "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
+    "equal.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "b"}\n', "torn.json": '{"version": 1}',
+    "mute.jsonl": '{"prompt": "a", "chosen": "b", "rejected": ""}\n',
+    "filled.jsonl": json.dumps({"prompt": "word " * 90, "chosen": "a", "rejected": "b"}) + "\n",
+    "other.json": '{"version": 1, "made_for": {"model": "x"}, "pairs": {}}',
     "hollow.jsonl": '{"messages": [{"role": "user"}]}\n', "numbers.jsonl": "[1, 2]\n", "broken.jinja": "{% for %}",
     "roles.jsonl": '{"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
     "plain.jsonl": '{"text": "a"}\n', "ia3/adapter_config.json": '{"peft_type": "IA3"}',

@@ -60,17 +60,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 IMAGE = [{"role": "user", "content": [{"type": "image"}]}, *ASKED]
 OTHER: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["no DPO", "completion: .chosen"]),
-    "two conversations": ({"chosen": ASKED, "rejected": ASKED}, ["no DPO", "{messages: .chosen}"]),
+    "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["--preference dpo", "completion: .chosen"]),
+    "two conversations": ({"chosen": ASKED, "rejected": ASKED}, ["--preference dpo", "{messages: .chosen}"]),
     "rated": ({"prompt": "a", "completion": "b", "label": False}, ["label = false", "preference", "select(.label)"]),
     "rated messages": ({"messages": ASKED, "label": True}, ["label = true", "select(.label) | del(.label)"]),
     "rated by a number": ({"instruction": "a", "output": "b", "label": 0}, ["label = 0", "select(.label == 1)"]),
     "rated ShareGPT": ({"conversations": SHARE, "kto_tag": False}, ["kto_tag = false", "preference"]),
-    "a pair beside a completion": ({"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}, ["no DPO"]),
+    "a pair beside a completion": (
+        {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}, ["--preference dpo"],
+    ),
     "a pair of Alpaca": ({"instruction": "a", "chosen": "b", "rejected": "c"}, ["'. + {output: .chosen} | del("]),
     "a pair beside its beginning": (
         {"conversations": [*SHARE, SHARE[0]], "chosen": SHARE[1], "rejected": SHARE[1]},
-        ["no DPO", "{conversations: (.conversations + [.chosen])}"],
+        ["--preference dpo", "{conversations: (.conversations + [.chosen])}"],
     ),
     "messages of a pair": ({"prompt": "a", "chosen": ASKED, "rejected": ASKED}, ["{messages: .chosen}"]),
     "pictures beside ShareGPT": ({"conversations": SHARE, "images": ["a.png"]}, ["images = [\"a.png\"]", "text only"]),

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hetero_megatron.ops.grouped_gemm import definition as grouped
-from hetero_megatron.ops.int8_weight import dequantize, int8_product, quantize
+from hetero_megatron.ops.int8_weight import dequantize, narrow_product, quantize
 from tests.support.int8_reference import rounded
 
 
@@ -38,7 +38,7 @@ def test_torchao_has_the_same_values() -> None:
     linear.weight.data = weight(48, 64)
     x = torch.randn(5, 64, requires_grad=True)
     q, scales = quantize(linear.weight.data)
-    y = int8_product(F.linear, x, q, scales, linear.bias.detach())
+    y = narrow_product(F.linear, x, q, scales, linear.bias.detach())
     (dx,) = torch.autograd.grad(y.square().sum(), x)
     quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
     assert torch.equal(linear.weight.qdata, q) and torch.equal(linear.weight.scale, scales)
@@ -52,7 +52,7 @@ def test_products_of_groups() -> None:
     q, scales = quantize(weight(3, 5, 8))
     x, ends = torch.randn(9, 8, dtype=torch.float64, requires_grad=True), torch.tensor([4, 4, 9])
     wide, bias = dequantize(q, scales, torch.float64), torch.randn(3, 5, dtype=torch.float64)
-    y = int8_product(lambda *args: grouped(*args)[0], x, q, scales, bias, ends)
+    y = narrow_product(lambda *args: grouped(*args)[0], x, q, scales, bias, ends)
     wanted = torch.cat([x[:4] @ wide[0].T + bias[0], x[4:] @ wide[2].T + bias[2]])
     torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
     seed = torch.randn_like(y)

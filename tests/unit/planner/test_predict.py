@@ -10,7 +10,7 @@ import pytest
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import plan_from_dict
-from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.cost.layer_cost import CostModel, CostOptions
 from hetero_megatron.predictor.simulate.step import Prediction, StepSimulator, predict
 from hetero_megatron.schedule import Costs, generate, lower, simulate
 from hetero_megatron.spec import load_model
@@ -42,6 +42,17 @@ def test_two_chips_of_unlike_speed() -> None:
     found = run(plan((16, stages(9, 2))), cluster(speeds=(1.0, 4.5)))
     assert found.step_seconds == pytest.approx(17 * 27)
     assert found.busy == pytest.approx({0: 16 * 27, 1: 16 * 27})
+
+
+def test_the_reference_of_pairs_is_a_forward_more() -> None:
+    # 9 s a stage and micro-batch forward: 16 of them pass two stages in 17 x 9 s, before the 17 x 27 s of the step.
+    where, spelled = cluster(speeds=(1.0, 4.5)), plan_from_dict(plan((16, stages(9, 2))), MODEL)
+    costs = CostModel(MODEL, where, SEQ, "fp32", CostOptions(reference=True))
+    simulated = StepSimulator(spelled, costs)
+    found = simulated.prediction()
+    assert found.step_seconds == pytest.approx(17 * (9 + 27))
+    assert found.parts["reference"] == pytest.approx(17 * 9) and found.parts["pipelines"] == pytest.approx(17 * 27)
+    assert simulated.computing == pytest.approx({0: 16 * 36, 1: 16 * 36})
 
 
 def test_a_boundary_costs_its_bytes_in_each_direction() -> None:

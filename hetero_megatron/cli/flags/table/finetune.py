@@ -3,7 +3,9 @@
 from hetero_megatron.cli.flags.flag import count, needs, switch, value
 from hetero_megatron.data.config import OVERLONG
 from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MAX_RANK, MOST_ALPHA
+from hetero_megatron.spec.preference import LOSSES
 
+_PAIRS = needs("--preference")
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
 FLAGS = (
@@ -30,6 +32,37 @@ FLAGS = (
         least=1e-6, most=1e6, needs=_SFT,
     ),
     switch("--no-packing", "every conversation has a sample of its own, filled with padding", needs=_SFT),
+    value(
+        "--preference", str, None, "train on preference pairs (chosen and rejected) with this loss: dpo is TRL's "
+        "sigmoid, the others have its names; orpo, simpo and cpo have no reference model", choices=tuple(LOSSES),
+        needs=_SFT,
+    ),
+    value(
+        "--dpo-beta", float, 0.1, "how much log-probabilities of answers count, for any loss of --preference; of orpo "
+        "the weight of the odds ratio", above=0.0, needs=_PAIRS,
+    ),
+    value(
+        "--dpo-label-smoothing", float, 0.0, "probability that a pair is labelled the wrong way round, of dpo, robust, "
+        "exo_pair and cpo", least=0.0, below=1.0, needs=_PAIRS,
+    ),
+    switch(
+        "--dpo-average-log-probs", "log-probabilities of answers are divided by their tokens (those of ipo, orpo and "
+        "simpo always are)", needs=_PAIRS,
+    ),
+    value(
+        "--dpo-sft-weight", float, 0.0, "of the chosen answer's own loss, mean over its tokens, which is added to the "
+        "pair's", least=0.0, needs=_PAIRS,
+    ),
+    value("--simpo-gamma", float, 0.5, "margin of --preference simpo", least=0.0, needs=needs("--preference simpo")),
+    value(
+        "--reference-hf", str, None, "Hugging Face directory of the reference, a model of the same shape; if left out, "
+        "the model that training begins with, or with adapters their base", needs=_PAIRS,
+    ),
+    value(
+        "--reference-logps", str, None, "file of the reference's log-probabilities: read if it is there, else computed "
+        "once before the first step and written; without it, a run with adapters computes them in each step",
+        needs=_PAIRS,
+    ),
     count(
         "--lora-rank", None, "train adapters of this rank beside a frozen base (LoRA); the base is --load-hf",
         most=MAX_RANK,
@@ -47,7 +80,8 @@ FLAGS = (
         least=0.0, needs=_ADAPTERS,
     ),
     value(
-        "--lora-base-dtype", str, None, "stored dtype of the frozen projections; the run's if left out",
+        "--lora-base-dtype", str, None, "stored dtype of the frozen projections (nf4: 4 bits, as QLoRA); the run's if "
+        "left out",
         choices=BASE_DTYPES, needs=_ADAPTERS,
     ),
     switch("--use-rslora", "adapters count alpha / sqrt(rank)", needs=_LORA),

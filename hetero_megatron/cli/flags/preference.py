@@ -1,0 +1,69 @@
+"""Flags about preference pairs -> the loss of a pair."""
+
+from __future__ import annotations
+
+from hetero_megatron.cli.flags.parse import Arguments, flag_error
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.moe import Balancing
+from hetero_megatron.spec.preference import Preference
+
+_FLAGS = {
+    "loss": "preference", "beta": "dpo_beta", "smoothing": "dpo_label_smoothing", "sft_weight": "dpo_sft_weight",
+    "gamma": "simpo_gamma",
+}  # fmt: skip
+
+
+def build_preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Preference:
+    """The loss of pairs.
+
+    Raises:
+        UserError: names the flag.
+    """
+    values = {name: args[key] for name, key in _FLAGS.items()}
+    adapters, file = spec.lora is not None, args["reference_logps"]
+    in_step = adapters and file is None and args["reference_hf"] is None
+    try:
+        found = Preference(**values, per_token=args["dpo_average_log_probs"], in_step=in_step)
+    except UserError as error:
+        raise flag_error(_FLAGS[error.field], error.value, error.problem, error.accepted) from None
+    if balancing.sequence_loss or balancing.z_loss:
+        raise flag_error(
+            "preference", found.loss, "losses that balance experts are means over tokens, not over pairs",
+            "no --moe-aux-loss-coeff and no --moe-z-loss-coeff",
+        )  # fmt: skip
+    if found.refers:
+        _check_reference(args, spec, found)
+    for key in ("reference_logps", "reference_hf"):
+        if args[key] is not None and not found.refers:
+            raise flag_error(key, args[key], f"the loss {found.loss} has no reference", "leave the flag out")
+    return found
+
+
+def _check_reference(args: Arguments, spec: ModelSpec, found: Preference) -> None:
+    """The reference is what the run begins with: the base, or all of the weights, of --load-hf."""
+    other = args["reference_hf"]
+    if spec.lora is not None and spec.lora.residual is not None:
+        problem = f"the base without adapters of {spec.lora.residual} is not the model that they began with"
+        raise flag_error("preference", found.loss, problem, "a plain adapter, or a loss without a reference (orpo)")
+    if found.in_step:
+        if args["compile"]:
+            problem = "compiled layers have their adapters in them, and the reference is the base without"
+            raise flag_error("compile", True, problem, "leave the flag out, or --reference-logps FILE")
+        return
+    if other is not None:
+        from hetero_megatron.cli.hub import model_directory
+
+        args.values["reference_hf"] = model_directory(other, "--reference-hf")
+    elif args["load_hf"] is None and not args["dry_run"]:
+        raise flag_error(
+            "load_hf", None, "missing: the reference is the model that training begins with",
+            "--load-hf DIR, --reference-hf DIR, or a loss without a reference (orpo, simpo, cpo)",
+        )  # fmt: skip
+    for key in ("finetune", "pretrained_checkpoint"):
+        if args[key] and other is None:
+            raise flag_error(key, args[key], "the reference is the model of --load-hf, and training begins with it",
+                             "--load-hf (hetero-megatron convert makes a directory of a checkpoint)")  # fmt: skip
+    if args["elastic"]:
+        raise flag_error("elastic", True, "ranks that come later cannot compute the reference again",
+                         "leave the flag out, or adapters (--lora-rank)")  # fmt: skip

@@ -1,0 +1,141 @@
+"""Frozen weights in 4 bits: NormalFloat4 with double quantisation (Dettmers et al., 2023), as bitsandbytes stores them.
+
+A matrix [outputs, inputs] is blocks of 64 elements, row after row. Of each element 4 bits say which of 16 values it
+has, times the largest magnitude of its block; that is kept in 8 bits, less the mean of all blocks and times the largest
+such difference among 256 of them. Values do not depend on how a plan cuts a matrix: blocks are those of the whole, and
+a rank whose columns begin or end inside a block keeps all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero_megatron.spec.lora import NF4_BLOCK, NF4_CHUNK, NF4_GROUP, nf4_blocks
+
+# Quantiles of a normal distribution, over the largest one; 0 among them (bitsandbytes, and the paper's appendix E).
+VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+SMALLEST = 1e-38  # of what is divided by: a block of zeros stays one
+READ_CHUNK = 1 << 24  # elements that are in fp32 at once in host memory, where weights are read
+
+
+def dynamic_values() -> torch.Tensor:
+    """[256] fp32, ascending: 8-bit numbers of a sign, up to 6 zeros that stand for powers of ten, and a fraction in the
+    bits that are left."""
+    found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
+    for bits in range(7):
+        edges = torch.linspace(0.1, 1.0, 2**bits + 1, dtype=torch.float32)
+        middles = 10.0 ** (bits - 6) * ((edges[:-1] + edges[1:]) / 2)
+        found += [middles, -middles]
+    return torch.cat(found).sort().values
+
+
+@dataclass(frozen=True)
+class Nf4Scales:
+    """Of a rank's part of a matrix, whose columns are those of whole blocks.
+
+    Attributes:
+        blocks: uint8 [outputs, blocks of a row here]; groups: fp32 [groups of 256 blocks of the whole matrix]; mean:
+            fp32 [1], of the largest magnitudes of all blocks.
+        levels, codes: fp32 [16] and [256]: what 4 bits and 8 bits stand for; beside the weight, so that no product
+            waits for them.
+        first: number of its first block in the whole matrix; across: blocks of a whole row.
+        skip, columns: the part begins so many columns after its first block does, and has so many.
+    """
+
+    blocks: torch.Tensor
+    groups: torch.Tensor
+    mean: torch.Tensor
+    levels: torch.Tensor
+    codes: torch.Tensor
+    first: int
+    across: int
+    skip: int
+    columns: int
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self.blocks, self.groups, self.mean, self.levels, self.codes
+
+    def copy_(self, other: Nf4Scales) -> None:
+        """Take the values of the same part's."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            mine.copy_(theirs)
+
+    def widened(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The part [outputs, columns] of the matrix, computed in fp32 and rounded once to ``dtype``."""
+        out = torch.empty(len(weight), self.columns, dtype=dtype, device=weight.device)
+        for start, stop in _chunks(len(weight), 2 * weight.shape[1], NF4_CHUNK):
+            part = weight[start:stop]
+            levels = torch.stack([part >> 4, part & 15], -1).view(stop - start, -1, NF4_BLOCK)
+            values = (self.levels[levels.int()] * self._magnitudes(start, stop)).flatten(1)
+            out[start:stop] = values[:, self.skip : self.skip + self.columns]
+        return out
+
+    def _magnitudes(self, start: int, stop: int) -> torch.Tensor:
+        """Largest magnitudes [rows, blocks of a row here, 1] of some rows, in fp32."""
+        device, (a, b) = self.blocks.device, nf4_blocks(self.skip, self.skip + self.columns)
+        rows = torch.arange(start, stop, device=device)[:, None] * self.across + self.first
+        group = (rows + torch.arange(b - a, device=device)) // NF4_GROUP
+        return (self.codes[self.blocks[start:stop].int()] * self.groups[group] + self.mean)[..., None]
+
+
+def empty_nf4(
+    rows: tuple[int, int], columns: tuple[int, int], shape: tuple[int, int], device: torch.device | str
+) -> tuple[torch.Tensor, Nf4Scales]:
+    """(weight uint8 [rows, bytes], scales) of the rows and columns of a matrix [outputs, inputs], uninitialised."""
+    a, b = nf4_blocks(*columns)
+    count, across = rows[1] - rows[0], shape[1] // NF4_BLOCK
+    groups = -(-shape[0] * across // NF4_GROUP)
+    scales = Nf4Scales(
+        torch.empty(count, b - a, dtype=torch.uint8, device=device),
+        torch.empty(groups, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.float32, device=device),
+        torch.tensor(VALUES, dtype=torch.float32, device=device), dynamic_values().to(device),
+        rows[0] * across + a, across, columns[0] - a * NF4_BLOCK, columns[1] - columns[0],
+    )  # fmt: skip
+    return torch.empty(count, (b - a) * NF4_BLOCK // 2, dtype=torch.uint8, device=device), scales
+
+
+def quantize_nf4(
+    whole: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]
+) -> tuple[torch.Tensor, Nf4Scales]:
+    """Some rows and columns of a finite matrix [outputs, inputs], of which inputs are a multiple of 64; see
+    :func:`empty_nf4`."""
+    weight, scales = empty_nf4(rows, columns, (whole.shape[0], whole.shape[1]), whole.device)
+    blocks = whole.detach().view(-1, NF4_BLOCK)
+    largest = torch.cat([part.float().abs().amax(1) for part in blocks.split(READ_CHUNK // NF4_BLOCK)])
+    scales.mean.copy_(largest.mean())
+    around = largest - scales.mean
+    count = len(scales.groups)
+    padded = torch.zeros(count * NF4_GROUP, dtype=torch.float32, device=whole.device)
+    padded[: len(around)] = around
+    scales.groups.copy_(padded.view(count, NF4_GROUP).abs().amax(1))
+    shares = padded.view(count, NF4_GROUP) * (1 / scales.groups.clamp(min=SMALLEST))[:, None]
+    codes = torch.bucketize(shares.clamp_(-1, 1), _middles(scales.codes), out_int32=True).to(torch.uint8)
+    a, b = nf4_blocks(*columns)
+    here = slice(*rows), slice(a, b)
+    scales.blocks.copy_(codes.flatten()[: len(largest)].view(whole.shape[0], -1)[here])
+    middles = _middles(scales.levels)
+    inverse = (1 / largest.clamp(min=SMALLEST)).view(whole.shape[0], -1)
+    for start, stop in _chunks(rows[1] - rows[0], (b - a) * NF4_BLOCK, READ_CHUNK):
+        part = slice(rows[0] + start, rows[0] + stop)
+        values = whole[part, a * NF4_BLOCK : b * NF4_BLOCK].float().unflatten(1, (-1, NF4_BLOCK))
+        values = (values * inverse[part, a:b, None]).clamp_(-1, 1).flatten(1)
+        found = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
+        weight[start:stop] = (found[:, ::2] << 4) | found[:, 1::2]
+    return weight, scales
+
+
+def _middles(ascending: torch.Tensor) -> torch.Tensor:
+    return (ascending[:-1] + ascending[1:]) / 2
+
+
+def _chunks(rows: int, columns: int, elements: int) -> list[tuple[int, int]]:
+    step = max(1, elements // max(columns, 1))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,0 +1,214 @@
+"""The loss of preference pairs: answers' log-probabilities, from the token losses of a row that holds several answers
+and whose tokens several ranks may divide; the reference's beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+
+from hetero_megatron.comm import Group
+from hetero_megatron.data.batch import Batch, Pairs
+from hetero_megatron.pipeline.stage_model import StageLoss
+from hetero_megatron.spec.preference import REWARDS, Preference
+
+# (chosen: policy less reference [pairs], rejected: the same, the loss) -> losses [pairs]. Of losses without a reference
+# the log-probabilities themselves.
+_Formula = Callable[[torch.Tensor, torch.Tensor, Preference], torch.Tensor]
+
+
+def _smoothed(margin: torch.Tensor, rate: float) -> torch.Tensor:
+    """Of a label that is wrong with probability ``rate``."""
+    return -(1 - rate) * F.logsigmoid(margin) - rate * F.logsigmoid(-margin)
+
+
+def _robust(c: torch.Tensor, r: torch.Tensor, p: Preference) -> torch.Tensor:
+    margin, e = p.beta * (c - r), p.smoothing
+    return (-(1 - e) * F.logsigmoid(margin) + e * F.logsigmoid(-margin)) / (1 - 2 * e)
+
+
+def _exo(c: torch.Tensor, r: torch.Tensor, p: Preference) -> torch.Tensor:
+    """The divergence of what the margin says of a pair from its label."""
+    margin, e = p.beta * (c - r), torch.tensor(p.smoothing, dtype=c.dtype, device=c.device)
+    right, wrong = F.logsigmoid(margin), F.logsigmoid(-margin)
+    return right.exp() * (right - torch.log1p(-e)) + wrong.exp() * (wrong - e.log())
+
+
+def _nca(c: torch.Tensor, r: torch.Tensor, p: Preference) -> torch.Tensor:
+    c, r = p.beta * c, p.beta * r
+    return -F.logsigmoid(c) - 0.5 * F.logsigmoid(-c) - 0.5 * F.logsigmoid(-r)
+
+
+def _odds(c: torch.Tensor, r: torch.Tensor, p: Preference) -> torch.Tensor:
+    """ORPO: the chosen answer's own loss, and beta times that of the ratio of odds."""
+    odds = (c - torch.log1p(-c.exp())) - (r - torch.log1p(-r.exp()))
+    return -c - p.beta * F.logsigmoid(odds)
+
+
+FORMULAS: Mapping[str, _Formula] = {
+    "dpo": lambda c, r, p: _smoothed(p.beta * (c - r), p.smoothing),
+    "ipo": lambda c, r, p: (c - r - 1 / (2 * p.beta)).square(),
+    "hinge": lambda c, r, p: torch.relu(1 - p.beta * (c - r)),
+    "robust": _robust,
+    "exo_pair": _exo,
+    "nca_pair": _nca,
+    "sppo_hard": lambda c, r, p: (c - 0.5 / p.beta).square() + (r + 0.5 / p.beta).square(),
+    "apo_zero": lambda c, r, p: torch.sigmoid(-p.beta * c) + torch.sigmoid(p.beta * r),
+    "apo_down": lambda c, r, p: torch.sigmoid(p.beta * c) + torch.sigmoid(-p.beta * (c - r)),
+    "orpo": _odds,
+    "simpo": lambda c, r, p: -F.logsigmoid(p.beta * (c - r) - p.gamma),
+    "cpo": lambda c, r, p: _smoothed(p.beta * (c - r), p.smoothing),
+}
+
+
+def pair_losses(
+    p: Preference, policy: torch.Tensor, reference: torch.Tensor | None, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses [pairs], sums over the pairs of ``REWARDS``).
+
+    Args:
+        policy, reference: log-probabilities of answers, [2 x pairs]: chosen and rejected in turn; ``reference`` None:
+            there is none. lengths: tokens of each.
+    """
+    own = policy / lengths
+    used = own if p.averages else policy
+    ratio = used if reference is None else used - (reference / lengths if p.averages else reference)
+    chosen, rejected = ratio[::2], ratio[1::2]
+    losses = FORMULAS[p.loss](chosen, rejected, p)
+    if p.sft_weight:
+        losses = losses - p.sft_weight * own[::2]
+    with torch.no_grad():
+        rewards = p.beta * chosen, p.beta * rejected
+        margins = rewards[0] - rewards[1]
+        facts = (*rewards, (margins > 0).to(margins.dtype), margins, used[::2], used[1::2])
+        return losses, torch.stack([fact.detach().sum() for fact in facts])
+
+
+class Reference:
+    """Log-probabilities of answers under the reference, by the number of their pair: of one step, or of all pairs that
+    a run needs."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[float, float]] = {}
+        self._of_step: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def begin_step(self) -> None:
+        self._of_step.clear()
+
+    def put(self, numbers: tuple[int, ...], values: torch.Tensor) -> None:
+        """``values``: of a micro-batch, [2 x pairs]."""
+        self._of_step[numbers] = values
+
+    def of(self, numbers: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """[2 x pairs], in the dtype and on the device of ``like``."""
+        if numbers in self._of_step:
+            return self._of_step[numbers]
+        values = [value for number in numbers for value in self.known[number]]
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+    def recorded(self) -> dict[int, tuple[float, float]]:
+        """Those of the step, by pair."""
+        return {
+            number: (chosen, rejected)
+            for numbers, values in self._of_step.items()
+            for number, (chosen, rejected) in zip(numbers, values.view(-1, 2).tolist(), strict=True)
+        }
+
+
+class PairLoss:
+    """The loss of a stage for preference pairs; called as :class:`StageLoss`.
+
+    Args:
+        tokens: the losses of single tokens.
+        group: ranks that have tokens of the same sequences as this one.
+        parts: of each of them, whether its sums are to be added up: one rank of every TP group.
+        counts: whether this rank's unit is the one that counts the pairs of these sequences.
+    """
+
+    def __init__(
+        self, preference: Preference, tokens: StageLoss, group: Group, parts: Sequence[bool], counts: bool
+    ) -> None:
+        self.preference, self._tokens, self._group, self._counts = preference, tokens, group, counts
+        self._parts = [i for i, part in enumerate(parts) if part]
+        self.reference = Reference()
+        self.recording, self._rehearsing = False, False
+        self._rewards: list[torch.Tensor] = []
+
+    @property
+    def head(self) -> object:
+        return self._tokens.head
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Inside, what is computed are the reference's log-probabilities."""
+        self.recording = True
+        self.reference.begin_step()
+        try:
+            yield
+        finally:
+            self.recording = False
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, there is no reference yet, and nothing that is computed counts."""
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+
+    def begin(self) -> None:
+        """A step or an evaluation begins."""
+        self._rewards.clear()
+
+    def rewards(self, device: torch.device) -> torch.Tensor:
+        """Sums of ``REWARDS`` over the pairs that this rank counts, since :meth:`begin`."""
+        if not self._rewards or not self._counts:
+            return torch.zeros(len(REWARDS), device=device)
+        return torch.stack(self._rewards).sum(0)
+
+    def count(self, batch: Batch) -> int:
+        """Pairs of a batch, on the ranks that count them."""
+        assert batch.pairs is not None
+        return len(batch.pairs.numbers) if self._counts else 0
+
+    def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+        """Sum of the losses of the batch's pairs: a tensor [], in at least fp32; 0 on ranks that do not count it. Its
+        gradient with respect to ``out`` is this rank's part, in any case."""
+        pairs, mask = batch.pairs, batch.loss_mask
+        assert pairs is not None and mask is not None, "rows that are no preference pairs"
+        losses = self._tokens.losses(out, batch)
+        policy = self._sums(losses.detach() * mask, pairs)
+        if self.recording:
+            self.reference.put(pairs.numbers, policy)
+            return policy.new_zeros(())
+        lengths = torch.tensor(pairs.lengths, dtype=policy.dtype, device=policy.device)
+        reference = self._of_reference(pairs, policy)
+        leaf = policy.requires_grad_(torch.is_grad_enabled())
+        each, rewards = pair_losses(self.preference, leaf, reference, lengths)
+        value = each.sum()
+        if not self._rehearsing:
+            self._rewards.append(rewards)
+        total = value.detach() if self._counts else torch.zeros_like(value)
+        if not torch.is_grad_enabled():
+            return total
+        (slope,) = torch.autograd.grad(value, leaf)
+        weights = -slope[pairs.sides] * mask  # of a token's loss, which is the negative of its log-probability
+        weighted = (self._tokens.losses(out, batch, weights, seed, losses) * weights).sum()
+        return total + (weighted - weighted.detach())
+
+    def _sums(self, losses: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """Log-probabilities of answers, [2 x pairs], equal on all ranks that have tokens of them."""
+        # By products and sums, whose order is fixed: adding to places of a vector is not, on devices.
+        own = pairs.sides.flatten() == torch.arange(len(pairs.lengths), device=losses.device)[:, None]
+        sums = -(own * losses.flatten()).sum(1)
+        if self._group.size == 1:
+            return sums
+        return self._group.gather_vectors(sums)[self._parts].sum(0)
+
+    def _of_reference(self, pairs: Pairs, policy: torch.Tensor) -> torch.Tensor | None:
+        if not self.preference.refers:
+            return None
+        return torch.zeros_like(policy) if self._rehearsing else self.reference.of(pairs.numbers, policy)

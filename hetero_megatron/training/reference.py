@@ -1,0 +1,191 @@
+"""The reference's log-probabilities of all pairs of a run, computed once before the first step, by the weights that the
+run begins with, or those of --reference-hf; and kept in a file (--reference-logps) that another run on the same pairs
+reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from hetero_megatron.comm import Group
+from hetero_megatron.comm.group import together
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.data.sample import Dataset
+from hetero_megatron.errors import UserError
+from hetero_megatron.pipeline.step_work import Fetch
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.node_data import NodeData
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.utils.files import read_json_object
+from hetero_megatron.utils.outputs import write_text
+from hetero_megatron.utils.text import plural
+
+FLAG = "--reference-logps"
+VERSION = 1
+PLACES, WIDTH = 256, 4096  # of a file of weights that are looked at, and bytes at each
+BLOCK = 1 << 16  # pairs that are told to other ranks at once
+
+Known = dict[int, tuple[float, float]]  # by number of a pair: of the chosen and of the rejected answer
+
+
+def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Known:
+    """See the module docstring. Called on all ranks of a run with a stored reference, whose weights those of
+    ``runtime`` are.
+
+    Raises:
+        UserError: the file is of another model, tokenizer or data; on all ranks.
+    """
+    world, path, facts = runtime.world, config.reference_logps, _facts(config, data)
+    found: list[Known] = []
+    together(world, lambda: found.append(_read(path, facts) if world.index == 0 and path is not None else {}))
+    known = _spread(world, found[0])
+    before, start = len(known), time.monotonic()
+    for dataset, samples in _needed(config, data):
+        with data.loader(dataset) as loader:
+            _compute(runtime, loader, dataset, samples, config.plan.global_batch_size, known)
+    if len(known) > before and world.index == 0:
+        told = f"reference: log-probabilities of {plural(len(known) - before, 'pair')} computed"
+        print(f"{told} in {time.monotonic() - start:.0f} s{'' if path is None else f', for {path}'}", flush=True)
+    if path is not None and len(known) > before:
+        together(world, lambda: _write(path, facts, known) if world.index == 0 else None)
+    if runtime.pairs is not None:
+        runtime.pairs.reference.begin_step()
+    return known
+
+
+def _needed(config: RunConfig, data: NodeData) -> Iterable[tuple[Dataset, int]]:
+    """The data sets of the run, and how many of their first samples it reads."""
+    sets, evaluated = data.datasets, config.evaluation.iterations * config.plan.global_batch_size
+    if sets.train is not None and not config.skip_train:
+        yield sets.train, config.train_samples
+    for dataset in (sets.valid, sets.test) if evaluated else ():
+        if dataset is not None:
+            yield dataset, evaluated
+
+
+def _compute(
+    runtime: Runtime, loader: Fetch, dataset: Dataset, samples: int, batch: int, known: Known
+) -> None:
+    """Add what is missing of the first ``samples`` of a data set. Called on all ranks."""
+    most = getattr(dataset, "num_packs", samples)  # the first epoch has every pair
+    chosen: list[int] = []
+    numbers: set[int] = set()
+    for index in range(min(samples, most)):
+        mine = dataset[index].pairs or ()
+        if new := [number for number in mine if number not in known and number not in numbers]:
+            chosen.append(index)
+            numbers.update(new)
+        if len(chosen) == batch or (chosen and index + 1 == min(samples, most)):
+            _record(runtime, loader, chosen, batch, sorted(numbers), known)
+            chosen, numbers = [], set()
+    if chosen:
+        _record(runtime, loader, chosen, batch, sorted(numbers), known)
+
+
+def _record(
+    runtime: Runtime, loader: Fetch, chosen: Sequence[int], batch: int, numbers: Sequence[int], known: Known
+) -> None:
+    """``chosen``: samples of at most one global batch, which the last one fills up; ``numbers``: the pairs of them that
+    are wanted."""
+    rows = [*chosen, *[chosen[-1]] * (batch - len(chosen))]
+
+    def fetch(indices: Sequence[int]) -> Batch:
+        return loader([rows[i] for i in indices])
+
+    runtime.warm_up(fetch, 0, batch, forward_only=True)
+    runtime.record_reference(fetch, 0, batch)
+    mine = runtime.pairs.reference.recorded() if runtime.pairs is not None else {}
+    unknown = (float("nan"), float("nan"))
+    vector = torch.tensor([mine.get(number, unknown) for number in numbers], dtype=torch.float64)
+    every = runtime.world.gather_vectors(vector.flatten())
+    first = (~every.isnan()).to(torch.int8).argmax(0, keepdim=True)  # several ranks may know a pair, and all the same
+    values = every.gather(0, first).view(-1, 2).tolist()
+    known.update((number, (chosen, rejected)) for number, (chosen, rejected) in zip(numbers, values, strict=True))
+
+
+def _spread(world: Group, known: Known) -> Known:
+    """What the first rank of the group knows, on all of them."""
+    mine = torch.tensor([[n, *values] for n, values in known.items()], dtype=torch.float64).view(-1, 3)
+    count = int(world.gather_vectors(torch.tensor([len(mine)]))[0, 0])
+    found: Known = {}
+    for start in range(0, count, BLOCK):
+        size = min(BLOCK, count - start)
+        part = mine[start : start + size] if world.index == 0 else torch.zeros(size, 3, dtype=torch.float64)
+        rows = world.gather_vectors(part.flatten())[0].view(-1, 3).tolist()
+        found |= {int(number): (chosen, rejected) for number, chosen, rejected in rows}
+    return found
+
+
+def _facts(config: RunConfig, data: NodeData) -> Mapping[str, str]:
+    """What the numbers of pairs, and their log-probabilities, depend on."""
+    lora, settings, sets = config.spec.lora, config.data, data.datasets
+    assert settings is not None
+    base = config.dtype if lora is None or lora.base_dtype is None else f"{config.dtype} over {lora.base_dtype}"
+    numbered = " ".join(f"{name} {mark}" for name, mark in sets.corpora.items())
+    return {
+        "model": reference_fingerprint(config),
+        "dtype": base,
+        "tokenizer": sets.tokenizer.fingerprint,
+        "data": numbered,
+        "samples": f"{config.plan.seq_length} tokens, {settings.overlong_samples}",
+    }
+
+
+def reference_fingerprint(config: RunConfig) -> str:
+    """Of the weights that a run's reference has; empty without one."""
+    preference = config.preference
+    if preference is None or not preference.refers:
+        return ""
+    directory = config.reference_hf or config.load_hf
+    return f"seed {config.seed}" if directory is None else weights_fingerprint(directory)
+
+
+def weights_fingerprint(directory: str) -> str:
+    """16 hex digits of the safetensors in a directory: their names, sizes and bytes at places all over them."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\0".encode())
+        with path.open("rb") as file:
+            for place in range(PLACES if size > PLACES * WIDTH else 1):
+                file.seek(place * max(size - WIDTH, 0) // max(PLACES - 1, 1))
+                digest.update(file.read(WIDTH if size > PLACES * WIDTH else -1))
+    return digest.hexdigest()[:16]
+
+
+def _read(path: str, facts: Mapping[str, str]) -> Known:
+    """UserError: the file is damaged, or of something else."""
+    if not os.path.lexists(path):
+        return {}
+    found = read_json_object(path, FLAG)
+    made_for, pairs = found.get("made_for"), found.get("pairs")
+    if found.get("version") != VERSION or not isinstance(made_for, dict) or not isinstance(pairs, dict):
+        problem = "is no file of reference log-probabilities"
+        raise UserError(problem, field=FLAG, value=path, accepted="one, or a new name")
+    for name, fact in facts.items():
+        if made_for.get(name) != fact:
+            raise UserError(
+                f"was made with another {name} ({str(made_for.get(name))[:60]}, here {fact[:60]})", field=FLAG,
+                value=path, accepted="the file of this model, tokenizer and data, or a new name",
+            )  # fmt: skip
+    try:
+        return {int(number): _two(values) for number, values in pairs.items()}
+    except (TypeError, ValueError):
+        raise UserError("holds a pair without two numbers", field=FLAG, value=path, accepted="a new name") from None
+
+
+def _two(values: object) -> tuple[float, float]:
+    if not isinstance(values, list) or len(values) != 2 or not all(isinstance(v, int | float) for v in values):
+        raise ValueError
+    return float(values[0]), float(values[1])
+
+
+def _write(path: str, facts: Mapping[str, str], known: Known) -> None:
+    pairs = {str(number): list(values) for number, values in sorted(known.items())}
+    write_text(path, FLAG, json.dumps({"version": VERSION, "made_for": dict(facts), "pairs": pairs}) + "\n")

@@ -1,0 +1,76 @@
+"""Weights in 4 bits: bitsandbytes' numbers where it is installed, NumPy's everywhere, whole and in parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hetero_megatron.layout import Box
+from hetero_megatron.ops.int8_weight import narrow_product, widened
+from hetero_megatron.ops.nf4_weight import VALUES, dynamic_values, quantize_nf4
+from hetero_megatron.spec.tensors import Axis, LogicalTensor, stored_bytes
+from tests.support.nf4_reference import NF4, dynamic, rounded
+
+
+def weight(rows: int, columns: int) -> torch.Tensor:
+    drawn = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 0.02
+    drawn[2, :64] = 0.0  # a block of zeros
+    drawn[3] *= 1e-3
+    return drawn
+
+
+def test_tables_are_the_published_ones() -> None:
+    assert np.array_equal(np.array(VALUES, np.float32), NF4)
+    assert np.array_equal(dynamic_values().numpy(), dynamic())
+    assert len(dynamic()) == 256
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (37, 192), (300, 128)])
+def test_values_are_those_of_the_rule(shape: tuple[int, int]) -> None:
+    """Several groups of 256 blocks, the last one not full; of 16-bit weights, too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        given = weight(*shape).to(dtype)
+        packed, scales = quantize_nf4(given, (0, shape[0]), (0, shape[1]))
+        assert packed.dtype == torch.uint8 and packed.numel() == given.numel() // 2
+        wanted = rounded(given.float().numpy())
+        np.testing.assert_array_equal(widened(packed, scales, torch.float32).numpy(), wanted)
+        exact = widened(packed, scales, torch.float32)
+        assert torch.equal(widened(packed, scales, torch.bfloat16), exact.to(torch.bfloat16))
+        assert torch.equal(widened(packed, scales, torch.float64), exact.double())
+
+
+def test_bitsandbytes_has_the_same_values() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    given = weight(96, 256)
+    packed, state = functional.quantize_4bit(given, blocksize=64, compress_statistics=True, quant_type="nf4")
+    mine, scales = quantize_nf4(given, (0, 96), (0, 256))
+    assert torch.equal(mine.flatten(), packed.flatten()) and torch.equal(scales.blocks.flatten(), state.absmax)
+    assert torch.equal(scales.groups, state.state2.absmax) and torch.equal(scales.mean[0], state.offset)
+    assert torch.equal(widened(mine, scales, torch.float32), functional.dequantize_4bit(packed, state))
+
+
+def test_parts_are_those_of_the_whole() -> None:
+    """Rows and columns that begin and end inside blocks, none, and all; in the bytes that memory counts."""
+    given = weight(300, 320)
+    whole = widened(*quantize_nf4(given, (0, 300), (0, 320)), torch.float32)
+    tensor = LogicalTensor("w", (300, 320), (Axis("ffn"), Axis("hidden")), 0, trained=False, nf4=True)
+    for rows, columns in [
+        ((0, 300), (0, 100)), ((0, 300), (100, 321 - 1)), ((7, 150), (0, 320)), ((150, 300), (63, 65)),
+        ((0, 300), (64, 128)), ((5, 5), (0, 320)), ((0, 300), (70, 70)),
+    ]:  # fmt: skip
+        packed, scales = quantize_nf4(given, rows, columns)
+        assert torch.equal(widened(packed, scales, torch.float32), whole[slice(*rows), slice(*columns)])
+        held = sum(t.numel() * t.element_size() for t in (packed, *scales.tensors))
+        assert held == stored_bytes(tensor, Box((rows[0], columns[0]), (rows[1], columns[1])))
+
+
+def test_products() -> None:
+    given, x = weight(48, 128), torch.randn(5, 128, dtype=torch.float64, requires_grad=True)
+    packed, scales = quantize_nf4(given, (0, 48), (0, 128))
+    wide = torch.from_numpy(rounded(given.numpy())).double()
+    y = narrow_product(F.linear, x, packed, scales, None)
+    torch.testing.assert_close(y, F.linear(x, wide), rtol=1e-12, atol=1e-12)
+    seed = torch.randn_like(y)
+    torch.testing.assert_close(torch.autograd.grad(y, x, seed)[0], seed @ wide, rtol=1e-12, atol=1e-12)
