@@ -316,6 +316,7 @@ def elastic(trace: Trace, rates: Sequence[float], args: argparse.Namespace, noti
         )  # fmt: skip
         one.log = print if args.verbose else lambda text: None  # type: ignore[method-assign]
         one.run()
+    assert trace.now >= trace.horizon, "the launcher gave up"
     return members.tokens, members.epochs
 
 

@@ -150,6 +150,8 @@ class InPlaceSupervisor:
                 self._ended(member, code)
         refused = [m for m in self.members if self._codes.get(m) == USER_ERROR and m not in self._new]
         if not self._alive and not refused and self._waits():
+            if not self._admission.ready():
+                self._prepared = None  # they were lost before they joined
             self._let_join()
             return self._next(self._lost) if self._prepared is not None else None
         if not self._alive or refused and self._overdue():
@@ -242,6 +244,8 @@ class InPlaceSupervisor:
             prepared = self._who_goes_on([*self._alive, *ready])
             if prepared.plan is None:
                 self.log(f"no plan uses {', '.join(sorted({self._where(m) for m in ready}))}: the job goes on without")
+                for member in ready:
+                    self._store.refuse(member, "no plan uses it")
                 self._admission.drop(*ready)
                 return
             self._prepared = prepared

@@ -1,0 +1,118 @@
+"""The launcher of an elastic job whose processes are played by a thread, over its own store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from hetero_megatron.comm.epochs import SCOPE, EpochStore, JoinRequest, Speed
+from hetero_megatron.comm.job_store import connect_store
+from hetero_megatron.launch.in_place import InPlaceSupervisor
+from hetero_megatron.launch.jobs import Seat, Setup
+from hetero_megatron.training.agreement import program_facts
+
+
+class Played:
+    """See :class:`~hetero_megatron.launch.in_place.ElasticJob`: one process, and hosts that join."""
+
+    secret = b""
+
+    def __init__(self, script: Callable[[Played], None]) -> None:
+        self.codes: dict[int, int] = {}
+        self.failed: list[Exception] = []
+        self._script = script
+
+    def start(self, host: str, port: int) -> Played:
+        self.store = EpochStore(connect_store(host, port, timedelta(seconds=30), SCOPE), b"")
+        threading.Thread(target=self._run, daemon=True).start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self._script(self)
+        except Exception as error:  # the launcher must not wait for ever
+            self.failed.append(error)
+            self.codes[0] = 1
+
+    def join(self, node: str) -> int:
+        """A host asks; its member."""
+        number = self.store.ask_to_join(JoinRequest(node, node, 1, "", program_facts()))
+        until(lambda: self.store.join_answer(number) is not None)
+        answer = self.store.join_answer(number)
+        assert answer is not None and not answer.refused, answer
+        return answer.members[0]
+
+    def poll(self) -> dict[int, int]:
+        return dict(self.codes)
+
+    def end(self, rank: int) -> None:
+        self.codes[rank] = -9
+
+    def kill(self) -> None: ...
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def run(script: Callable[[Played], None], directory: Path) -> tuple[int, list[str]]:
+    """(exit code of the job, what the launcher said)."""
+    job, said = Played(script), list[str]()
+    one = InPlaceSupervisor(
+        Setup(directory / "plan", (Seat("first", 0),)), job.start, lambda seats, _: directory / f"{len(seats)}", 10,
+        60.0, directory, said.append, wait=60.0,
+    )  # fmt: skip
+    code = one.run()
+    assert job.failed == []
+    return code, said
+
+
+def test_a_host_that_is_lost_before_it_joins_does_not_end_a_job_that_waits(tmp_path: Path) -> None:
+    def script(job: Played) -> None:
+        one = job.join("one")
+        job.store.ready(one, Speed("cpu", 1.0))
+        until(lambda: job.store.paused(0))
+        job.store.ended(one, -9)  # both at once
+        job.codes[0] = -9
+        other = job.join("other")
+        job.store.ready(other, Speed("cpu", 1.0))
+        until(lambda: job.store.first_epoch(other) == 1)
+        epoch = job.store.find(1)
+        assert epoch is not None and (epoch.members, epoch.joined) == ([other], [other])
+        job.store.ended(other, 0)
+
+    code, said = run(script, tmp_path)
+    assert code == 0 and any("no rank is left" in line for line in said), said
+
+
+def test_all_that_were_told_to_leave_end_the_job_well_when_nobody_comes(tmp_path: Path) -> None:
+    def script(job: Played) -> None:
+        job.store.leave(0, "all were told to leave")
+        job.codes[0] = 0
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0),))
+    one = InPlaceSupervisor(setup, job.start, lambda *_: None, 10, 60.0, tmp_path, said.append, wait=0.5)
+    assert one.run() == 0 and job.failed == [] and "waiting 0.5 s" in "".join(said)
+
+
+def test_a_host_that_no_plan_uses_is_told(tmp_path: Path) -> None:
+    """The job goes on without it."""
+
+    def script(job: Played) -> None:
+        member = job.join("one")
+        job.store.ready(member, Speed("cpu", 1.0))
+        until(lambda: bool(job.store.refused(member)))
+        assert not job.store.paused(0)
+        job.codes[0] = 0
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0),))
+    one = InPlaceSupervisor(setup, job.start, lambda *_: None, 10, 60.0, tmp_path, said.append)
+    assert one.run() == 0 and job.failed == [] and "no plan uses one, chip 0" in "".join(said)
