@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hetero_megatron.cli.arguments import beyond, read_number, refuse_empty
-from hetero_megatron.cli.run_elastic import Limits, join, run_elastic
+from hetero_megatron.cli.run_elastic import ElasticLimits, join, run_elastic
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.cluster.hosts import read_cluster_document
 from hetero_megatron.environment.launcher import SUPERVISED, refuse_copies
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     if elastic:
         planner = largest_that_fits(words, [setup.plan, *fallbacks]) if fallbacks else planner
         least, wait = _number(options, "--least-speed", 0.5), _number(options, "--wait-for-hosts", 0)
-        limits = Limits(int(restarts), grace, least, wait)
+        limits = ElasticLimits(int(restarts), grace, least, wait)
         return run_elastic(setup, words, planner, limits, scratch, log, options.get("--address"))
     replanner = replanned(words, scratch) if config.failure.replan_on_drift else None
     replans = int(_number(options, "--max-replans", 2))

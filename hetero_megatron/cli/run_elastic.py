@@ -19,7 +19,7 @@ MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Limits:
+class ElasticLimits:
     """Epochs after a failure; seconds for ranks to stop after one; least speed of devices that join, as a share of
     others'; seconds to wait for hosts when no rank is left."""
 
@@ -30,8 +30,8 @@ class Limits:
 
 
 def run_elastic(
-    setup: Setup, words: Sequence[str], planner: Planner, limits: Limits, scratch: Path, log: Callable[[str], None],
-    address: str | None,
+    setup: Setup, words: Sequence[str], planner: Planner, limits: ElasticLimits, scratch: Path,
+    log: Callable[[str], None], address: str | None,
 ) -> int:  # fmt: skip
     """The job of ``setup``, to its end; its exit code.
 

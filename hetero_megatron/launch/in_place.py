@@ -96,6 +96,8 @@ class InPlaceSupervisor:
         self._killed: set[int] = set()
         self._left: set[int] = set()  # members of all epochs that take part no more
         self._since: float | None = None  # when the first sign came that this epoch is over
+        self._plan: Path | None = self.setup.plan  # of the present epoch
+        self._asked: tuple[list[int], list[int]] | None = None  # who was there when a plan was asked, and who ready
         self._deserted = False  # no rank is left, and that was said
         self._prepared: NextEpoch | None = None  # with those that are about to join
         self._signalled: int | None = None
@@ -230,7 +232,8 @@ class InPlaceSupervisor:
         return USER_ERROR if USER_ERROR in own else own[0] if own else 0
 
     def _let_join(self) -> None:
-        """Hosts that ask; once all processes of one are ready, its plan is made, and the others pause after a step."""
+        """Hosts that ask. Once all processes of one are ready, its plan is made, and the others pause after a step; or
+        it is a spare for as long as no plan uses it."""
         present = {self._seats[m].node for m in self._alive}
         for line in self._admission.look(present, self._cluster):
             self.log(line)
@@ -240,14 +243,14 @@ class InPlaceSupervisor:
             return
         for line in self._admission.leave_out_slow(self._alive):
             self.log(line)
-        if ready := self._admission.ready():
-            prepared = self._who_goes_on([*self._alive, *ready])
-            if prepared.plan is None:
-                self.log(f"no plan uses {', '.join(sorted({self._where(m) for m in ready}))}: the job goes on without")
-                for member in ready:
-                    self._store.refuse(member, "no plan uses it")
-                self._admission.drop(*ready)
-                return
+        ready, alive = self._admission.ready(), self._alive
+        if not ready or (alive, ready) == self._asked:
+            return
+        self._asked = alive, ready
+        prepared = self._who_goes_on([*alive, *ready])
+        if prepared.plan is None or alive and prepared.plan == self._plan:
+            self.log(f"{', '.join(self._where(m) for m in ready)}: spare, as no plan is better for it")
+        else:
             self._prepared = prepared
             self._store.pause(self._number)
 
@@ -277,7 +280,7 @@ class InPlaceSupervisor:
                 self.log(f"gave up after {plural(self.max_losses, 'loss', 'losses')}")
                 return self._end() or PEER_ERROR
         away = {self._seats[m].node for m in self._gone}
-        ready = self._admission.ready() if self._prepared is not None else []
+        ready = self._admission.ready()
         members = [*(m for m in self._alive if self._seats[m].node not in away), *ready]
         self._left |= {*self._gone, *self.members} - {*members}
         chosen = self._prepared
@@ -306,7 +309,7 @@ class InPlaceSupervisor:
             self._store.admit(member, self._number)
         if joined:
             self._cluster = self._admission.cluster_with({self._seats[m].node for m in joined}) or self._cluster
-        self.members, self._new = chosen.members, set(joined)
+        self.members, self._new, self._plan = chosen.members, set(joined), chosen.plan
         self._gone, self._lost, self._since, self._prepared, self._deserted = {}, False, None, None, False
 
     def _rank(self, member: int) -> int:

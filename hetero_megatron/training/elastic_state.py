@@ -77,8 +77,8 @@ class ElasticState:
             self.replicas.wait()
         self.training.runtime.world.gather_objects(True, bool)  # all have theirs: what was held before is not needed
 
-    def after_step(self, training: Training, stop: bool) -> bool:
-        """Called on all ranks when a step is complete, and saved where that was due.
+    def after_step(self, training: Training, stop: bool, final: bool) -> bool:
+        """Called on all ranks when a step is complete, and saved where that was due; ``final``: it is the run's last.
 
         Returns:
             whether the run ends here.
@@ -88,8 +88,9 @@ class ElasticState:
         """
         self._updates = self.optimizer.updates
         self._tell()
-        if stop:
+        if stop and not final:
             self._stop(training)
+        if stop or final:
             return True
         if self.replicas is not None and self.replicas.due(training.step):
             self._copy()

@@ -40,8 +40,8 @@ class Elastic(Protocol):
     def asks(self) -> bool:
         """Whether the launcher wants the run to stop, or ranks to come or go, after a step."""
 
-    def after_step(self, training: Training, stop: bool) -> bool:
-        """Called on all ranks when a step is complete (``stop``: some rank wants to stop), but for the last one.
+    def after_step(self, training: Training, stop: bool, final: bool) -> bool:
+        """Called on all ranks when a step is complete (``stop``: some rank wants to stop; ``final``: it is the last).
 
         Returns:
             whether the run ends here.
@@ -146,8 +146,8 @@ class Training:
                 self._save()
             if evaluation.iterations and step % evaluation.interval == 0 and not last:
                 self._evaluate("validation")
-            if self.elastic is not None and step < config.steps:
-                last = self.elastic.after_step(self, stats.stop)
+            if self.elastic is not None:
+                last = self.elastic.after_step(self, stats.stop, step == config.steps)
 
     def _wants_to_stop(self, step: int) -> bool:
         asked = self.elastic is not None and self.elastic.asks

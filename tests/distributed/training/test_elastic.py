@@ -3,7 +3,10 @@ was stopped at the same steps and begun anew under the same plans."""
 
 from __future__ import annotations
 
+import os
+import random
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +66,8 @@ def run(
 ) -> ElasticRun:  # fmt: skip
     plans = _plans(directory)
     words = _words(directory, *(more or ("--peer-replicas-every", "1")))
-    return run_elastic(directory, [plans[ranks]], words, ranks, happenings, plans.get, grace, hosts=hosts)
+    fits = lambda count: plans.get(min(count, len(plans)))  # noqa: E731
+    return run_elastic(directory, [plans[ranks]], words, ranks, happenings, fits, grace, hosts=hosts)
 
 
 def check(directory: Path, ranks: int, found: ElasticRun, *more: str) -> list[int]:
@@ -74,8 +78,12 @@ def check(directory: Path, ranks: int, found: ElasticRun, *more: str) -> list[in
     switched = [step for _, step in found.epochs]
     apart = directory / "undisturbed"
     plans = _plans(apart)
-    segments = zip([ranks, *counts], [*switched, STEPS], strict=True)
-    steps = run_segments(apart, _words(apart, *more), [(plans[n], n, last) for n, last in segments if last])
+    starts = [(0, ranks)]  # (step, ranks of the plan from there on) of what counts: steps may be done again
+    for step, count in zip(switched, counts, strict=True):
+        starts = [*(one for one in starts if one[0] < step), (step, count)]
+    ends = [*(step for step, _ in starts[1:]), STEPS]
+    segments = [(plans[n], n, end) for (_, n), end in zip(starts, ends, strict=True)]
+    steps = run_segments(apart, _words(apart, *more), segments)
     for key in ("loss", "grad_norm", "consumed_samples"):
         assert [s[key] for s in found.steps] == [s[key] for s in steps], key
     mine, theirs = final_state(directory), final_state(apart)
@@ -185,3 +193,36 @@ def test_a_host_joins(name: str, tmp_path: Path) -> None:
     assert any(said in text for text, _ in found.epochs), found.output
 
 
+def random_events(dice: random.Random) -> tuple[list[Happening], list[Host]]:
+    """What happens to four ranks, of which one stays, and to a host that joins perhaps."""
+
+    def happening(member: int) -> Happening:
+        when = dice.choice(["step", "step", "update", "copy", "move", "join"])
+        at = 1 if when in ("move", "join") else dice.randint(2, STEPS - 1)
+        what = dice.choice(["kill", "leave"]) if when == "step" else dice.choice(["kill", "kill", "freeze"])
+        return Happening(member, when, at, what)
+
+    some = [happening(member) for member in dice.sample(range(4), 3) if dice.random() < 0.6]
+    if dice.random() < 0.4:
+        return some, []
+    chips = dice.randint(1, 2)
+    own = tuple(happening(index) for index in range(chips) if dice.random() < 0.3)
+    return some, [Host("late", dice.randint(0, 5), chips, own)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_random_events(tmp_path: Path) -> None:
+    """``EVENTS=200 SEED=1 pytest -m slow … -k random_events``: so many sequences."""
+    first, count = int(os.environ.get("SEED", "1")), int(os.environ.get("EVENTS", "2"))
+    for seed in range(first, first + count):
+        happenings, hosts = random_events(random.Random(seed))
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        try:
+            found = run(directory, 4, happenings, grace=4.0, hosts=hosts)
+            check(directory, 4, found)
+        except BaseException:
+            print(f"SEED={seed} EVENTS=1: {happenings}, {hosts}")
+            raise
+        shutil.rmtree(directory)

@@ -102,17 +102,20 @@ def test_all_that_were_told_to_leave_end_the_job_well_when_nobody_comes(tmp_path
     assert one.run() == 0 and job.failed == [] and "waiting 0.5 s" in "".join(said)
 
 
-def test_a_host_that_no_plan_uses_is_told(tmp_path: Path) -> None:
-    """The job goes on without it."""
+def test_a_host_for_which_no_plan_is_better_is_a_spare(tmp_path: Path) -> None:
+    """The job goes on under its plan, and takes the host when a rank is lost."""
 
     def script(job: Played) -> None:
         member = job.join("one")
         job.store.ready(member, Speed("cpu", 1.0))
-        until(lambda: bool(job.store.refused(member)))
+        until(lambda: any("one, chip 0: spare" in line for line in said))
         assert not job.store.paused(0)
-        job.codes[0] = 0
+        job.codes[0] = -9
+        until(lambda: job.store.first_epoch(member) == 1)
+        job.store.ended(member, 0)
 
     job, said = Played(script), list[str]()
-    setup = Setup(tmp_path / "plan", (Seat("first", 0),))
-    one = InPlaceSupervisor(setup, job.start, lambda *_: None, 10, 60.0, tmp_path, said.append)
-    assert one.run() == 0 and job.failed == [] and "no plan uses one, chip 0" in "".join(said)
+    plan = tmp_path / "plan"
+    setup = Setup(plan, (Seat("first", 0),))
+    one = InPlaceSupervisor(setup, job.start, lambda *_: plan, 10, 60.0, tmp_path, said.append, wait=60.0)
+    assert one.run() == 0 and job.failed == []
