@@ -39,7 +39,7 @@ FLAGS = (
     ),
     value(
         "--dpo-beta", float, 0.1, "how much log-probabilities of answers count, for any loss of --preference; of orpo "
-        "the weight of the odds ratio", above=0.0, needs=_PAIRS,
+        "the weight of the odds ratio", least=1e-6, most=1e6, needs=_PAIRS,
     ),
     value(
         "--dpo-label-smoothing", float, 0.0, "probability that a pair is labelled the wrong way round, of dpo, robust, "
@@ -51,9 +51,12 @@ FLAGS = (
     ),
     value(
         "--dpo-sft-weight", float, 0.0, "of the chosen answer's own loss, mean over its tokens, which is added to the "
-        "pair's", least=0.0, needs=_PAIRS,
+        "pair's", least=0.0, most=1e6, needs=_PAIRS,
     ),
-    value("--simpo-gamma", float, 0.5, "margin of --preference simpo", least=0.0, needs=needs("--preference simpo")),
+    value(
+        "--simpo-gamma", float, 0.5, "margin of --preference simpo", least=0.0, most=1e6,
+        needs=needs("--preference simpo"),
+    ),
     value(
         "--reference-hf", str, None, "Hugging Face directory of the reference, a model of the same shape; if left out, "
         "the model that training begins with, or with adapters their base", needs=_PAIRS,
