@@ -73,7 +73,12 @@ _COMMON = {
     "--eval-interval", "--eval-iters", "--save", "--load", "--save-interval", "--save-hf", "--log-interval",
     "--tensorboard-dir",
 }
-_RARELY = {"--sft", "--lora-targets", "--use-rslora", "--shuffle-buffer"}  # of those of fine-tuning
+# Of those of fine-tuning.
+_RARELY = {
+    "--sft", "--lora-targets", "--use-rslora", "--shuffle-buffer", "--overlong-samples", "--dpo-beta",
+    "--dpo-label-smoothing", "--dpo-average-log-probs", "--dpo-sft-weight", "--simpo-gamma", "--reference-hf",
+    "--reference-logps",
+}
 
 
 def help_text(command: str = "pretrain", everything: bool = True) -> str:

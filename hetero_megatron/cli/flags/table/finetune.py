@@ -62,8 +62,8 @@ FLAGS = (
         "the model that training begins with, or with adapters their base", needs=_PAIRS,
     ),
     value(
-        "--reference-logps", str, None, "file of the reference's log-probabilities: read if it is there, else computed "
-        "once before the first step and written; without it, a run with adapters computes them in each step",
+        "--reference-logps", str, None, "file to read the reference's log-probabilities from if it is there, else to "
+        "write, once before the first step; without it, a run with adapters computes them in each step",
         needs=_PAIRS,
     ),
     count(
