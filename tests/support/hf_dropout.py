@@ -46,7 +46,7 @@ class HFDropout:
 
     def __init__(self, model: torch.nn.Module, dropout: Dropout, seed: int) -> None:
         self.dropout, self.seed, self.draws = dropout, seed, Draws(seed, 0, 0)
-        inner: Any = model.base_model
+        inner: Any = model.base_model if model.base_model is not model else model.model  # Llama 4 names no base
         for i, layer in enumerate(_first(inner, "layers", "h")):
             attention = _attention(layer)
             if dropout.attention:
