@@ -240,8 +240,20 @@ def _exact_growth(positions: torch.Tensor, beta: float, length: int) -> torch.Te
 
 modeling_ministral3.get_llama_4_attn_scale = _exact_growth
 modeling_ernie4_5.apply_rotary_pos_emb = _exact_interleaved_rope
+
+
+def _rope_of_cohere(theirs: Any) -> Any:
+    """Exact where the tables are in halves (:func:`_exact_rotary`); transformers' own, of pairs, for other models."""
+
+    def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any) -> Any:
+        pairs = torch.equal(cos[..., ::2], cos[..., 1::2]) and torch.equal(sin[..., ::2], sin[..., 1::2])
+        return theirs(q, k, cos, sin, *more) if pairs else _exact_interleaved_rope(q, k, cos, sin)
+
+    return rope
+
+
 for _cohere in (modeling_cohere, modeling_cohere2):
-    _cohere.apply_rotary_pos_emb = _exact_interleaved_rope
+    _cohere.apply_rotary_pos_emb = _rope_of_cohere(_cohere.apply_rotary_pos_emb)
 
 
 def _exact_rotary(module: Any, dtype: torch.dtype) -> Any:
