@@ -133,7 +133,10 @@ def quantize_nf4(
 
 
 def _middles(ascending: torch.Tensor) -> torch.Tensor:
-    return (ascending[:-1] + ascending[1:]) / 2
+    """Between neighbours, in fp32 rounded down: an fp32 number is above a middle if and only if it is above this."""
+    exact = (ascending[:-1].double() + ascending[1:].double()) / 2
+    found = exact.float()
+    return torch.where(found.double() > exact, found.nextafter(found.new_tensor(-1e9)), found)
 
 
 def _chunks(rows: int, columns: int, elements: int) -> list[tuple[int, int]]:

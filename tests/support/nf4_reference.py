@@ -29,6 +29,12 @@ def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.abs(values[..., None].astype(np.float64) - table.astype(np.float64)).argmin(-1)
 
 
+def shares(values: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Of the largest magnitude, by its reciprocal in fp32, as bitsandbytes has it: the last bit may decide."""
+    inverse = np.float32(1) / np.where(most > 0, most, np.float32(1)).astype(np.float32)
+    return np.clip(values * inverse, np.float32(-1), np.float32(1))
+
+
 def largest_magnitudes(weight: np.ndarray) -> np.ndarray:
     """Of blocks of 64, as their 8 bits stand for them."""
     largest = np.abs(weight.astype(np.float32).reshape(-1, 64)).max(1)
@@ -37,7 +43,7 @@ def largest_magnitudes(weight: np.ndarray) -> np.ndarray:
     for start in range(0, len(around), 256):
         group = around[start : start + 256]
         most = np.abs(group).max()
-        found.append(dynamic()[nearest(group / most if most else group, dynamic())] * most)
+        found.append(dynamic()[nearest(shares(group, most), dynamic())] * most)
     return np.concatenate(found).astype(np.float32) + mean
 
 
@@ -45,7 +51,7 @@ def rounded(weight: np.ndarray) -> np.ndarray:
     """[outputs, inputs] as its 4-bit form stands for it, in fp32."""
     blocks = weight.astype(np.float32).reshape(-1, 64)
     most = np.abs(blocks).max(1, keepdims=True)
-    levels = nearest(np.divide(blocks, most, out=np.zeros_like(blocks), where=most > 0), NF4)
+    levels = nearest(shares(blocks, most), NF4)
     return (NF4[levels] * largest_magnitudes(weight)[:, None]).reshape(weight.shape)
 
 

@@ -41,6 +41,16 @@ def test_values_are_those_of_the_rule(shape: tuple[int, int]) -> None:
         assert torch.equal(widened(packed, scales, torch.float64), exact.double())
 
 
+def test_values_beside_the_middles() -> None:
+    """Of two neighbours the nearer one, to the last bit of fp32."""
+    middle = (NF4[:-1] + NF4[1:]) / np.float32(2)
+    around = np.concatenate([np.nextafter(middle, np.float32(-2)), middle, np.nextafter(middle, np.float32(2))])
+    given = np.zeros((1, 64), np.float32)
+    given[0, : len(around)], given[0, -1] = around, 1.0
+    packed, scales = quantize_nf4(torch.from_numpy(given), (0, 1), (0, 64))
+    np.testing.assert_array_equal(widened(packed, scales, torch.float32).numpy(), rounded(given))
+
+
 def test_bitsandbytes_has_the_same_values() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     given = weight(96, 256)
