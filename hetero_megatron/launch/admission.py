@@ -87,8 +87,8 @@ class Admission:
         Returns:
             what is to be said of it.
         """
-        known, said = self._store.speeds(members), []
-        for host in [host for host in self._waiting if host.members[-1] in self.ready()]:
+        known, said, ready = self._store.speeds(members), [], self.ready()
+        for host in [host for host in self._waiting if host.members[0] in ready]:
             why = _too_slow(self._store.speeds(host.members), known, self._least)
             if why:
                 self.drop(*host.members)

@@ -41,11 +41,13 @@ class ElasticJob(Protocol):
 
 @dataclass(frozen=True)
 class NextEpoch:
-    """Who would go on under which plan; ``plan``: None: there is none for them."""
+    """Who would go on under which plan; ``plan``: None: there is none for them; ``whole``: the cluster file that also
+    has the nodes which are not there."""
 
     members: list[int]
     plan: Path | None
     cluster: Path | None
+    whole: Path | None
 
 
 @dataclass
@@ -239,12 +241,12 @@ class InPlaceSupervisor:
             self.log(line)
         self._seats |= self._admission.seats
         stopping = self._since is not None and bool(self._alive)
-        if self._prepared is not None or stopping or not self._admission.ready():
-            return
-        for line in self._admission.leave_out_slow(self._alive):
-            self.log(line)
         ready, alive = self._admission.ready(), self._alive
-        if not ready or (alive, ready) == self._asked:
+        if self._prepared is not None or stopping or not ready or (alive, ready) == self._asked:
+            return
+        for line in self._admission.leave_out_slow(alive):
+            self.log(line)
+        if not (ready := self._admission.ready()):
             return
         self._asked = alive, ready
         prepared = self._who_goes_on([*alive, *ready])
@@ -268,7 +270,7 @@ class InPlaceSupervisor:
             left = [self._seats[m] for m in members]
         same = tuple(left) == self.setup.seats and file == self.setup.cluster
         plan = self.setup.plan if same else self.planner(left, cluster) if left else None
-        return NextEpoch(members, plan, self.setup.cluster if same else cluster)
+        return NextEpoch(members, plan, self.setup.cluster if same else cluster, file)
 
     def _next(self, failed: bool) -> int | None:
         """The next epoch, with all that are there."""
@@ -307,9 +309,7 @@ class InPlaceSupervisor:
         self._store.publish(epoch)
         for member in joined:
             self._store.admit(member, self._number)
-        if joined:
-            self._cluster = self._admission.cluster_with({self._seats[m].node for m in joined}) or self._cluster
-        self.members, self._new, self._plan = chosen.members, set(joined), chosen.plan
+        self.members, self._new, self._plan, self._cluster = chosen.members, set(joined), chosen.plan, chosen.whole
         self._gone, self._lost, self._since, self._prepared, self._deserted = {}, False, None, None, False
 
     def _rank(self, member: int) -> int:

@@ -37,9 +37,9 @@ class Played:
             self.failed.append(error)
             self.codes[0] = 1
 
-    def join(self, node: str) -> int:
+    def join(self, node: str, cluster: str = "") -> int:
         """A host asks; its member."""
-        number = self.store.ask_to_join(JoinRequest(node, node, 1, "", program_facts()))
+        number = self.store.ask_to_join(JoinRequest(node, node, 1, cluster, program_facts()))
         until(lambda: self.store.join_answer(number) is not None)
         answer = self.store.join_answer(number)
         assert answer is not None and not answer.refused, answer
@@ -119,3 +119,25 @@ def test_a_host_for_which_no_plan_is_better_is_a_spare(tmp_path: Path) -> None:
     setup = Setup(plan, (Seat("first", 0),))
     one = InPlaceSupervisor(setup, job.start, lambda *_: plan, 10, 60.0, tmp_path, said.append, wait=60.0)
     assert one.run() == 0 and job.failed == []
+
+
+def test_the_cluster_file_that_a_host_brings_counts_from_then_on(tmp_path: Path) -> None:
+    small = "nodes:\n  - {name: first, chip: A100-80-SXM}\n"
+    (tmp_path / "cluster.yaml").write_text(small)
+
+    def script(job: Played) -> None:
+        member = job.join("one", small + "  - {name: one, chip: A100-80-SXM}\n")
+        job.store.ready(member, Speed("cpu", 1.0))
+        until(lambda: job.store.paused(0))
+        job.store.stopped(0, 0, by_failure=False)
+        until(lambda: job.store.first_epoch(member) == 1)
+        job.codes[0] = -9
+        job.store.stopped(1, member, by_failure=True)
+        until(lambda: (epoch := job.store.find(2)) is not None and epoch.members == [member])
+        job.store.ended(member, 0)
+
+    job, said = Played(script), list[str]()
+    setup = Setup(tmp_path / "plan", (Seat("first", 0),), tmp_path / "cluster.yaml")
+    fits = lambda seats, _: tmp_path / f"{len(seats)}"  # noqa: E731
+    one = InPlaceSupervisor(setup, job.start, fits, 10, 60.0, tmp_path, said.append)
+    assert one.run() == 0 and job.failed == [], said
