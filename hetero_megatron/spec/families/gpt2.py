@@ -22,31 +22,31 @@ def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("scale_attn_by_inverse_layer_idx", False)
     read.must_be("reorder_and_upcast_attn", False)
     read.must_be("add_cross_attention", False)
+    return ModelSpec(
+        name=name,
+        hf_model_type="gpt2",
+        **own_sizes(read),
+        max_position_embeddings=read.integer("n_positions", 1024),
+        qkv_bias=True,
+        out_bias=True,
+        tied=read.flag("tie_word_embeddings", True),
+        position="learned",
+    )
+
+
+def own_sizes(read: ConfigReader) -> dict[str, Any]:
+    """What GPT-2 and GPT-J say alike, by fields of ``ModelSpec``."""
     activation = read_activation(read, "activation_function", "gelu_new")
     hidden, heads = read.integer("n_embd"), read.integer("n_head")
     if hidden % heads:
         raise read.refuse(f"does not divide n_embd {hidden}", "n_head", f"a divisor of {hidden}")
-    return ModelSpec(
-        name=name,
-        hf_model_type="gpt2",
-        num_layers=read.integer("n_layer", most=MAX_LAYERS),
-        hidden_size=hidden,
-        ffn_hidden_size=read.integer("n_inner", 4 * hidden, nullable=True),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        vocab_size=read.integer("vocab_size"),
-        max_position_embeddings=read.integer("n_positions", 1024),
-        norm="layer",
-        norm_eps=read.positive("layer_norm_epsilon", 1e-5),
-        activation=activation,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied=read.flag("tie_word_embeddings", True),
-        position="learned",
-        init_std=read.positive("initializer_range", 0.02),
-    )
+    return {
+        "num_layers": read.integer("n_layer", most=MAX_LAYERS), "hidden_size": hidden,
+        "ffn_hidden_size": read.integer("n_inner", 4 * hidden, nullable=True), "num_heads": heads,
+        "num_kv_heads": heads, "head_dim": hidden // heads, "vocab_size": read.integer("vocab_size"), "norm": "layer",
+        "norm_eps": read.positive("layer_norm_epsilon", 1e-5), "activation": activation, "mlp_bias": True,
+        "init_std": read.positive("initializer_range", 0.02),
+    }  # fmt: skip
 
 
 def own_names(read: ConfigReader) -> Config:

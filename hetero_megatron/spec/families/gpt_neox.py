@@ -15,10 +15,10 @@ from hetero_megatron.spec.families.family import (
     refuse_other_head_dim,
     some_features_turn,
 )
-from hetero_megatron.spec.families.gpt2 import DROPOUTS, GPT2_ALIASES, own_names
+from hetero_megatron.spec.families.gpt2 import DROPOUTS, GPT2_ALIASES, own_names, own_sizes
 from hetero_megatron.spec.hf_names import NameTable
 from hetero_megatron.spec.hf_reader import ConfigReader, words
-from hetero_megatron.spec.model_spec import MAX_LAYERS, LayerKind, ModelSpec
+from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.rope import Rope
 
 _NEOX = Defaults(positions=2048, partial_rotary=0.25)
@@ -61,32 +61,19 @@ def _read_gptj(read: ConfigReader, name: str) -> ModelSpec:
     read = ConfigReader(own_names(read), read.where)
     read.must_be("scale_attn_weights", True)
     read.must_be("rotary", True)
-    hidden, heads = read.integer("n_embd"), read.integer("n_head")
-    if hidden % heads:
-        raise read.refuse(f"does not divide n_embd {hidden}", "n_head", f"a divisor of {hidden}")
-    turned = read.integer("rotary_dim", 64)
-    if turned % 2 or turned > hidden // heads:
-        raise read.refuse("turns pairs of a head's features", "rotary_dim", f"an even number up to {hidden // heads}")
+    sizes = own_sizes(read)
+    width, turned = sizes["head_dim"], read.integer("rotary_dim", 64)
+    if turned % 2 or turned > width:
+        raise read.refuse("turns pairs of a head's features", "rotary_dim", f"an even number up to {width}")
     return ModelSpec(
         name=name,
         hf_model_type="gptj",
-        num_layers=read.integer("n_layer", most=MAX_LAYERS),
-        hidden_size=hidden,
-        ffn_hidden_size=read.integer("n_inner", 4 * hidden, nullable=True),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        vocab_size=read.integer("vocab_size"),
+        **sizes,
         max_position_embeddings=read.integer("n_positions", 2048),
-        norm="layer",
-        norm_eps=read.positive("layer_norm_epsilon", 1e-5),
         parallel_block="one_norm",
-        activation=read_activation(read, "activation_function", "gelu_new"),
-        mlp_bias=True,
         tied=read.flag("tie_word_embeddings"),
         head_bias=True,
-        layer_kinds=(LayerKind(rope=Rope(dims=None if turned == hidden // heads else turned, interleaved=True)),),
-        init_std=read.positive("initializer_range", 0.02),
+        layer_kinds=(LayerKind(rope=Rope(dims=None if turned == width else turned, interleaved=True)),),
     )
 
 
