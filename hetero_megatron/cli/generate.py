@@ -181,7 +181,7 @@ def _configure(
 
 
 def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceTokenizer:
-    from hetero_megatron.checkpoint.companions import CONFIG, write_new
+    from hetero_megatron.checkpoint.model_files import CONFIG, write_new
     from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 
     if args.tokenizer_model is not None:
@@ -190,7 +190,7 @@ def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceToke
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
-            found = checkpoint.companions()
+            found = checkpoint.model_files()
             found.write(Path(folder))
             if CONFIG in found.files:  # its model_type says which tokenizer it is where the tokenizer's files do not
                 write_new(Path(folder) / CONFIG, found.files[CONFIG])
