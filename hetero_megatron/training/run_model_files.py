@@ -1,4 +1,5 @@
-"""Configuration, tokenizer and other files that a run saves beside its weights: from where they came, and the tokenizer it trains with."""
+"""What a run saves beside its weights (configuration, tokenizer, other files): as where the weights came from had it,
+and the tokenizer that it trains with."""
 
 from __future__ import annotations
 
