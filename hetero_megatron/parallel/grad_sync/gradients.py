@@ -188,8 +188,8 @@ class GradientSync:
 
         Args:
             chunk: its number on this stage.
-            products: the weights ([outputs, inputs] each) whose products run next, while the gradients of all others are there; None: those of
-                any of its parameters may come.
+            products: the weights, [outputs, inputs] each, whose products run next, while the gradients of all others
+                are there; None: those of any of its parameters may come.
         """
         assert self._reduction is not None, "before begin"
         names, there = self._chunks[chunk], self._ahead
