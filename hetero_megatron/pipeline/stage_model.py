@@ -107,7 +107,7 @@ class StageModel:
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms
 
-            self.row_norms = RowNorms(self.module, empty.tensors, spec.lora.scale, comm.group(here.unit.ranks))
+            self.row_norms = RowNorms(self.module, empty.tensors, spec.lora, comm.group(here.unit.ranks))
         _fill(empty, initialize, divided)
         self._divide()
         apply_recompute(self.module, stage.recompute)

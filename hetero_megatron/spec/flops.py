@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from hetero_megatron.spec.expert_load import (
     ExpertLoad,
@@ -20,7 +21,7 @@ from hetero_megatron.spec.expert_load import (
 )
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
-from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
+from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, trained_tensors
 
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
 CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: few beside the weights, many to a product
@@ -113,22 +114,42 @@ def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
     return 2 * (layers + head) + 3 * (attention + round(spec.num_layers * seq_length * adapter_flops(spec)))
 
 
-def adapter_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the matrices of one layer that have an adapter, without those of experts."""
-    found = [t.shape for t in _plain_adapters(spec)]
-    return [(b[0], a[1]) for a, b in zip(found[::2], found[1::2])]
+@lru_cache(maxsize=256)
+def adapter_products(spec: ModelSpec) -> tuple[tuple[int, int, int, float], ...]:
+    """(outputs, inputs, rank, in which share of the layers) of the adapters of an average layer, without those of
+    experts."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for layer, each in _adapted_layers(spec):
+        for a, b in zip(layer[::2], layer[1::2]):
+            found[b.shape[0], a.shape[1], a.shape[0]] += each
+    return tuple((*sizes, count / spec.num_layers) for sizes, count in found.items())
 
 
-def _plain_adapters(spec: ModelSpec) -> list[LogicalTensor]:
-    """A's and B's of one layer (all layers have the same), without those of experts."""
+@lru_cache(maxsize=256)
+def _adapted_layers(spec: ModelSpec) -> tuple[tuple[tuple[LogicalTensor, ...], int], ...]:
+    """(A's and B's of a layer, without those of experts; how many layers have such)."""
     if spec.lora is None:
-        return []
-    return [t for t in logical_tensors(spec) if t.layer == 0 and t.trained and len(t.shape) == 2]
+        return ()
+    layers: dict[int | str, list[LogicalTensor]] = {}
+    for tensor in trained_tensors(spec):
+        if len(tensor.shape) == 2 and (spec.lora.sites or tensor.layer == 0):
+            layers.setdefault(tensor.layer, []).append(tensor)
+    if not spec.lora.sites:  # all layers have the same
+        return tuple((tuple(found), spec.num_layers) for found in layers.values())
+    kinds: dict[object, list[tuple[LogicalTensor, ...]]] = {}
+    for found in layers.values():
+        kinds.setdefault(tuple((t.shape, t.axes) for t in found), []).append(tuple(found))
+    return tuple((alike[0], len(alike)) for alike in kinds.values())
+
+
+def _most_of_a_layer(spec: ModelSpec, sizes: Callable[[tuple[LogicalTensor, ...]], tuple[int, int]]) -> tuple[int, int]:
+    """(whole, cut) elements that adapters keep in the layer in which these are most."""
+    return max((sizes(layer) for layer, _ in _adapted_layers(spec)), key=sum, default=(0, 0))
 
 
 def adapter_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of the adapters of one (average) layer; of experts, those that a token chooses."""
-    plain = 2.0 * sum(t.size for t in _plain_adapters(spec))
+    plain = 2.0 * sum(rank * (outputs + inputs) * share for outputs, inputs, rank, share in adapter_products(spec))
     if spec.moe is None:
         return plain
     widths = spec.hidden_size + spec.moe.ffn_hidden_size
@@ -140,9 +161,13 @@ def dropped_inputs(spec: ModelSpec) -> tuple[int, int]:
     every rank of a TP group has whole, of those that are cut)."""
     if spec.lora is None or not spec.lora.dropout:
         return 0, 0
-    inputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_A.weight")]
-    cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
-    return sum(t.shape[1] for t in inputs) - cut, cut
+
+    def sizes(layer: tuple[LogicalTensor, ...]) -> tuple[int, int]:
+        inputs = [t for t in layer if t.name.endswith("lora_A.weight")]
+        cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
+        return sum(t.shape[1] for t in inputs) - cut, cut
+
+    return _most_of_a_layer(spec, sizes)
 
 
 def scaled_outputs(spec: ModelSpec) -> tuple[int, int]:
@@ -150,14 +175,18 @@ def scaled_outputs(spec: ModelSpec) -> tuple[int, int]:
     those that every rank of a TP group has whole, of those that are cut)."""
     if spec.lora is None or not spec.lora.dora:
         return 0, 0
-    outputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_B.weight")]
-    cut = sum(t.shape[0] for t in outputs if t.axes[0].role in ("q_heads", "kv_heads", "ffn"))
-    return sum(t.shape[0] for t in outputs) - cut, cut
+
+    def sizes(layer: tuple[LogicalTensor, ...]) -> tuple[int, int]:
+        outputs = [t for t in layer if t.name.endswith("lora_B.weight")]
+        cut = sum(t.shape[0] for t in outputs if t.axes[0].role in ("q_heads", "kv_heads", "ffn"))
+        return sum(t.shape[0] for t in outputs) - cut, cut
+
+    return _most_of_a_layer(spec, sizes)
 
 
 def adapter_widths(spec: ModelSpec) -> int:
-    """What the adapters of one layer keep between A and B, per token: their ranks."""
-    return spec.lora.rank * len(adapter_shapes(spec)) if spec.lora is not None else 0
+    """What the adapters of one layer keep between A and B, per token: their ranks, in the layer with most."""
+    return _most_of_a_layer(spec, lambda layer: (sum(a.shape[0] for a in layer[::2]), 0))[0]
 
 
 def trained_count(spec: ModelSpec) -> int:

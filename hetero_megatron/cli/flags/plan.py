@@ -12,7 +12,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan, load_plan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.islands import add_islands, format_added
-from hetero_megatron.plans.made_for import LORA_KEYS, MadeFor, lora_words, made_for_of
+from hetero_megatron.plans.made_for import MadeFor, as_flags, lora_words, made_for_of
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import read_document
@@ -150,9 +150,10 @@ def _take_adapters(args: Arguments, made_for: MadeFor) -> None:
     with the plan when the model is known."""
     if made_for.lora is None or args["load_adapter"] is not None:
         return
-    for name, key in LORA_KEYS.items():
+    places = [key for key in ("lora_targets", "lora_layers", "lora_sites") if key in args.given]
+    for key, value in as_flags(made_for.lora, places).items():
         if key not in args.given:
-            args.values[key] = getattr(made_for.lora, name)
+            args.values[key] = value
     if "lora_rank" not in args.given:
         args.notices.append(f"{' '.join(lora_words(made_for.lora))}: the plan was made with it")
 

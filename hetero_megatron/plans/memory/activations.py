@@ -58,6 +58,7 @@ class RankWork:
         load: of routed experts, in an average layer of these; None: of a plain TP group.
         fp8: recipe of the fp8 that linear modules compute in; None: the dtype of the weights.
         rows: sequences of the tokens.
+        untrained: the first layers, to which no gradient goes, so that they keep nothing.
     """
 
     layers: int
@@ -73,6 +74,7 @@ class RankWork:
     load: ExpertLoad | None = None
     fp8: str | None = None
     rows: int = 1
+    untrained: int = 0
 
     @property
     def full(self) -> int:
@@ -110,7 +112,8 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     rest = "selective" if held.recompute == "selective" else "none"
     sizes = (held.item, held.tp, held.shards)
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
-    total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
+    keeping = held.layers - max(held.full, held.untrained)
+    total += keeping * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
     total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
     if held.head:
         return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
@@ -126,6 +129,9 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
     their way to the stage before.
     """
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
+    if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
+        forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
+        return forward + LOOKAHEAD * boundary_bytes(spec, held)
     layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
     if held.full == held.layers > 0:
         layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)

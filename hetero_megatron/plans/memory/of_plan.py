@@ -29,7 +29,7 @@ from hetero_megatron.plans.program import held_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.spec.tensors import stored_bytes
+from hetero_megatron.spec.tensors import stored_bytes, untrained_layers
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2
@@ -251,7 +251,7 @@ def stage_work(
     limit, dtype = logits_limit(stage, spec, item, logits_bytes), stage_fp8(stage, fp8)
     recipe = dtype.recipe if dtype is not None else None
     loads = [mean_loads(spec, stage, range(*chunk), routing, islands) for chunk in stage.chunks]
-    chunks = [(*chunk, load) for chunk, load in zip(_chunks(stage), loads, strict=True)]
+    chunks = [(*chunk, load) for chunk, load in zip(_chunks(stage, untrained_layers(spec)), loads, strict=True)]
     found = {}
     for unit in stage.units:
         tokens, rows = unit.micro_batch_tokens, unit.sequences[1] - unit.sequences[0]
@@ -259,18 +259,19 @@ def stage_work(
             found[rank] = tuple(
                 RankWork(
                     layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
-                    unit.tp, limit if head else None, load[rank], recipe, rows,
-                ) for layers, embed, head, first, load in chunks
+                    unit.tp, limit if head else None, load[rank], recipe, rows, untrained,
+                ) for layers, embed, head, first, untrained, load in chunks
             )  # fmt: skip
     return found
 
 
-def _chunks(stage: Stage) -> Iterator[tuple[int, bool, bool, int]]:
-    """Of each run of layers (how many, embedding, head, how many of the stage's first recomputed layers)."""
+def _chunks(stage: Stage, untrained: int) -> Iterator[tuple[int, bool, bool, int, int]]:
+    """Of each run of layers (how many, embedding, head, how many of the stage's first recomputed layers, how many are
+    before all that is trained)."""
     before, last = 0, len(stage.chunks) - 1
     for c, (a, b) in enumerate(stage.chunks):
         first = min(max(stage.recompute.layers - before, 0), b - a)
-        yield b - a, stage.embed and c == 0, stage.head and c == last, first
+        yield b - a, stage.embed and c == 0, stage.head and c == last, first, min(untrained, b) if a == 0 else 0
         before += b - a
 
 

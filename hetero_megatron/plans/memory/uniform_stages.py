@@ -13,6 +13,7 @@ from hetero_megatron.plans.memory.activations import RankWork, chunk_limit, kept
 from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS, saved_in_few_bits, state_bytes
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.tensors import evenly_adapted
 from hetero_megatron.utils.cached_method import cached_method
 
 AVERAGED = 16  # layers over which buckets are averaged: those of small layers have several
@@ -31,6 +32,7 @@ class UniformStageMemory:
         self, spec: ModelSpec, item: int, moments: int = ADAM_MOMENTS, logits_bytes: int = LOGITS_BYTES
     ) -> None:
         self.spec, self.item, self.moments, self.logits_bytes = spec, item, moments, logits_bytes
+        self._even = evenly_adapted(spec)  # of which buckets are
 
     @cached_method
     def held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
@@ -71,7 +73,7 @@ class UniformStageMemory:
     @cached_method
     def mean_bucket(self, tp: int) -> float:
         """Elements of a bucket of decoder layers on average; whole tensors do not fill all of them."""
-        spec, least = self.spec, min(self.spec.num_layers, AVERAGED)
+        spec, least = self._even, min(self.spec.num_layers, AVERAGED)
         rows = [_bucket_sizes(spec, False, False, share, least) for share in _equal_shares(spec, tp)]
         return max(sum(row) / len(row) for row in rows)
 
@@ -82,7 +84,7 @@ class UniformStageMemory:
         each, most, wide = _equal_shares(self.spec, tp), BUCKET_BYTES // 4, False
         rows: list[tuple[int, int, bool]] = []
         done: set[int] = set()
-        for segment in backward_order(t for t in stage_tensors(self.spec, range(layers), embed, head) if t.trained):
+        for segment in backward_order(t for t in stage_tensors(self._even, range(layers), embed, head) if t.trained):
             for tensor in segment:
                 size, last = max(tensor_box(tensor, share).size for share in each), tensor.layer == "embed"
                 done |= {tensor.layer} if isinstance(tensor.layer, int) else set()
@@ -95,13 +97,13 @@ class UniformStageMemory:
     @cached_method
     def last_bucket(self, tp: int) -> int:
         """Elements of the last bucket of decoder layers in backward."""
-        return max(_bucket_sizes(self.spec, False, False, share)[-1] for share in _equal_shares(self.spec, tp))
+        return max(_bucket_sizes(self._even, False, False, share)[-1] for share in _equal_shares(self.spec, tp))
 
     @cached_method
     def buckets(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
         """Elements of (those buckets that are under way at once, the largest one) on a rank with decoder layers."""
         # More layers fill buckets that are not full here.
-        rows = [_bucket_sizes(self.spec, embed, head, share) for share in _equal_shares(self.spec, tp)]
+        rows = [_bucket_sizes(self._even, embed, head, share) for share in _equal_shares(self.spec, tp)]
         rows = [[max(size, BUCKET_BYTES // 4) for size in row] for row in rows]
         return max(sum(row[i : i + IN_FLIGHT]) for row in rows for i in range(len(row))), max(map(max, rows))
 
@@ -153,10 +155,12 @@ def _layer_elements(spec: ModelSpec, share: Share, trained: bool) -> float:
 
 
 def _mean_over_layers(spec: ModelSpec, size: Callable[[Iterable[LogicalTensor]], int]) -> float:
-    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones."""
-    kinds: dict[str, list[int]] = {}
+    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones, and layers may have
+    adapters of their own."""
+    sites = spec.lora.sites if spec.lora is not None else ()
+    kinds: dict[object, list[int]] = {}
     for layer, kind in enumerate(spec.layers):
-        kinds.setdefault(kind.mlp, []).append(layer)
+        kinds.setdefault((kind.mlp, *(layer in site.layers for site in sites)), []).append(layer)
     sizes = [len(alike) * size(stage_tensors(spec, alike[:1], False, False)) for alike in kinds.values()]
     return sum(sizes) / spec.num_layers
 

@@ -18,7 +18,7 @@ from hetero_megatron.spec import ModelSpec, logical_tensors
 from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
-    adapter_shapes,
+    adapter_products,
     common_columns,
     layer_attention_flops,
     mean_attention_pairs,
@@ -374,12 +374,12 @@ class Operators:
         if lora is None:
             return 0.0
         seconds = 0.0
-        for outputs, inputs in adapter_shapes(self.model):
+        for outputs, inputs, rank, layers in adapter_products(self.model):
             cut_rows = inputs == self.model.hidden_size  # else the columns
             n, k = (share * outputs, inputs) if cut_rows else (outputs, share * inputs)
-            seconds += self.gemm(tokens, lora.rank, k) + self.gemm(tokens, n, lora.rank)
             moved = 3 * n + (2 * k if lora.dropout else 0) + (2 * n if lora.dora else 0)
-            seconds += self.item * tokens * moved / self.rates.bytes_per_second
+            moving = self.item * tokens * moved / self.rates.bytes_per_second
+            seconds += layers * (self.gemm(tokens, rank, k) + self.gemm(tokens, n, rank) + moving)
         return seconds
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:

@@ -16,7 +16,7 @@ from hetero_megatron.plans.made_for import model_hash
 from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.spec import Lora, adapted, load_model
 from hetero_megatron.spec.flops import parameter_count, sequence_flops, trained_count
-from hetero_megatron.spec.lora import TARGETS
+from hetero_megatron.spec.lora import TARGETS, sites_of
 from tests.support.selection import quick
 from tests.support.small_plans import pipe, plan, stage
 
@@ -70,6 +70,24 @@ def test_memory_is_predicted(case: tuple[str, bool, str, str | None], tmp_path: 
     for rank in run.plan.ranks:
         found = run_rank(run, rank)
         assert abs(predicted[rank].total - found.peak) <= 0.05 * found.peak, (rank, predicted[rank], found)
+
+
+def test_memory_of_adapters_that_differ_by_layer_is_predicted(tmp_path: Path) -> None:
+    """Within 5 % of the peak; layers before the first one with adapters keep nothing for backward."""
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_LAYERS | HALF_AS_WIDE | {"num_hidden_layers": 8}))
+    base = load_model(str(tmp_path / "config.json"))
+    for name, sites in (
+        ("pipeline", ["6-7:q_proj,v_proj,down_proj:64", "7:o_proj:8"]), ("first", ["4-7:q_proj,v_proj"]),
+    ):  # fmt: skip
+        made = plan_from_dict(PLANS[name], adapted(base, Lora(16, 16.0, (), sites=sites_of(sites, 16))))
+        (tmp_path / "plan.yaml").write_text(dump_yaml(made))
+        words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run", "--bf16"]
+        run = configure([*words, "--lora-rank", "16", "--lora-sites", *sites], {})
+        predicted = estimate_memory(run.plan, run.spec, "bf16")
+        for rank in run.plan.ranks:
+            found = run_rank(run, rank)
+            assert found.parameters == predicted[rank].weights
+            assert abs(predicted[rank].total - found.peak) <= 0.05 * found.peak, (name, rank, predicted[rank], found)
 
 
 def test_a_divided_base_is_in_the_estimate_to_the_byte(tmp_path: Path) -> None:
