@@ -50,7 +50,11 @@ class MLP(nn.Module):
         self.down_proj = Linear(f, h, bias=spec.mlp_bias, kernels=kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        *gate, y = joint_products(self.together, x)
+        return cast(torch.Tensor, self.down_proj(self.activate(*joint_products(self.together, x))))
+
+    def activate(self, *parts: torch.Tensor) -> torch.Tensor:
+        """(gate and) up -> what ``down_proj`` reads."""
+        *gate, y = parts
         if not gate:
             squared = self.activation == "squared_relu"
             y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
@@ -60,7 +64,7 @@ class MLP(nn.Module):
             y = self.kernels.clamped_swiglu(gate[0], y, *self.clamp)
         else:
             y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
-        return cast(torch.Tensor, self.down_proj(y))
+        return y
 
 
 def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module:
