@@ -16,7 +16,7 @@ from hetero_megatron.api.plans import positions_notice
 from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
-from hetero_megatron.cli.companion import Companion
+from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
-    companion = Companion(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
+    beside = ClusterBesidePlan(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
     given = load_model(args.model)
     model = Model.of(with_lora(args, given), args.model).stretched(args.seq_length)
     cluster = asked = Cluster.read(args.cluster)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         write_text(args.out, "--out", found.file)
     try:  # the report may take longer than the search did
-        companion.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
+        beside.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
         if not args.json:
             print(_without_packed(found.file), found.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")

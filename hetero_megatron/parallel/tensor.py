@@ -32,6 +32,7 @@ class RowParallelLinear(nn.Module):
         self.group, self.shards = group, shards
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, this rank's inputs] -> [b, its tokens, outputs]."""
         y = scatter_tokens(self.product(x, None), self.group, self.shards)
         return y if self.bias is None else y + self.bias
 
@@ -52,6 +53,7 @@ class TensorMaxima:
         return maxima[:-1], maxima[-1]
 
     def backward(self, dy: torch.Tensor) -> torch.Tensor:
+        """dy: [b], largest magnitudes by sequence -> the same, over all ranks."""
         return dy if self.row else max_over_ranks(dy, self.group)
 
 
@@ -68,6 +70,7 @@ class SumHeads:
         self._counted = [not any(a <= head < b for a, b in before) for head in own_heads]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """q: [b, s, heads], k: [b, s, kv_heads] -> [b, s, 2]."""
         counted = k if all(self._counted) else k * k.new_tensor(self._counted)
         return sum_over_ranks(sum_heads(q, counted), self.group)
 
@@ -100,6 +103,7 @@ def apply_tensor_parallel(
         return
 
     def own_tokens(x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, ..] -> [b, this rank's tokens, ..]."""
         start = sum(shards[: group.index])
         return x[:, start : start + shards[group.index]]
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
-from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, judged_plan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulated_plan
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.plans import Plan, validate
@@ -118,7 +118,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
         return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
 
     def simulated(self, plan: Plan, found: Prediction, text: str) -> SimulatedPlan:
-        return judged_plan(self.problem, self.scorer, plan, found, text)
+        return simulated_plan(self.problem, self.scorer, plan, found, text)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Recompute of elementwise results: what a layer keeps is the formula to the byte, and gradients do not change a bit."""
+"""Recompute of elementwise results: what a layer keeps is the formula to the byte, and gradients are the same bits."""
 
 from __future__ import annotations
 
