@@ -185,7 +185,7 @@ def plan(
         seq_length: tokens per sequence; global_batch_size: sequences per optimizer step.
         dtype: of weights and activations: "bf16", "fp16", "fp32", "fp64"; optimizer: "adam", "sgd".
         fp8: what linear modules may compute in.
-        micro_batch_size, recompute ("none", "selective", "full"): only this; None: the search chooses.
+        micro_batch_size, recompute ("none", "selective", "elementwise", "full"): only this; None: the search chooses.
         context, offload, more_schedules: "auto", "always" or "never", as the flags of ``hetero-megatron plan``.
         shares: pipelines may own unequal shares of the optimizer's state.
         routing_stats: file of a run, of how often experts were chosen.

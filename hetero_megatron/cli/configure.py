@@ -274,4 +274,7 @@ def _compile(args: Arguments, plan: Plan) -> str | None:
     if args["compile"] and splits_backward(plan):
         problem = f"a compiled layer cannot put off its weight gradients, as the {plan.schedule} schedule does"
         raise flag_error("compile", True, problem, "leave the flag out, or another schedule")
+    if args["compile"] and any(stage.recompute.kind == "elementwise" for stage in plan.stages):
+        problem = "a compiled layer keeps what its compiler chooses, so its elementwise results cannot be recomputed"
+        raise flag_error("compile", True, problem, "leave the flag out, or recompute: none, selective or full")
     return str(args["compile_backend"]) if args["compile"] else None

@@ -142,7 +142,8 @@ def _parser() -> ArgumentParser:
     add_fp8(parser)
     add_lora(parser)
     add("--micro-batch-size", type=count(), metavar="N", help="only this one (default: all that make sense)")
-    add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
+    add("--recompute", choices=("none", "selective", "elementwise", "full"),
+        help="the same everywhere (default: chosen per stage)")  # fmt: skip
     add("--context", default="auto", choices=("auto", "always", "never"),
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
     add("--routing-stats", metavar="FILE",

@@ -51,7 +51,11 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h] -> [b, s, h]; of a TP rank, a partial sum over its columns until ``down_proj`` adds them up."""
-        *gate, y = joint_products(self.together, x)
+        return cast(torch.Tensor, self.down_proj(self.activate(*joint_products(self.together, x))))
+
+    def activate(self, *parts: torch.Tensor) -> torch.Tensor:
+        """(gate and) up -> what ``down_proj`` reads, all [b, s, columns]."""
+        *gate, y = parts
         if not gate:
             squared = self.activation == "squared_relu"
             y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
@@ -61,7 +65,7 @@ class MLP(nn.Module):
             y = self.kernels.clamped_swiglu(gate[0], y, *self.clamp)
         else:
             y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
-        return cast(torch.Tensor, self.down_proj(y))
+        return y
 
 
 def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module:

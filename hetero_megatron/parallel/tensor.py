@@ -7,7 +7,7 @@ partial sums that are scattered back to token shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -75,6 +75,21 @@ class SumHeads:
         return sum_over_ranks(sum_heads(q, counted), self.group)
 
 
+class GatheredInput:
+    """Makes the input of a block, of which each rank has some tokens, whole. ``run``: (those of this rank) -> all."""
+
+    def __init__(self, group: Group, shards: Sequence[int]) -> None:
+        self.run: Callable[[torch.Tensor], torch.Tensor] = lambda x: gather_tokens(x, group, shards)
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.run(args[0]), *args[1:])
+
+
+def gather_input(block: nn.Module, group: Group, shards: Sequence[int]) -> None:
+    block.gathered = GatheredInput(group, shards)  # type: ignore[assignment]
+    block.register_forward_pre_hook(block.gathered)  # type: ignore[arg-type]
+
+
 def apply_tensor_parallel(
     stage: GPTStage, group: Group, shards: Sequence[int], vocab: tuple[int, int], kv_heads: Sequence[tuple[int, int]]
 ) -> None:
@@ -86,9 +101,6 @@ def apply_tensor_parallel(
     """
     if group.size == 1:
         return
-
-    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (gather_tokens(args[0], group, shards), *args[1:])
 
     def own_tokens(x: torch.Tensor) -> torch.Tensor:
         """x: [b, s, ..] -> [b, this rank's tokens, ..]."""
@@ -104,7 +116,7 @@ def apply_tensor_parallel(
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
         for block, row in ((layer.self_attn, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
-            block.register_forward_pre_hook(gather)
+            gather_input(block, group, shards)
             for name, linear in block.named_children():
                 if isinstance(linear, Linear):
                     linear.maxima = TensorMaxima(group, name == row)
@@ -116,4 +128,4 @@ def apply_tensor_parallel(
         if "embed_positions" in stage.model:
             stage.model["embed_positions"].register_forward_pre_hook(own_positions)
     if stage.has_head:
-        stage.lm_head.register_forward_pre_hook(gather)
+        gather_input(stage.lm_head, group, shards)

@@ -217,6 +217,13 @@ def norm_inputs(spec: ModelSpec) -> int:
     return 1 if spec.parallel_block is not None else 4 if spec.norm_placement == "pre_post" else 2
 
 
+def norm_outputs(spec: ModelSpec) -> int:
+    """Outputs of a layer's norms that products read, in hidden sizes."""
+    if spec.parallel_block == "one_norm":
+        return 1
+    return 0 if spec.norm_placement == "post" else 2
+
+
 def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
     """Inputs of MLPs after the gather, in hidden sizes: a mixture of experts has one only for what all tokens share,
     and without a TP group that is the router's; without one, attention and MLP share the output of their one norm."""
@@ -224,6 +231,14 @@ def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
         return 0.0
     shared = spec.moe is not None and bool(spec.moe.shared_ffn) and tp > 1
     return 1 - routed + routed * shared
+
+
+def ungathered_inputs(spec: ModelSpec, routed: float, shards: float) -> float:
+    """Inputs of attention and MLP that are not made again, in hidden sizes: those that no norm puts out, each rank's
+    own tokens of them."""
+    if spec.norm_placement != "post":
+        return 0.0
+    return (1 + shared_inputs(spec, routed, 1.0)) / shards
 
 
 def latent_widths(spec: ModelSpec) -> int:
@@ -266,11 +281,12 @@ def layer_activation_bytes(
       the outputs before they are scaled.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
-    scores, so only the log-sum-exp is saved that way.
+    scores, so only the log-sum-exp is saved that way. ``elementwise`` keeps no output of a norm that a product reads,
+    before the gather or after it, and no product of gate and up (or activation).
 
     Args:
         tokens: tokens of the micro-batch (rows x sequence length).
-        recompute: none | selective | full; a stage's ``first: n`` is n layers full and the rest none.
+        recompute: none | selective | elementwise | full; a stage's ``first: n`` is n layers full and the rest none.
         tp: this rank's share is 1 / tp of heads and columns; need not be an integer.
         shards: of the tokens, one to each rank of the TP group, all equal; None: ``tp``.
         load: of the routed experts of a mixture; None: :func:`~hetero_megatron.spec.expert_load.plain_load`.
@@ -281,15 +297,19 @@ def layer_activation_bytes(
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     shard = norm_inputs(spec) * h / (shards or tp)
-    gathered = (1 + shared_inputs(spec, routed, tp)) * h + adapter_widths(spec) + latent_widths(spec)
-    cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
+    again = recompute == "elementwise"
+    inputs, latents, widths = (1 + shared_inputs(spec, routed, tp)) * h, latent_widths(spec), mlp_widths(spec)
+    if again:
+        inputs, latents, widths = ungathered_inputs(spec, routed, shards or tp) * h, latents // 2, widths - 1
+    gathered = inputs + adapter_widths(spec) + latents
+    cut = 2 * q + 2 * kv + value_widths(spec) + widths * common_columns(spec, routed)
     cut += turned_copies(spec) * (q + kv)
     if spec.qk_norm:
         cut += (q + kv) * (2 if spec.qk_norm == "each_head" else 1)  # what is multiplied with weights of each head too
     for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
         gathered, cut = gathered + whole, cut + part
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
-    experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
+    experts = routed * expert_activation_bytes(spec, load, itemsize, again) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
 

@@ -24,7 +24,7 @@ _UNIFORM = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations", "recompute_modules",
     "use_tp_pp_dp_mapping", "schedule", *_FSDP,
 )  # fmt: skip
 _LISTS = (
@@ -39,7 +39,7 @@ _WITH_MESHES = (
     "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations", "recompute_modules",
     "hierarchical_context_parallel_sizes", *_FSDP,
 )  # fmt: skip
 

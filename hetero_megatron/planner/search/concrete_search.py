@@ -58,7 +58,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
         self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
         self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
         self.batch = problem.global_batch_size
-        self.recompute_kinds = (self.space.recompute,) if self.space.recompute else ("none", "full")
+        self.recompute_kinds = (self.space.recompute,) if self.space.recompute else ("none", "elementwise", "full")
 
     @abstractmethod
     def structures(self) -> Iterable[Structure]: ...

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hetero_megatron.planner.estimate.stage_table import RECOMPUTES
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
@@ -169,7 +170,7 @@ class MemoryFit:
     def levels(self, x: _PlacedStage) -> list[Level]:
         """All recompute levels of a stage, fastest first."""
         stage, tables, costs = x.stage, self.scorer.tables, self.scorer.costs
-        kinds = [("none", 0), ("selective", 0), ("full", 0)]
+        kinds = [(kind, 0) for kind in RECOMPUTES]
         if tables.first:
             kinds += [("first", n) for n in range(1, stage.layers)]
         if self.recompute is not None:

@@ -19,7 +19,7 @@ class StageChoice:
         tp: tensor-parallel degree (equal split).
         dp: inner data-parallel degree, which divides the micro-batch's rows.
         embed, head: the stage has the embedding; the output head and loss.
-        recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
+        recompute: none | selective | elementwise | full | first (the first ``first`` layers whole, the rest none).
         offload: optimizer states live in host memory.
         home: node group of the ranks, which determines links and node size; empty: the one with the chip and the
             largest nodes.

@@ -200,6 +200,8 @@ class CostModel:
         )
         whole = operators.layer(share, rows, length, load=load)[1]
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        if recompute == "elementwise":  # with the gathers of what attention and MLP read
+            again = operators.elementwise(share, rows, length, load) + count / 2 * forward
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + forward, embed[1] + backward),

@@ -110,6 +110,8 @@ BAD = [
     (f"{TINY} --use-checkpoint-args", "--use-checkpoint-args", "flags are not read from checkpoints"),
     (f"{TINY} --save x --save-interval -1", "--save-interval", "too small"),
     (f"{TINY} --recompute-modules mlp", "--recompute-modules", "core_attn"),
+    (f"{TINY} --recompute-activations --recompute-modules layernorm moe_act --compile", "--compile", "elementwise"),
+    (f"{TINY} --recompute-activations --recompute-modules norms", "--recompute-modules", "layernorm"),
     (f"{TINY} --hidden-size 64", "--hidden-size", "--model tiny says 128"),
     (f"{TINY} --model huge", "--model", "llama3-8b"),
     (f"{TINY} --bf16 --fp16", "--fp16", "contradicts bf16"),

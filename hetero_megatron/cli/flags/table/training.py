@@ -234,9 +234,10 @@ RECOMPUTE = (
     only(
         "--recompute-modules",
         str,
-        ("core_attn",),
-        "selective recompute means attention here",
-        "core_attn, or leave the flag out",
+        ("core_attn", "layernorm", "mlp_act", "moe_act"),
+        "selective recompute covers attention, or the outputs of norms and activations; other modules are recomputed "
+        "with their layer",
+        "core_attn, or layernorm with mlp_act or moe_act, or --recompute-granularity full",
         nargs="+",
         needs=needs("--recompute-granularity selective", "--recompute-activations"),
     ),
