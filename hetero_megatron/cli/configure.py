@@ -39,7 +39,7 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.config import OptimizerConfig, RunConfig
 from hetero_megatron.utils.text import plural
 
 
@@ -123,6 +123,7 @@ def configure_arguments(
     cluster = part(_cluster, args)
     plan = part(_plan, args, spec, launcher, cluster, dtype, fp8)
     part(fp8_fits, plan, spec, fp8, dtype, cluster)
+    part(_muon_fits, optimizer, plan, spec)
     balancing = part(build_balancing, args, spec, plan)
     if early:
         check_early(args, parts)
@@ -186,6 +187,13 @@ def _find_model(args: Arguments) -> None:
         from hetero_megatron.cli.hub import model_directory
 
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
+
+
+def _muon_fits(optimizer: OptimizerConfig, plan: Plan, spec: ModelSpec) -> None:
+    if optimizer.muon is not None:
+        from hetero_megatron.plans.matrices import check_muon
+
+        check_muon(plan, spec)
 
 
 def _set_dtype(args: Arguments, dtype: str) -> None:

@@ -24,6 +24,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
+from hetero_megatron.plans.made_for import OPTIMIZERS
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.plans.runtimes.table import RUNTIMES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
@@ -138,7 +139,7 @@ def _parser() -> ArgumentParser:
     add("--json", action="store_true", help="print one JSON object instead")
     add("--quiet", action="store_true", help="no progress on standard error")
     add("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
-    add("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
+    add("--optimizer", default="adam", choices=OPTIMIZERS, help="for its state (adam)")
     add_fp8(parser)
     add_lora(parser)
     add("--micro-batch-size", type=count(), metavar="N", help="only this one (default: all that make sense)")

@@ -31,15 +31,15 @@ LORA_KEYS = {
 KEYS = (
     "model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe", *LORA_KEYS.values(),
 )  # fmt: skip
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "muon")
 
 
 @dataclass(frozen=True)
 class MadeFor:
     """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name. The
     optimizer's bytes follow from ``optimizer`` and ``dtype``: an fp32 master of each 16-bit element, and moments as
-    wide (Adam two, SGD one). ``fp8``: what its stages in fp8 were planned with; None: not said. ``lora``: adapters;
-    their alpha is the run's."""
+    wide (Adam two, SGD one, Muon one of matrices). ``fp8``: what its stages in fp8 were planned with; None: not said.
+    ``lora``: adapters; their alpha is the run's."""
 
     model: str
     model_hash: str

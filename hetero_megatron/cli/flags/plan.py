@@ -179,7 +179,7 @@ def _searched(
         if args[key] is None:
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
-    costs = CostOptions(moments=moments_of(args["optimizer"]), fp8=fp8)
+    costs = CostOptions(moments=moments_of(args["optimizer"]), muon=args["optimizer"] == "muon", fp8=fp8)
     options = SearchOptions(dtype=dtype or "fp32", space=SearchSpace(micro_batch_sizes=sizes), costs=costs)
     if launcher.rank == 0:
         chips = plural(cluster.world_size, "chip")

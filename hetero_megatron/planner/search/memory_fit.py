@@ -150,7 +150,9 @@ class MemoryFit:
             # Neither recompute nor the number of micro-batches changes states.
             pipelines = tuple((_plain(x), 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
             plan = to_plan(replace(placed, pipelines=pipelines), costs.cluster, costs.seq_length, costs.model.num_heads)
-            self._known[layout, what] = estimate_memory(plan, costs.model, costs.dtype, costs.options.moments)
+            self._known[layout, what] = estimate_memory(
+                plan, costs.model, costs.dtype, costs.options.moments, muon=costs.options.muon
+            )
         known, found = self._known[layout, what], {}
         for rank, i in number.items():
             chip, needs = costs.cluster.ranks[rank].chip, known[i]

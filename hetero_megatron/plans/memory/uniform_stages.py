@@ -26,12 +26,14 @@ class UniformStageMemory:
     Args:
         item: bytes of a weight; moments: optimizer moments per element.
         logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
+        muon: matrices have one moment, and with TP masters that are copies in any dtype.
     """
 
     def __init__(
-        self, spec: ModelSpec, item: int, moments: int = ADAM_MOMENTS, logits_bytes: int = LOGITS_BYTES
-    ) -> None:
-        self.spec, self.item, self.moments, self.logits_bytes = spec, item, moments, logits_bytes
+        self, spec: ModelSpec, item: int, moments: int = ADAM_MOMENTS, logits_bytes: int = LOGITS_BYTES,
+        muon: bool = False,
+    ) -> None:  # fmt: skip
+        self.spec, self.item, self.moments, self.logits_bytes, self.muon = spec, item, moments, logits_bytes, muon
         self._even = evenly_adapted(spec)  # of which buckets are
 
     @cached_method
@@ -62,7 +64,25 @@ class UniformStageMemory:
     def states(self, tp: int, layers: int, embed: bool, head: bool, owned: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer); ``owned``: elements whose optimizer states the rank keeps."""
         cut, saved = (tp, layers, embed, head), int(layers * self.saved_per_layer(tp))
-        return state_bytes(self.held(*cut), owned, self.item, self.moments, self.trained(*cut), saved)
+        held, trained = self.held(*cut), self.trained(*cut)
+        found = state_bytes(held, owned, self.item, self.moments, trained, saved)
+        if not self.muon:
+            return found
+        matrices = owned * layers * self._matrices_per_layer(tp) / trained
+        copies = self.item if tp > 1 and self.item != 2 else 0
+        return *found[:2], found[2] - round(matrices * ((self.moments - 1) * max(self.item, 4) - copies))
+
+    @cached_method
+    def _matrices_per_layer(self, tp: int) -> float:
+        """Elements of Muon's matrices of an average layer, on the rank with most of a layer."""
+        from hetero_megatron.plans.matrices import is_matrix
+
+        def elements(share: Share, every: bool) -> float:
+            return _mean_over_layers(
+                self.spec, lambda tensors: _size((t for t in tensors if every or is_matrix(t)), share, True)
+            )
+
+        return elements(max(_equal_shares(self.spec, tp), key=lambda share: elements(share, True)), False)
 
     @property
     def whole(self) -> tuple[int, int, int]:
@@ -117,7 +137,9 @@ class UniformStageMemory:
         if copies <= 1 and tp == 1:
             return 0 * trained
         # Without TP all of them hold the same elements.
-        moving, adding = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
+        moving, adding = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1 and not self.muon)
+        if self.muon and tp > 1:  # nearly all that is held is given, and as much is taken
+            moving, adding = max(self.item, 4) * 2.0, max(self.item, 4) * (1 + 1 / copies)
         together, largest = self.buckets(tp, embed, head)
         return np.maximum(moving * np.minimum(trained, together), adding * np.minimum(trained, largest))
 

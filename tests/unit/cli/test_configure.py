@@ -51,7 +51,7 @@ BAD = [
     (f"{TINY} --lr 1e999", "--lr", "is not finite"),
     (f"{TINY} --seed {'9' * 20}", "--seed", "is out of range"),
     (f"{TINY} --save=", "--save", "is empty"),
-    (f"{TINY} --optimizer muon", "--optimizer", "adam, sgd"),
+    (f"{TINY} --optimizer lion", "--optimizer", "adam, sgd"),
     (f"{TINY} --fp8-format hybrid", "--fp8-recipe", "Accepted: tensorwise or blockwise"),
     (f"{TINY} --num-experts 8", "--num-experts", "--model tiny says none"),
     (f"{FLAGS} --num-experts 8", "--swiglu", "gated by SiLU"),
