@@ -9,8 +9,8 @@ where the boxes of their owners overlap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.layout import Layout, cut
@@ -22,6 +22,7 @@ from hetero_megatron.utils.text import format_bytes, notice_line, plural, rank_r
 from hetero_megatron.utils.yaml_document import Entry
 
 if TYPE_CHECKING:
+    from hetero_megatron.plans.memory.of_plan import MemoryBytes
     from hetero_megatron.spec import ModelSpec
 
 KEYS = ("islands", "every", "fragments", "delay", "mixing", "optimizer")
@@ -128,20 +129,55 @@ def owners_by_island(outer: Outer, buckets: Sequence[Bucket]) -> list[dict[str, 
     return found
 
 
-def bytes_per_exchange(plan: Plan, spec: ModelSpec, itemsize: int) -> Iterator[int]:
+def outer_memory(
+    plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], itemsize: int
+) -> dict[int, tuple[int, int]]:
+    """By rank, (bytes of global weights and their momentum, most bytes of an exchange: differences, what is sent and
+    comes, and sums)."""
+    outer = plan.outer
+    assert outer is not None
+    fragments = fragment_tensors(spec, outer)
+    owned = {rank: [0] * len(fragments) for rank in plan.ranks}
+    fragment_of = {name: i for i, names in enumerate(fragments) for name in names}
+    for bucket in buckets:
+        for name, layout in bucket.owners.items():
+            for rank in layout.ranks:
+                owned[rank][fragment_of[name]] += layout.elements(rank)
+    copies = 1 + (outer.momentum > 0)
+    passing = 2 + 2 * (len(outer.islands) - 1)
+    return {rank: (itemsize * copies * sum(sizes), itemsize * passing * max(sizes)) for rank, sizes in owned.items()}
+
+
+def with_outer_memory(
+    memory: Mapping[int, MemoryBytes], plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], itemsize: int
+) -> dict[int, MemoryBytes]:
+    """With what outer steps need, which is where the optimizer's states are; an exchange that is under way for some
+    steps is there beside activations."""
+    assert plan.outer is not None
+    found = {}
+    for rank, (lasting, passing) in outer_memory(plan, spec, buckets, itemsize).items():
+        has = memory[rank]
+        buffers, beside = max(has.buffers, passing), 0
+        if plan.outer.delay:
+            buffers, beside = has.buffers + passing, passing
+        where = {"host": has.host + lasting} if rank in plan.offloading else {"optimizer": has.optimizer + lasting}
+        found[rank] = replace(has, buffers=buffers, activations=has.activations + beside, **where)
+    return found
+
+
+def bytes_per_exchange(plan: Plan, spec: ModelSpec, itemsize: int) -> list[int]:
     """Bytes of differences that leave an island for each other one, of every fragment."""
     assert plan.outer is not None
     sizes = {tensor.name: tensor.size for tensor in trained_tensors(spec)}
-    for names in fragment_tensors(spec, plan.outer):
-        yield itemsize * sum(sizes[name] for name in names)
+    return [itemsize * sum(map(sizes.__getitem__, names)) for names in fragment_tensors(spec, plan.outer)]
 
 
-def format_outer(plan: Plan, spec: ModelSpec, itemsize: int) -> list[str]:
+def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
     """What is said at the start: that the loss depends on the plan, what is exchanged, and how."""
     outer = plan.outer
     assert outer is not None
     names = " | ".join(rank_ranges(ranks) for ranks in outer.islands)
-    sizes = list(bytes_per_exchange(plan, spec, itemsize))
+    sizes = bytes_per_exchange(plan, spec, 8 if dtype == "fp64" else 4)
     what = "all weights" if outer.fragments == 1 else f"one of {outer.fragments} fragments"
     late = f", for {plural(outer.delay, 'step')} beside the computing" if outer.delay else ""
     mixed = f"; {outer.mixing:g} of an island's own weights stays" if outer.mixing else ""

@@ -179,6 +179,10 @@ def estimate_memory(
             optimizer, host = 0, host_bytes(owns + keeps, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most + parts.messages, **states)
+    if plan.outer is not None:
+        from hetero_megatron.plans.outer import with_outer_memory
+
+        return with_outer_memory(out, plan, spec, buckets, max(item, 4))
     return out
 
 
