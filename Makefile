@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 EXTRAS := data,tensorboard,planner,deepspeed,triton,dev
 PYTHON ?=
-SOURCES = $(wildcard hetero_megatron tools kernels/hetero_kernels plugins/hetero_plugins pretrain_gpt.py)
+SOURCES = $(wildcard hetero_megatron tools kernels/hetero_kernels plugins/hetero_plugins benchmarks pretrain_gpt.py)
 
 # Ranks share the cores of one machine: one thread each. No test may reach for a network.
 export OMP_NUM_THREADS := 1

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,21 +118,28 @@ def run_side(side: str, layers: int, directory: str) -> None:
         def save(number: int) -> None:
             saver.save(number, tensors, {"step": number}, numbers, merge)
 
-        result["save"] = seconds(lambda: (save(1), saver.wait()), runtime)  # buffers are made
-        result["save"] = seconds(lambda: (save(2), saver.wait()), runtime)
-        with_save, without = [], []
+        def saved(number: int) -> Callable[[], None]:
+            def to_the_end() -> None:
+                save(number)
+                saver.wait()
+
+            return to_the_end
+
+        result["save"] = seconds(saved(1), runtime)  # buffers are made
+        result["save"] = seconds(saved(2), runtime)
+        with_save, without = list[tuple[float, ...]](), list[tuple[float, float]]()
         for number in range(3, 6):  # a step after save() returns, while the copy is made and written
             before = time.thread_time()
-            stall = seconds(lambda number=number: save(number), runtime)
+            stall = seconds(partial(save, number), runtime)
             cpu = time.thread_time() - before
             whole, step_cpu = seconds(step, runtime), time.thread_time() - before - cpu
             with_save.append((stall + result["waited"], cpu, stall + whole, cpu + step_cpu))
             saver.wait()
             before = time.thread_time()
             without.append((seconds(step, runtime), time.thread_time() - before))
-        result["step"], result["step cpu"] = (median(column) for column in zip(*without))
+        result["step"], result["step cpu"] = (median(list(column)) for column in zip(*without))
         for key, column in zip(("stall", "stall cpu", "with save", "with save cpu"), zip(*with_save), strict=True):
-            result[key] = median(column)
+            result[key] = median(list(column))
 
         def load() -> None:
             found = open_checkpoint(str(path), runtime.world)

@@ -16,14 +16,16 @@ import argparse
 import heapq
 import json
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from common import machine
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.launch import supervise
 from hetero_megatron.launch.jobs import Seat, Setup

@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.bench_overlap import together
@@ -48,7 +49,7 @@ def run(size: int, rounds: int) -> None:
     islands = [list(range(size)), list(range(size, world))]
     ways = {"straight": plan, "islands": {**plan, "islands": islands}}
     comm = start_comm(Platform(torch.device("cpu"), "gloo"), 120)
-    runtimes, found = {}, {}
+    runtimes, found = dict[str, Runtime](), dict[str, dict[str, Any]]()
     for name, data in ways.items():
         compiled = CompiledPlan(plan_from_dict(data, spec), spec)
         comm.create_groups(compiled.groups)

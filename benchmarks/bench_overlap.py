@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import alternate, machine, median
 from benchmarks.testbed_run import emulated_cluster
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 8, "intermediate_size": 1024, "vocab_size": 512, "max_position_embeddings": 2048,
     "tie_word_embeddings": False, "rms_norm_eps": 1e-5,

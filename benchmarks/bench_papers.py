@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import machine
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions

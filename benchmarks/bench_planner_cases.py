@@ -82,7 +82,7 @@ def cases(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-EXPERTS = {  # a mixture of experts in the keys of transformers
+EXPERTS: dict[str, Any] = {  # a mixture of experts in the keys of transformers
     "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 4,
     "num_experts_per_tok": 2, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose names contain this")
     args = parser.parse_args()
     before: dict[str, Any] = json.loads(args.compare.read_text()) if args.compare else {}
-    found, slower = {}, []
+    found, slower = dict[str, Any](), list[str]()
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
         for name, words in cases(Path(folder)).items():

@@ -20,10 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import machine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.context_certificate import work_bound
 from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer

@@ -15,9 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from common import machine, peak_rss
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine, peak_rss
 
 CHIPS = ("A100-80-SXM", "H100-SXM", "MI300X", "Ascend-910B", "Gaudi2", "L40S")
 # name: (chip types, nodes of 8 per type, model, sequences per step, seconds allowed)
@@ -113,8 +115,10 @@ def main() -> None:
         flush=True,
     )
     again: list[tuple[float, float]] = []
-    heads = ("wall s", "CPU s", "allowed", "peak MB", "judged", "predict", "peak MB", "report", "of it")
-    heads += ("lost 2", "prepare", "lost 1", "compare")
+    heads = (
+        "wall s", "CPU s", "allowed", "peak MB", "judged", "predict", "peak MB", "report", "of it",
+        "lost 2", "prepare", "lost 1", "compare",
+    )  # fmt: skip
     print(f"{'cluster':<26}" + "".join(f"{head:>9}" for head in heads) + "   plan")
     for name in [args.only] if args.only else SIZES:
         words = [sys.executable, __file__, "--inside", name, *(("--top", str(args.top)) if args.top else ())]
@@ -123,7 +127,7 @@ def main() -> None:
             raise SystemExit(done.stderr)
         r = json.loads(done.stdout.strip().splitlines()[-1])
         again.append((r["prepared_cpu"], r["again_cpu"]))
-        row = (r["wall"], r["cpu"], SIZES[name][4], r["rss"] / 1e6, r["predicted"], r["predict_cpu"])
+        row: tuple[Any, ...] = (r["wall"], r["cpu"], SIZES[name][4], r["rss"] / 1e6, r["predicted"], r["predict_cpu"])
         row += (r["rss_predicted"] / 1e6, r["report_cpu"], r["report_cpu"] / r["cpu"], r["again_cpu"], r["prepare_cpu"])
         row += (r["prepared_cpu"], r["compare_cpu"])
         print(

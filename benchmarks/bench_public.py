@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from public_data import (
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.public_data import (
     DEEPSPEED,
     MEGATRON,
     SAILOR,
@@ -29,7 +31,6 @@ from public_data import (
     vtrain,
     with_optimizer_rate,
 )
-
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.rates import Rates, load_rates
 from hetero_megatron.predictor.measured_runs import MeasuredRun
@@ -49,7 +50,7 @@ def errors(runs: Sequence[MeasuredRun], rates: Rates, options: CostOptions) -> l
 def with_scores(rates: Rates) -> Rates:
     """Eager attention, which both sets were measured with: no flash kernels yet."""
     chips = {n: replace(c, score_seconds=SCORE_BYTES / c.bytes_per_second) for n, c in rates.chips.items()}
-    return replace(rates, chips=chips, _links={})
+    return replace(rates, chips=chips)
 
 
 def summary(found: Sequence[float]) -> str:

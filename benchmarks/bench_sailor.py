@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import machine
-from public_data import WHERE, data
-from sailor_judge import Judge, Verdict, spelled
-from sailor_moves import resplit_stages
-from sailor_rules import SPACE, SailorCosts, SailorScorer
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine
+from benchmarks.public_data import WHERE, data
+from benchmarks.sailor_judge import Judge, Verdict, spelled
+from benchmarks.sailor_moves import resplit_stages
+from benchmarks.sailor_rules import SPACE, SailorCosts, SailorScorer
 from hetero_megatron.cluster import load_cluster
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import text_of

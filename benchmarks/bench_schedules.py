@@ -20,10 +20,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from common import machine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import machine
 from hetero_megatron.errors import UserError
 from hetero_megatron.schedule import Action, Schedule, generate, in_flight, lower, simulate, with_synchronisation
 from hetero_megatron.schedule.adaptive import search_adaptive
@@ -64,7 +62,7 @@ def against_exact(cases: int, seed: int, limit: float) -> None:
 
 
 def simulated_seconds(schedule: Schedule, times: PipelineTimes) -> float:
-    tail = [([Action("REDUCE", 0)], []) for _ in times.stages]
+    tail: list[tuple[list[Action], list[Action]]] = [([Action("REDUCE", 0)], []) for _ in times.stages]
     return simulate(with_synchronisation(lower(schedule), tail), times.costs()).step_seconds
 
 
@@ -77,7 +75,7 @@ def against_others(cases: int, seed: int, spread: float, more: int) -> None:
     beaten: Counter[str] = Counter()
     for _ in range(cases):
         count = draw.randint(2, 8)
-        drawn = random_times(draw, count, gather=spread)
+        drawn = random_times(draw, count, spread=spread)
         stages = tuple(replace(s, memory_bytes=count - i + more) for i, s in enumerate(drawn.stages))
         times, micro_batches = replace(drawn, stages=stages), count * draw.choice((2, 4))
         plain = simulated_seconds(generate("1f1b", count, micro_batches), times)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,10 +23,11 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench_goodput
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import yaml
-from bench_goodput import Progress, Repaired, SimulatedJob, machine
 
+from benchmarks import bench_goodput
+from benchmarks.bench_goodput import Progress, Repaired, SimulatedJob, machine
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.comm.epochs import EpochStore, JoinRequest, Speed
 from hetero_megatron.comm.job_store import connect_store
@@ -146,7 +148,7 @@ def restarted(trace: Trace, rates: Sequence[float]) -> tuple[float, int]:
             setup = Setup(Path(f"{trace.most}.yaml"), seats, cluster)
             one = Supervisor(setup, [], "replan", choose, 1 << 30, 1e9, Path(folder), lambda text: None,
                              launch=launch, watch=Repaired(trace))  # type: ignore[arg-type]  # fmt: skip
-            one.log = lambda text: None  # type: ignore[method-assign]
+            one.log = lambda text: None  # type: ignore[method-assign, assignment]
             with suppress(UserError):  # no machine is left
                 one.run()
     return progress.tokens, starts[0]
@@ -314,7 +316,7 @@ def elastic(trace: Trace, rates: Sequence[float], args: argparse.Namespace, noti
             setup, members.start, lambda seats, cluster: Path(f"{len(seats)}.yaml"), 1 << 30, FOREVER, Path(folder),
             lambda text: None, wait=FOREVER,
         )  # fmt: skip
-        one.log = print if args.verbose else lambda text: None  # type: ignore[method-assign]
+        one.log = print if args.verbose else lambda text: None  # type: ignore[method-assign, assignment]
         one.run()
     assert trace.now >= trace.horizon, "the launcher gave up"
     return members.tokens, members.epochs

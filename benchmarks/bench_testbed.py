@@ -144,7 +144,7 @@ def report(case: Case, name: str, found: dict[str, Any], chips: str) -> dict[str
     print(f"\n### {name} ({case.layers} layers, batch {case.batch}; {notes(found)})\n")
     print(f"| plan | predicted s | measured s | spread | late | {error_of(chips)} |")
     print("|---|---|---|---|---|---|")
-    errors, best = [], {}
+    errors, best = list[float](), dict[str, float]()
     for row in found["rows"]:
         error = row["predicted"] / row["measured"] - 1
         errors.append(abs(error))

@@ -68,7 +68,8 @@ def measure(name: str, description: dict[str, Any], seconds: float) -> tuple[lis
     pairs = [[first[r["from"]], first[r["to"]], r["to"], round(r["asked"] * seconds)] for r in rows]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        job = [ROOT / "tests" / "support" / "testbed_job.py", "transfer", json.dumps(pairs), "0", str(MESSAGES), folder]
+        program = ROOT / "tests" / "support" / "testbed_job.py"
+        job: list[str | Path] = [program, "transfer", json.dumps(pairs), "0", str(MESSAGES), folder]
         result, _ = run_testbed(name, description, "none", "namespaces", job)
         for row, (source, destination, _, _) in zip(rows, pairs):
             measured = json.loads((path / f"rates-{destination}.json").read_text())

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -81,9 +82,9 @@ def run(rounds: int) -> None:
 
         calls: tuple[Callable[[], object], ...] = (
             ours, all_reduce,
-            lambda p=part, c=shards: gather_tokens(p, group, c), all_gather, gather_p2p,
-            lambda w=whole, c=shards: scatter_tokens(w, group, c), reduce_scatter, scatter_p2p,
-        )  # type: ignore[misc]  # fmt: skip
+            partial(gather_tokens, part, group, shards), all_gather, gather_p2p,
+            partial(scatter_tokens, whole, group, shards), reduce_scatter, scatter_p2p,
+        )  # fmt: skip
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         for i in range(rounds + 2):
             for name, call in zip(NAMES, calls, strict=True):

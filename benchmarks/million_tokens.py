@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ def spelled_plan(tokens: int, ranks: int, layers: int, heads: int) -> dict[str, 
 
 def even(total: int, parts: int) -> list[int]:
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
+
+
+@dataclass(frozen=True)
+class WatchedLoss:
+    """A stage's loss whose input is shown to ``watch`` first."""
+
+    loss: Any
+    watch: Callable[[Any], None]
+
+    def __call__(self, out: Any, batch: Any, seed: float, /) -> Any:
+        self.watch(out)
+        return self.loss(out, batch, seed)
+
+    def count(self, batch: Any) -> int:
+        return int(self.loss.count(batch))
 
 
 def one_rank_of_the_job(options: argparse.Namespace) -> None:
@@ -119,14 +135,13 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     step, loss = runtime.optimizer.step, chunk.loss
     assert loss is not None
 
-    def recording_loss(out: Any, part: Batch, seed: float) -> Any:
-        """Keep the logits of the prefix's tokens that this rank owns."""
+    def keep_prefix(out: Any) -> None:
+        """The logits of the prefix's tokens that this rank owns."""
         own = [t for a, b in runtime.unit.tokens for t in range(a, min(b, options.prefix))]
         places = [i for i, t in enumerate(t for a, b in runtime.unit.tokens for t in range(a, b)) if t < options.prefix]
         hidden = out[0, places].detach()
         head = runtime.model.lm_head.matrix.detach()
         seen["prefix"] = (own, (hidden if runtime.loss_chunk is None else hidden @ head.t()).cpu())
-        return loss(out, part, seed)
 
     def recording_step(grads: Any, coefficient: float) -> None:
         for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
@@ -134,7 +149,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
                 seen["grads"].append((piece.name, piece.box.slices(), (tensor * coefficient).cpu()))
         step(grads, coefficient)
 
-    runtime.executor.chunks = [replace(chunk, loss=recording_loss)]
+    runtime.executor.chunks = [replace(chunk, loss=WatchedLoss(loss, keep_prefix))]
     runtime.optimizer.step = recording_step  # type: ignore[method-assign]
     platform.synchronize()
     before, start = platform.peak_memory(), time.perf_counter()

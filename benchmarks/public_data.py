@@ -63,7 +63,7 @@ def with_optimizer_rate(rates: Rates) -> Rates:
         name: replace(chip, optimizer=((1e9, 1e9 * UPDATE_BYTES / chip.bytes_per_second),))
         for name, chip in rates.chips.items()
     }
-    return replace(rates, chips=chips, _links={})
+    return replace(rates, chips=chips)
 
 
 def vtrain(kind: str, recompute: bool) -> list[MeasuredRun]:

@@ -11,8 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Replica
-
+from benchmarks.sailor_judge import BYTES_PER_PARAMETER, FLOAT, FRAMEWORK_BYTES, Judge, Replica
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.estimate.lower_bounds import TemplateBounds
 from hetero_megatron.planner.estimate.stage_table import StageTables

@@ -34,12 +34,12 @@ def norms() -> Iterator[Call]:
 
 def elementwise() -> Iterator[Call]:
     both, gate, up = empty(8192, 2 * 14336), empty(8192, 14336), empty(8192, 14336)
-    for name, pair in (("", (gate, up)), (", halves of one buffer", both.chunk(2, -1))):
-        yield f"swiglu_fwd 14336{name}", partial(hk.swiglu_fwd, *pair)
-        yield f"swiglu_bwd 14336{name}", partial(hk.swiglu_bwd, gate, *pair)
+    for name, (a, b) in (("", (gate, up)), (", halves of one buffer", both.chunk(2, -1))):
+        yield f"swiglu_fwd 14336{name}", partial(hk.swiglu_fwd, a, b)
+        yield f"swiglu_bwd 14336{name}", partial(hk.swiglu_bwd, gate, a, b)
     yield "swiglu_fwd 14336, limit", partial(hk.swiglu_fwd, gate, up, limit=7.0)
     yield "swiglu_bwd 14336, limit, packed", partial(hk.swiglu_bwd, gate, gate, up, limit=7.0, packed=True)
-    clamped = {"limit": 7.0, "alpha": 1.702, "shift": 1.0}
+    clamped: dict[str, Any] = {"limit": 7.0, "alpha": 1.702, "shift": 1.0}
     yield "swiglu_fwd 14336, clamped", partial(hk.swiglu_fwd, gate, up, **clamped)
     yield "swiglu_bwd 14336, clamped, packed", partial(hk.swiglu_bwd, gate, gate, up, **clamped, packed=True)
     for approximate in (False, True):
@@ -48,9 +48,9 @@ def elementwise() -> Iterator[Call]:
         yield f"gelu_bwd {name}", partial(hk.gelu_bwd, gate, gate, approximate=approximate)
     positions = empty(8192, dtype=torch.int64)
     yield "dropout 4096", partial(hk.dropout, empty(1, 8192, 4096), positions, dropped=6554, key=1)
-    numbers = empty(2, dtype=torch.int64).unbind()
+    key, sample = empty(2, dtype=torch.int64).unbind()
     dropout = partial(hk.dropout, empty(1, 8192, 4096), positions, dropped=6554)
-    yield "dropout 4096, numbers on the device", partial(dropout, key=numbers[0], sample=numbers[1])
+    yield "dropout 4096, numbers on the device", partial(dropout, key=key, sample=sample)
     q, k, table = empty(1, 8192, 32, 128), empty(1, 8192, 8, 128), empty(8192, 64, dtype=FP32)
     yield "rope_fwd 32+8x128", partial(hk.rope_fwd, q, k, table, table)
     yield "rope_fwd 32+8x128, interleaved", partial(hk.rope_fwd, q, k, table, table, interleaved=True)
@@ -68,10 +68,10 @@ def softmaxes() -> Iterator[Call]:
 
 def losses() -> Iterator[Call]:
     target, stats = empty(8192, dtype=torch.int64), empty(8192, dtype=FP32)
-    options = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
     for vocabulary in (4096, 50257, 131072):
         logits = empty(8192, vocabulary)
-        for name, more in (("", {}), (", all options", options)):
+        for name, more in (("", dict[str, Any]()), (", all options", options)):
             yield f"cross_entropy_fwd {vocabulary}{name}", partial(hk.cross_entropy_fwd, logits, target, **more)
             backward = partial(hk.cross_entropy_bwd, stats, logits, target, stats, **more)
             yield f"cross_entropy_bwd {vocabulary}{name}", backward
@@ -94,7 +94,8 @@ def attentions() -> Iterator[Call]:
             yield f"attention_fwd {name}, {mask}", partial(hk.attention_fwd, q, k, k, **options)
             backward = partial(hk.attention_bwd, q, q, k, k, None, lse, delta=lse, **options)
             yield f"attention_bwd {name}, {mask}", backward
-        on_device = hk.AttentionDropout(6554, *empty(2, dtype=torch.int64).unbind())
+        key, sample = empty(2, dtype=torch.int64).unbind()
+        on_device = hk.AttentionDropout(6554, key, sample)
         for drop, dropped in (("dropout", DROPOUT), ("dropout, numbers on the device", on_device)):
             if dtype == BF16 and dim in (64, 128):
                 yield f"attention_fwd {name}, {drop}", partial(hk.attention_fwd, q, k, k, dropout=dropped)
@@ -106,7 +107,7 @@ def attentions() -> Iterator[Call]:
 
 def optimizers() -> Iterator[Call]:
     state, grads = [empty(1 << 20, dtype=FP32)], [empty(1 << 20)]
-    call = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
+    call: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
     step = partial(hk.adamw_step, state, exp_avg=state, exp_avg_sq=state, **call)
     yield "adamw", partial(step, grads=state)
     yield "adamw, bf16 copies", partial(step, grads=state, copies=grads, grad_scale=0.5)

@@ -70,8 +70,8 @@ def sides_of(platform: Platform, heads: int, kv: int, size: int) -> dict[str, Ca
             sides[kernel.provider] = lambda q, k, v, run=plan.attention: run(q, k, v, *WITHOUT)[0]  # type: ignore[misc]
 
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return sides | {"torch's scaled_dot_product_attention": sdpa}
 

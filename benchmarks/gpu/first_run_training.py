@@ -7,6 +7,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Reference:
         self.optimizer.zero_grad()
         if self.masters is not self.params:
             with torch.no_grad():
-                torch._foreach_copy_(self.params, self.masters)
+                torch._foreach_copy_(list[torch.Tensor](self.params), list[torch.Tensor](self.masters))
         return total
 
 
@@ -283,9 +284,9 @@ def main() -> None:
     options = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "about": lambda: about(options), "ours": lambda: ours(options), "graphs": lambda: ours(options, True),
-        **{f"parity {d}": lambda d=d: parity(options, d) for d in DTYPES},
-        **{name: lambda name=name: peer(options, name) for name in ("transformers", "compile", "liger")},
-    }  # type: ignore[misc]  # fmt: skip
+        **{f"parity {d}": partial(parity, options, d) for d in DTYPES},
+        **{name: partial(peer, options, name) for name in ("transformers", "compile", "liger")},
+    }
     emit(parts[options.part]())
 
 

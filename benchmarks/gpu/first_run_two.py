@@ -85,7 +85,8 @@ def train(case: str, options: argparse.Namespace) -> None:
         compiled, comm, torch.bfloat16, lambda t, box: initial_values(t, box, spec, 0),
         optimizer_factory(OptimizerConfig(), kernel=kernels.adamw), kernels=kernels,
     )  # fmt: skip
-    data, found, seconds = batches(shape, 4), {"losses": list[float](), "chip": platform.chip()}, list[float]()
+    data, seconds = batches(shape, 4), list[float]()
+    found: dict[str, Any] = {"losses": [], "chip": platform.chip()}
     for i in range(STEPS):
         start = time.perf_counter()
         found["losses"].append(runtime.train_step(fetcher(data[i % 4]), 0, batch, LR, 0.0, CLIP).loss)

@@ -118,8 +118,8 @@ def attention(
     def sdpa(backend: SDPBackend) -> Callable[[], Side]:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with sdpa_kernel(backend):
-                parts = (x.transpose(1, 2) for x in (q, k, v))
-                out = F.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=heads != kv_heads)
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != kv_heads)
             return out.transpose(1, 2)
 
         return lambda: autograd_side(run, [q, k, v], (dout,))

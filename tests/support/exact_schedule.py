@@ -86,11 +86,11 @@ def _cp_sat(times: PipelineTimes, count: int, upper: int, limit: float) -> tuple
     for before, after, seconds in _precedences(times, count):
         model.add(start[after] >= start[before] + seconds)
     for s, stage in enumerate(times.stages):
-        seconds = _seconds(times, s)
+        lasts = _seconds(times, s)
         keys = [(k, s, m) for k in "FIW" for m in range(count)]
-        model.add_no_overlap([model.new_fixed_size_interval_var(start[k], seconds[k[0]], str(k)) for k in keys])
+        model.add_no_overlap([model.new_fixed_size_interval_var(start[k], lasts[k[0]], str(k)) for k in keys])
         if count:
-            model.add(end >= start["W", s, count - 1] + seconds["W"] + round(stage.tail_seconds))
+            model.add(end >= start["W", s, count - 1] + lasts["W"] + round(stage.tail_seconds))
         if stage.capacity < count and stage.deferred_bytes != stage.activation_bytes:
             _cp_memory(model, start, times, s, count, upper)
     model.minimize(end)

@@ -164,7 +164,8 @@ class Exhaustive:
         """(seconds of a micro-batch, the stage) with the fastest recompute that could ever fit; inf if none could."""
         key = (stage, size, embed, head, alive)
         if key not in self._least:
-            costs, best = self.scorer.costs, (math.inf, None)
+            costs = self.scorer.costs
+            best: tuple[float, StageTemplate | None] = (math.inf, None)
             for made in self._levels(stage):
                 choice = self.scorer.tables.choice(made, embed, head)
                 needs = costs.memory_bytes(choice, size, alive, 1e6 if len(self.shares) > 1 else sum(self.counts))

@@ -1,0 +1,72 @@
+"""CPU seconds of every test, which other jobs on a machine hardly change: ``pytest -p tests.support.cpu_seconds
+--cpu-seconds DIR`` writes them, a file of JSON lines per worker; ``python -m tests.support.cpu_seconds DIR`` prints
+the sums by file.
+
+A test's seconds are those of its process and of the children that it waited for, with its fixtures. Ranks that several
+tests of a module share count for the test that ends them, and one's imports for the first that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MEASURED: list[dict[str, object]] = []  # of this process
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-seconds", type=Path, metavar="DIR", help="write CPU and wall seconds of every test there")
+
+
+def cpu_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    cpu, wall = cpu_seconds(), time.perf_counter()
+    try:
+        return (yield)
+    finally:
+        seconds = {"cpu": round(cpu_seconds() - cpu, 3), "wall": round(time.perf_counter() - wall, 3)}
+        MEASURED.append({"test": item.nodeid, **seconds})
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    folder = session.config.getoption("--cpu-seconds")
+    if folder is not None and MEASURED:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row) + "\n" for row in MEASURED)
+        (folder / f"{os.environ.get('PYTEST_XDIST_WORKER', 'all')}.jsonl").write_text(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--top", type=int, default=40, help="files with most CPU seconds (default: 40)")
+    parser.add_argument("--tests", action="store_true", help="single tests instead of files")
+    options = parser.parse_args()
+    cpu, wall, tests = Counter[str](), Counter[str](), Counter[str]()
+    for line in (line for file in options.folder.glob("*.jsonl") for line in file.read_text().splitlines()):
+        row = json.loads(line)
+        name = row["test"] if options.tests else row["test"].partition("::")[0]
+        cpu[name] += row["cpu"]
+        wall[name] += row["wall"]
+        tests[name] += 1
+    print(f"{sum(tests.values()):,} tests, {sum(cpu.values()):,.0f} CPU s, {sum(wall.values()):,.0f} wall s of workers")
+    print(f"{'CPU s':>8} {'wall s':>8} {'tests':>6}")
+    for name, seconds in cpu.most_common(options.top):
+        print(f"{seconds:>8.1f} {wall[name]:>8.1f} {tests[name]:>6}  {name}")
+
+
+if __name__ == "__main__":
+    main()
