@@ -9,8 +9,8 @@ where the boxes of their owners overlap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.layout import Layout, cut
@@ -22,7 +22,6 @@ from hetero_megatron.utils.text import format_bytes, notice_line, plural, rank_r
 from hetero_megatron.utils.yaml_document import Entry
 
 if TYPE_CHECKING:
-    from hetero_megatron.plans.memory.of_plan import MemoryBytes
     from hetero_megatron.spec import ModelSpec
 
 KEYS = ("islands", "every", "fragments", "delay", "mixing", "optimizer")
@@ -146,23 +145,6 @@ def outer_memory(
     copies = 1 + (outer.momentum > 0)
     passing = 2 + 2 * (len(outer.islands) - 1)
     return {rank: (itemsize * copies * sum(sizes), itemsize * passing * max(sizes)) for rank, sizes in owned.items()}
-
-
-def with_outer_memory(
-    memory: Mapping[int, MemoryBytes], plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], itemsize: int
-) -> dict[int, MemoryBytes]:
-    """With what outer steps need, which is where the optimizer's states are; an exchange that is under way for some
-    steps is there beside activations."""
-    assert plan.outer is not None
-    found = {}
-    for rank, (lasting, passing) in outer_memory(plan, spec, buckets, itemsize).items():
-        has = memory[rank]
-        buffers, beside = max(has.buffers, passing), 0
-        if plan.outer.delay:
-            buffers, beside = has.buffers + passing, passing
-        where = {"host": has.host + lasting} if rank in plan.offloading else {"optimizer": has.optimizer + lasting}
-        found[rank] = replace(has, buffers=buffers, activations=has.activations + beside, **where)
-    return found
 
 
 def bytes_per_exchange(plan: Plan, spec: ModelSpec, itemsize: int) -> list[int]:
