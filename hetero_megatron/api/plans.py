@@ -214,6 +214,10 @@ class Prediction:
         lines = [format_question(self.asked), "", format_prediction(self.simulated)]
         if self.plan.canonical.islands:
             lines.append(format_islands(self.compiled))
+        if self.plan.canonical.outer is not None:
+            from hetero_megatron.plans.outer import format_outer
+
+            lines += format_outer(self.plan.canonical, self.plan.model.spec, self.asked.dtype)
         return "\n".join([*lines, format_timeline(self.simulated, width)])
 
     def schedule(self) -> str:

@@ -39,7 +39,7 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import OptimizerConfig, RunConfig
+from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig
 from hetero_megatron.utils.text import plural
 
 
@@ -138,6 +138,7 @@ def configure_arguments(
     failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = part(_preference, args, spec, balancing)
+    part(_outer_fits, plan, elastic, preference)
     alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
     graphs, as_rank = part(build_graphs, args, plan, spec, data), part(_as_rank, args, plan)
     parts.done()
@@ -263,6 +264,12 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
     from hetero_megatron.cli.flags.preference import build_preference
 
     return build_preference(args, spec, balancing)
+
+
+def _outer_fits(plan: Plan, elastic: ElasticConfig | None, preference: Preference | None) -> None:
+    for there, flag in ((elastic, "--elastic"), (preference, "--preference")):
+        if plan.outer is not None and there is not None:
+            raise UserError("there are no outer steps beside it", field=flag, accepted="a plan without outer")
 
 
 def _cluster(args: Arguments) -> Cluster | None:

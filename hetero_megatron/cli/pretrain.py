@@ -131,6 +131,10 @@ def dry_run(config: RunConfig, launcher: LauncherEnvironment) -> int:
         print(format_plan(config.plan, config.spec, None if cluster is None else [r.chip for r in cluster.ranks]))
         if config.plan.islands:
             print(format_islands(config.compiled))
+        if config.plan.outer is not None:
+            from hetero_megatron.plans.outer import format_outer
+
+            print("\n".join(format_outer(config.plan, config.spec, config.dtype)))
         for sentence in config.notices:
             print(notice_line(sentence))
         memory = _memory(config)

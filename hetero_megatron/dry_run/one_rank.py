@@ -18,6 +18,7 @@ from hetero_megatron.dry_run.expert_layers import expect_routing
 from hetero_megatron.dry_run.repeat import RepeatingExecutor
 from hetero_megatron.parallel.divided_weights import DividedWeights
 from hetero_megatron.parallel.optimizer import Optimizer, check_offload, in_place
+from hetero_megatron.parallel.outer_steps import OuterSteps
 from hetero_megatron.plans import locate
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.training.config import OptimizerConfig, RunConfig
@@ -93,10 +94,23 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         grads = runtime.sync.finish()
         sent["gradients"] = _since(before, comm.sent_bytes)
         before = dict(comm.sent_bytes)
+        runtime.optimizer.after_update = lambda: False
         runtime.optimizer.step(grads, 1.0)
         sent["weights"] = _since(before, comm.sent_bytes)
+        if runtime.outer is not None:
+            sent["an outer step"] = _exchanged(runtime.outer, comm)
         optimizer = _optimizer_bytes(runtime)
     return DryRun(rank, parameters + max(gathered), optimizer, offload, memory.peak, sent, time.perf_counter() - start)
+
+
+def _exchanged(outer: OuterSteps, comm: FakeComm) -> dict[int, int]:
+    """Exchange the first fragment; bytes sent to each rank."""
+    before = dict(comm.sent_bytes)
+    outer.count([1.0] * len(outer.places))
+    outer.updates = outer.outer.period - outer.outer.delay - 1
+    for _ in range(outer.outer.delay + 1):
+        outer.after_update()
+    return _since(before, comm.sent_bytes)
 
 
 def _observed(divided: DividedWeights | None, memory: MemoryTracker) -> list[int]:
@@ -141,7 +155,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _optimizer_bytes(runtime: Runtime) -> int:
-    """Moments, and masters that are not the parameters' own memory."""
+    """Moments, masters that are not the parameters' own memory, and the state of outer steps."""
     assert runtime.optimizer is not None
     inner = runtime.optimizer.inner
     states = inner.state.values() if inner is not None else ()
@@ -153,6 +167,8 @@ def _optimizer_bytes(runtime: Runtime) -> int:
         for pair in zip(e.pieces, m)
     )
     copied, divided = runtime.optimizer.offload, runtime.sync.divided_names
+    pieces = [p for fragment in runtime.outer.fragments for p in fragment.pieces] if runtime.outer is not None else []
+    moments += _bytes(t for p in pieces for t in (p.weights, p.momentum) if t is not None)
     return moments + _bytes(
         m for piece, m in pairs
         if copied or piece.name in divided or not (piece.held and in_place(params[piece.name][piece.slices]))

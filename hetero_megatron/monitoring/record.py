@@ -95,8 +95,13 @@ def start_event(
     nodes = {}
     if config.cluster is not None:
         nodes = {"nodes": {str(r): config.cluster.ranks[r].node for r in config.plan.ranks}}
+    apart = {}
+    if config.plan.outer is not None:
+        from hetero_megatron.plans.outer import format_outer
+
+        apart = {"outer": format_outer(config.plan, config.spec, config.dtype)}
     return {
-        **nodes, "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
+        **nodes, **apart, "first_step": first_step, "steps": config.steps, "plan": to_dict(config.plan),
         "fingerprint": config.plan.fingerprint(), "model": asdict(config.spec), "dtype": config.dtype,
         "ranks": list(config.plan.ranks), "chips": {str(r): c for r, c in chips.items()}, "prediction": prediction,
     }  # fmt: skip

@@ -57,7 +57,9 @@ _TIMELINE = {
     "ranks": f.numbered(f.array(f.row(f.one_of(*KINDS), f.number(), _SECONDS, f.integer(-1)))),
 }  # fmt: skip
 _EVENTS = {
-    "start": f.record({**_EVENT, **_START}, {"nodes": f.numbered(f.text), "steps": f.integer()}),
+    "start": f.record(
+        {**_EVENT, **_START}, {"nodes": f.numbered(f.text), "steps": f.integer(), "outer": f.array(f.text)}
+    ),
     "timeline": f.record({**_EVENT, **_TIMELINE}),
     "experts": f.record({**_EVENT, "step": f.integer(), "layers": f.numbered(f.some(f.array(f.integer())))}),
     **dict.fromkeys(("end", "straggler", "error", "launcher"), f.record(_EVENT, {"step": f.integer()})),

@@ -48,6 +48,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
     return {
         "run": str(run.directory),
         "plan": start["fingerprint"] if start else None,
+        "outer": list(start.get("outer", ())) if start else [],
         "model": start["model"]["name"] if start else None,
         "steps": len(run.steps),
         "last_step": last["step"],
@@ -82,7 +83,7 @@ def run_page(run: RunFiles) -> str:
     if start is not None:
         parts += _cluster(start)
         note = f"fingerprint {start['fingerprint']}; blocks as wide as their layers, colored by chip"
-        parts += [section("Plan", note), plan_picture(start), *_memory(start)]
+        parts += [section("Plan", note), *_outer(start), plan_picture(start), *_memory(start)]
     losses = Line("loss", [(s["step"], s["loss"]) for s in run.steps], COLORS[0])
     checks = Line("validation", [(v["step"], v["validation_loss"]) for v in run.validations], COLORS[1])
     marks = [(e["step"], e["text"]) for e in run.events if e["kind"] in ("straggler", "error") and "step" in e]
@@ -120,6 +121,11 @@ def _cluster(start: Mapping[str, Any]) -> list[str]:
         nodes.setdefault(node, []).append((int(rank), start["chips"].get(rank, "")))
     colors = chip_colors(list(start["chips"].values()))
     return [section("Cluster", "a square per rank"), cluster_blocks(nodes, set(map(int, start["nodes"])), colors)]
+
+
+def _outer(start: Mapping[str, Any]) -> list[str]:
+    """Where islands train apart: the loss is not that of any other plan."""
+    return [f"<p>{html.escape(printable(line))}</p>" for line in start.get("outer", ())]
 
 
 def _memory(start: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@ a stage offloads them."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -140,6 +141,7 @@ class ShardedOptimizer:
 
     Attributes:
         updates: how often the masters were changed; those of all ranks are equal between steps.
+        after_update: called when they were, before their values are sent; whether it has changed them, too.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class ShardedOptimizer:
         divided: FirstValues | None = None,
     ) -> None:  # fmt: skip
         self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
+        self.after_update: Callable[[], bool] = lambda: False
         self.masters = []
         for exchange in sync.exchanges:
             if exchange.bucket.weights is not None:
@@ -232,7 +235,8 @@ class ShardedOptimizer:
             for master in masters:
                 master.grad = None
         flat.clear()
-        self.all_gather(isinstance(self.inner, ScalingOptimizer))
+        changed = self.after_update()
+        self.all_gather(isinstance(self.inner, ScalingOptimizer) and not changed)
 
     @torch.no_grad()
     def all_gather(self, copied: bool = False) -> None:
@@ -280,6 +284,31 @@ def owned_norm(grads: Sequence[Sequence[torch.Tensor]], l2norm: Callable[..., to
     their device, 0.0 where this rank owns none."""
     flat = [g for per in grads for g in per if g.numel()]
     return l2norm(flat) if flat else 0.0
+
+
+def scales_and_norms(
+    groups: Sequence[torch.Tensor], nominal: float, first_sample: int, batch_size: int
+) -> list[tuple[float, float]]:
+    """Of ranks whose gradients are summed together: (factor that makes a sum of gradients their mean, norm of that).
+
+    Args:
+        groups: of the ranks of each such group, fp64 [ranks, 3 or more]: loss sum, tokens and squared norm.
+        nominal: tokens that sums of gradients are divided by as they are, over the loss scale.
+        first_sample, batch_size: of the step, for messages.
+
+    Raises:
+        UserError: no token of a group counts in the loss.
+    """
+    found: list[tuple[float, float]] = []
+    for rows in groups:
+        tokens, square = rows[:, 1:3].sum(0).tolist()
+        if tokens == 0:
+            samples = f"{first_sample}..{first_sample + batch_size - 1}"
+            where = f" on island {len(found)}" if len(groups) > 1 else ""
+            raise UserError(f"no token of samples {samples} counts in the loss{where}")
+        scale = nominal / tokens
+        found.append((scale, math.sqrt(square) * scale if math.isfinite(square) else math.inf))
+    return found
 
 
 FIELD = "optimizer.offload"

@@ -195,26 +195,41 @@ def make_buckets(
     ``muon``: matrices have whole owners."""
     holders = tensor_holders(plan, spec) if holders is None else holders
     sharding = sharding_stages(plan) if spec.lora is None else {}
-    segments, whole = backward_order(t for t in logical_tensors(spec) if t.trained), dict[str, Layout]()
     if muon:
         from hetero_megatron.plans.matrices import in_order, matrix_owners
-
-        whole = matrix_owners((t for segment in segments for t in segment), holders, owner_weights(plan))
-        segments = in_order(segments)
-    rows = [
-        [(t.name, (holders[t.name].ranks, t.wide, _dividing(sharding, holders[t.name]) and t.layer, t.name in whole))
-         for t in segment] for segment in segments
-    ]  # fmt: skip
-    make, buckets = _BucketMaker(plan, holders, itemsize), list[Bucket]()
-    for (ranks, _, segment, matrices), names in _runs(rows, holders, bucket_bytes // itemsize):
-        kept = sharding[ranks[0]].weights if segment is not None else None
-        if matrices:
-            held, owners = ({name: layouts[name] for name in names} for layouts in (holders, whole))
-            hop = Hop((ranks,), held, owners)
-            buckets.append(Bucket(len(buckets), ranks, tuple(names), held, owners, (hop,), matrices=True))
-        else:
+    buckets = list[Bucket]()
+    for held in _apart(plan, holders):
+        segments, whole = backward_order(t for t in logical_tensors(spec) if t.trained), dict[str, Layout]()
+        if muon:
+            whole = matrix_owners((t for segment in segments for t in segment), held, owner_weights(plan))
+            segments = in_order(segments)
+        rows = [
+            [(t.name, (held[t.name].ranks, t.wide, _dividing(sharding, held[t.name]) and t.layer, t.name in whole))
+             for t in segment] for segment in segments
+        ]  # fmt: skip
+        make = _BucketMaker(plan, held, itemsize)
+        for (ranks, _, segment, matrices), names in _runs(rows, held, bucket_bytes // itemsize):
+            if matrices:
+                sources, owners = ({name: layouts[name] for name in names} for layouts in (held, whole))
+                hop = Hop((ranks,), sources, owners)
+                buckets.append(Bucket(len(buckets), ranks, tuple(names), sources, owners, (hop,), matrices=True))
+                continue
+            kept = sharding[ranks[0]].weights if segment is not None else None
             buckets.append(make(len(buckets), ranks, names, kept, segment))
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
+
+
+def _apart(plan: Plan, holders: Mapping[str, Layout]) -> list[Mapping[str, Layout]]:
+    """Holders whose gradients are summed together: all, or with outer steps those of each island. Tensors that share a
+    layout do so there, too."""
+    if plan.outer is None:
+        return [holders]
+    layouts = {id(layout): layout for layout in holders.values()}
+    found: list[Mapping[str, Layout]] = []
+    for ranks in plan.outer.islands:
+        own = {key: layout.only(ranks) for key, layout in layouts.items()}
+        found.append({name: own[id(layout)] for name, layout in holders.items()})
+    return found
 
 
 def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | None = None) -> tuple[Bucket, ...]:
@@ -381,7 +396,8 @@ def plan_groups(
     """
     layers = layer_groups(plan, spec) | (answer_groups(plan) if pairs else set())
     sync = {ranks for b in buckets for hop in b.hops for ranks in hop.groups}
-    return [*sorted({plan.ranks, *layers, *sync}), *sorted(r for r in sync & layers if len(r) > 1)]
+    between = [plan.ranks] if plan.outer is not None else []  # of exchanges that are under way beside the steps' own
+    return [*sorted({plan.ranks, *layers, *sync}), *sorted(r for r in sync & layers if len(r) > 1), *between]
 
 
 def layer_groups(plan: Plan, spec: ModelSpec) -> set[tuple[int, ...]]:

@@ -238,6 +238,38 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class Outer:
+    """Outer steps: islands that train apart, and agree on weights now and then (DiLoCo; streaming, by fragments).
+
+    Args:
+        islands: the ranks of each, ascending; every pipeline lies in one.
+        every: optimizer steps in which each tensor is exchanged once.
+        fragments: sets of layers, of which one is exchanged every ``every / fragments`` steps, in turn.
+        delay: steps for which an exchange is under way beside the computing.
+        mixing: how much of an island's own weights stays: 0, they become the global ones; 1, they stay as they are.
+        lr, momentum, nesterov: of the SGD that moves the global weights.
+    """
+
+    islands: tuple[tuple[int, ...], ...]
+    every: int
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange to the next."""
+        return self.every // self.fragments
+
+    def island(self, rank: int) -> int:
+        """Index of the island of a rank."""
+        return next(i for i, ranks in enumerate(self.islands) if rank in ranks)
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a rank stands: indices of its pipeline, of the stage in it, of the unit in that, and in the
     TP group."""
@@ -252,13 +284,15 @@ class Place:
 class Plan:
     """Which ranks hold which layers, heads, tokens and sequences. ``global_batch_size`` is in sequences
     per step; ``islands``: groups of ranks with slower links between them, over which gradients, parameters and routed
-    tokens go in two hops where that saves bytes (a rank in none is one by itself)."""
+    tokens go in two hops where that saves bytes (a rank in none is one by itself). ``outer``: gradients are summed
+    inside its islands only."""
 
     seq_length: int
     global_batch_size: int
     schedule: str
     pipelines: tuple[Pipeline, ...]
     islands: tuple[tuple[int, ...], ...] = ()
+    outer: Outer | None = None
     allow_bridge: bool = field(default=False, compare=False)  # TP and context groups may cross backend islands
     made_for: MadeFor | None = field(default=None, compare=False)  # no part of its meaning, nor of the fingerprint
 
@@ -319,6 +353,7 @@ class Plan:
             "global_batch_size": self.global_batch_size,
             "schedule": self.schedule,
             "pipelines": [_pipeline_json(pipeline) for pipeline in self.pipelines],
+            **({"outer": asdict(self.outer)} if self.outer is not None else {}),
         }
 
 

@@ -40,6 +40,7 @@ TABLE: dict[str, Capability] = {
     "weights": Capability(True, "weights divided over inner replicas, gathered when they are used"),
     "kernels": Capability(True, "a kernel plan per stage"),
     "islands": Capability(True, "gradients summed, and routed tokens spread, inside islands of ranks"),
+    "outer": Capability(True, "outer steps between islands"),
     "allow_bridge": Capability(True, "tensor-parallel and context groups that no communication library joins"),
     "dtype.fp8": Capability(True, "products in fp8"),
     "experts": Capability(True, "experts divided over ranks"),
@@ -56,6 +57,8 @@ def used_features(plan: Plan) -> Iterator[tuple[str, str, object]]:
     yield f"schedule.{plan.schedule}", "schedule", plan.schedule
     if plan.islands:
         yield "islands", "islands", [list(ranks) for ranks in plan.islands]
+    if plan.outer is not None:
+        yield "outer", "outer.every", plan.outer.every
     if plan.allow_bridge:
         yield "allow_bridge", "allow_bridge", True
     seen = set()

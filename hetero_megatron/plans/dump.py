@@ -15,6 +15,7 @@ from hetero_megatron.plans.canonical import (
     ExpertGroup,
     KeyValues,
     Optimizer,
+    Outer,
     Pipeline,
     Plan,
     Recompute,
@@ -54,10 +55,17 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "global_batch_size": plan.global_batch_size,
         "schedule": plan.schedule,
         **({"islands": [rank_ranges(ranks) for ranks in plan.islands]} if plan.islands else {}),
+        **({"outer": _outer(plan.outer)} if plan.outer is not None else {}),
         **({"allow_bridge": True} if plan.allow_bridge else {}),
         **({"made_for": plan.made_for.plain()} if plan.made_for is not None else {}),
         "pipelines": pipelines,
     }
+
+
+def _outer(outer: Outer) -> dict[str, Any]:
+    from hetero_megatron.plans.outer import spelled_outer
+
+    return spelled_outer(outer)
 
 
 def dump_yaml(plan: Plan) -> str:

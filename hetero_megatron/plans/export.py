@@ -38,6 +38,8 @@ def export(kind: str, plan: Plan, spec: ModelSpec, cluster: Cluster, dtype: str)
     Raises:
         UserError: a plan that the format cannot say.
     """
+    if plan.outer is not None:
+        raise UserError(f"{kind} cannot say outer steps", field="outer", accepted="a plan without outer")
     if kind in RUNTIMES:
         return written(kind, plan, spec, cluster, dtype)
     return {"flagscale": flagscale, "sailor": sailor}[kind](plan, cluster)

@@ -109,7 +109,7 @@ def check_muon(plan: Plan, spec: ModelSpec) -> None:
     """Refuse what Muon cannot be combined with.
 
     Raises:
-        UserError: adapters; a stage that divides its weights or whose optimizer is in host memory.
+        UserError: adapters; outer steps; a stage that divides its weights or whose optimizer is in host memory.
     """
 
     def refuse(problem: str, accepted: str) -> UserError:
@@ -120,6 +120,8 @@ def check_muon(plan: Plan, spec: ModelSpec) -> None:
             "Muon updates whole weight matrices, and adapters (--lora-rank) are factors of small ones",
             "--optimizer adam",
         )
+    if plan.outer is not None:
+        raise refuse("the plan has outer steps between islands (outer)", "--optimizer adam, or a plan without outer")
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             where = f"pipelines[{p}].stages[{s}]"

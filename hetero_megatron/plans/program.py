@@ -131,7 +131,8 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
     known: dict[tuple[object, ...], Schedule] = {}
     for pipeline, (start, stop) in zip(plan.pipelines, pipeline_samples(plan, batch_size or plan.global_batch_size)):
         count = len(micro_batch_sizes(pipeline, stop - start))
-        held = tuple((stage.layers, stage.embed, stage.head) for stage in pipeline.stages)
+        island = plan.outer.island(pipeline.ranks[0]) if plan.outer is not None else 0
+        held = tuple((stage.layers, stage.embed, stage.head, island) for stage in pipeline.stages)
         for key, stage in zip(held, pipeline.stages, strict=True):
             if key not in rows:
                 rows[key] = sync_actions(buckets, stage.ranks[0])

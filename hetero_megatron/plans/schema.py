@@ -29,6 +29,7 @@ from hetero_megatron.plans.canonical import (
     VERSION,
     KeyValues,
     Optimizer,
+    Outer,
     Pipeline,
     Plan,
     Recompute,
@@ -60,7 +61,8 @@ if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
 
 PLAN_KEYS = (
-    "version", "seq_length", "global_batch_size", "schedule", "islands", "allow_bridge", "made_for", "pipelines",
+    "version", "seq_length", "global_batch_size", "schedule", "islands", "outer", "allow_bridge", "made_for",
+    "pipelines",
 )  # fmt: skip
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "in_flight", "stages")
 STAGE_KEYS = (
@@ -132,10 +134,17 @@ def expand(document: Entry, num_heads: int) -> tuple[Plan, Source]:
         schedule=keys["schedule"].choice(SCHEDULES) if "schedule" in keys else "1f1b",
         pipelines=tuple(pipelines),
         islands=_islands(keys["islands"]) if "islands" in keys else (),
+        outer=_outer(keys["outer"]) if "outer" in keys else None,
         allow_bridge=keys["allow_bridge"].flag() if "allow_bridge" in keys else False,
         made_for=read_made_for(keys["made_for"]) if "made_for" in keys else None,
     )
     return plan, Source(document.file, dict(document.lines()), tuple(origin))
+
+
+def _outer(entry: Entry) -> Outer:
+    from hetero_megatron.plans.outer import read_outer
+
+    return read_outer(entry)
 
 
 def _islands(entry: Entry) -> tuple[tuple[int, ...], ...]:

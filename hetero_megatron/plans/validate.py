@@ -47,6 +47,10 @@ def validate(
     if cluster is None:  # with one, a rank is a chip of it, and chips that no stage names are idle
         ranks_have_no_gaps(plan, source)
     islands_are_apart(plan, source)
+    if plan.outer is not None:
+        from hetero_megatron.plans.outer import outer_steps_fit
+
+        outer_steps_fit(plan, spec, source)
     for p, pipeline in enumerate(plan.pipelines):
         layers_are_covered_once(pipeline, f"pipelines[{p}]", spec.num_layers, source)
         stages_follow_the_layers(pipeline, f"pipelines[{p}]", source)

@@ -22,6 +22,7 @@ from hetero_megatron.utils.text import notice_line, plural
 from hetero_megatron.utils.version import __version__
 
 if TYPE_CHECKING:
+    from hetero_megatron.checkpoint.boxes import BoxedTensor
     from hetero_megatron.checkpoint.lock import DirectoryLock
     from hetero_megatron.checkpoint.native import Checkpoint, CheckpointSaver
 
@@ -99,20 +100,35 @@ class Checkpointing:
 
     def save(self, progress: ConsumedSamples, loss_scale: LossScale) -> None:
         """Copy and write in the background, unless this step is saved already."""
-        from hetero_megatron.checkpoint.state import owned_tensors
-
         if self.saver is None or self.last_saved == progress.step:
             return
-        assert self.runtime.optimizer is not None
-        with_optimizer = self.config.checkpoint.save_optim
         self.runtime.comm.activity = "saving a checkpoint"
-        tensors, numbers = owned_tensors(self.runtime.optimizer, self.config.spec, with_optimizer)
+        tensors, numbers = self._tensors()
         place = self.runtime.place
         kernels = (f"pipeline {place.pipeline} stage {place.stage}", self.runtime.kernels.digest())
         local = {"numbers": numbers, "data": self.data.state_dict(progress.consumed), "kernels": kernels}
         self.saver.save(progress.step, tensors, self._state(progress, loss_scale), local, self._merge)
         self.last_saved = progress.step
         self._log(f"saving checkpoint of step {progress.step} to {self.saver.directory.at(progress.step)}")
+
+    def _tensors(self) -> tuple[dict[str, BoxedTensor], dict[str, float]]:
+        """Of this rank, and the optimizer's numbers."""
+        with_optimizer = self.config.checkpoint.save_optim
+        if self.runtime.outer is not None:
+            from hetero_megatron.checkpoint.outer_state import outer_tensors
+
+            return outer_tensors(self.runtime.outer, self.config.spec, with_optimizer)
+        from hetero_megatron.checkpoint.state import owned_tensors
+
+        assert self.runtime.optimizer is not None
+        return owned_tensors(self.runtime.optimizer, self.config.spec, with_optimizer)
+
+    def _outer_state(self) -> dict[str, Any]:
+        if self.runtime.outer is None or not self.config.checkpoint.save_optim:
+            return {}
+        from hetero_megatron.checkpoint.outer_state import OUTER, outer_state
+
+        return {OUTER: outer_state(self.runtime.outer)}
 
     def _state(self, progress: ConsumedSamples, loss_scale: LossScale) -> dict[str, Any]:
         from hetero_megatron.checkpoint.state import WEIGHT_DTYPES, encode_dtypes
@@ -133,6 +149,7 @@ class Checkpointing:
             "learning_rate": asdict(config.learning_rate),
             "weight_decay": asdict(config.weight_decay),
             "dropout": _dropout_rates(config),
+            **self._outer_state(),
             "versions": {"hetero_megatron": __version__, "torch": torch.__version__},
         }
 
@@ -176,8 +193,9 @@ class Checkpointing:
                 raise _none_in(PRETRAINED, options.pretrained)
         together(self.runtime.world, lambda: self._take_along(found))
         if found is None:
+            self._begin_outer()
             return fresh
-        from hetero_megatron.checkpoint.state import load_tensors, weight_dtypes
+        from hetero_megatron.checkpoint.state import weight_dtypes
         from hetero_megatron.training.saved_state import check_state
 
         check_state(found)
@@ -188,9 +206,8 @@ class Checkpointing:
             self._check_optimizer(found)
         if not finetune:
             self._check_reference(found)
-        assert self.runtime.optimizer is not None
         self.runtime.comm.activity = "loading a checkpoint"
-        load_tensors(found, self.runtime.optimizer, config.spec, self.runtime.world, with_optimizer)
+        self._load_tensors(found, with_optimizer)
         self.source_dtypes = weight_dtypes(found, config.spec)
         if finetune:
             self._log(f"loaded the weights of {found.path}; training starts at step 0")
@@ -209,6 +226,28 @@ class Checkpointing:
         known = state["loss_scale"] if state["dtype"] == "fp16" else None  # older ones wrote 1 for other dtypes
         scale = config.loss_scale if known is None else config.loss_scale.with_state(known)
         return config, progress, scale
+
+    def _load_tensors(self, found: Checkpoint, with_optimizer: bool) -> None:
+        outer, spec, world = self.runtime.outer, self.config.spec, self.runtime.world
+        if with_optimizer and found.state.get("outer") is not None:
+            from hetero_megatron.checkpoint.outer_state import check_outer, load_outer, other_rates
+
+            check_outer(found, self.config.plan)
+            assert outer is not None
+            load_outer(found, outer, spec, world)
+            for text in other_rates(found.state["outer"], outer.outer):
+                self._log(notice_line(text))
+            return
+        from hetero_megatron.checkpoint.state import load_tensors
+
+        assert self.runtime.optimizer is not None
+        load_tensors(found, self.runtime.optimizer, spec, world, with_optimizer)
+        self._begin_outer()
+
+    def _begin_outer(self) -> None:
+        """Weights are there, and the same on all islands."""
+        if self.runtime.outer is not None:
+            self.runtime.outer.take_weights()
 
     def go_on(self) -> None:
         """Weights and optimizer came from elsewhere: only what travels along is still to be found."""

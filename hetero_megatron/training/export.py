@@ -46,8 +46,7 @@ def export(
     if adapters is not None:
         reporter.say(adapters.save_merged(runtime, dtypes, checkpoints.model_files))
     else:
-        assert runtime.optimizer is not None
-        owned = runtime.optimizer.owned()
+        owned = runtime.owned()
         reporter.say(save_hf(config.save_hf, config.spec, owned, dtypes, runtime.world, checkpoints.model_files))
 
 

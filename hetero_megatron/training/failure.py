@@ -261,6 +261,9 @@ class ReplicaCheck:
     def _held_by_several(self) -> Iterator[Part]:
         rank = self.runtime.comm.rank
         params, layouts = self._params(), tensor_holders(self.runtime.plan, self.runtime.spec)
+        if (outer := self.runtime.plan.outer) is not None:  # weights of other islands are others
+            island = outer.islands[outer.island(rank)]
+            layouts = {name: layout.only(island) for name, layout in layouts.items()}
         known: dict[int, list[tuple[Box, tuple[int, ...]]]] = {}  # layers share layouts
         for name in sorted(params.keys() & layouts.keys()):
             layout = layouts[name]

@@ -174,7 +174,7 @@ class Training:
 
     def _evaluate(self, split: str) -> None:
         """Mean loss per token, or per preference pair, over the batches of ``validation`` or ``test``; the same
-        batches every time.
+        batches every time. With outer steps it is that of the global weights.
 
         Raises:
             UserError: it is not finite, and that is to end the run.
@@ -183,7 +183,7 @@ class Training:
         assert data is not None
         iterations, size = self.config.evaluation.iterations, self.config.plan.global_batch_size
         total, tokens, sums = 0.0, 0, dict[str, float]()
-        with self.node_data.loader(data) as loader:
+        with self.runtime.global_weights(), self.node_data.loader(data) as loader:
             for i in range(iterations):
                 loss_sum, count, rewards = self.runtime.evaluate_pairs(loader, i * size, size)
                 if i + 1 < iterations:

@@ -225,6 +225,10 @@ def _choices(
     yield format_plan(plan, config.spec, chips)
     if plan.islands:
         yield format_islands(config.compiled)
+    if plan.outer is not None:
+        from hetero_megatron.plans.outer import format_outer
+
+        yield from format_outer(plan, config.spec, config.dtype)
     yield f"device: {platform.device.type}, backend {platform.backend}, {config.dtype}"
     if platform.settings:
         yield f"settings: {', '.join(platform.settings)}"

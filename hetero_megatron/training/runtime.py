@@ -7,7 +7,7 @@ rank and, up to floating-point reassociation, equal for every plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetero_megatron.comm import Comm
-from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box
 from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.dropout import Draws
 from hetero_megatron.parallel.divided_weights import DividedWeights, apply_divided_weights
 from hetero_megatron.parallel.grad_sync.gradients import GradientSync
-from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm
+from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm, scales_and_norms
 from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLoss, StageModel
 from hetero_megatron.pipeline.stage_work import StageWork, StepResult, TimedAction
 from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
@@ -37,6 +37,7 @@ from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, requ
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
     from hetero_megatron.parallel.device_graphs import LayerGraphs
+    from hetero_megatron.parallel.outer_steps import OuterSteps
     from hetero_megatron.pipeline.preference import PairLoss
 
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
@@ -50,7 +51,8 @@ class StepStats:
 
     Attributes:
         loss: mean over all tokens that count, in nats, or over all pairs; tokens: how many they were.
-        grad_norm: of the whole model's gradient of that mean, before clipping.
+        grad_norm: of the whole model's gradient of that mean, before clipping; with outer steps, of the island where it
+            is largest.
         skipped: the step was not taken: the gradient was not finite, or there was a veto.
         stop: some rank asked to stop.
         routing: of a mixture of experts.
@@ -91,6 +93,7 @@ class Runtime:
         graphs: device graphs of the layers, where they are asked for.
         eager_steps: that are still to come before layers run as graphs.
         unwatched: context in which nothing is recorded of what the model does.
+        outer: steps between islands, where the plan has them.
         pairs: the loss of preference pairs; None: the loss is that of tokens, or the stage has no head.
         before_update: called before weights change: waits for whoever still reads weights or moments.
         before_commit: called before all ranks hear of each other that their gradients are complete.
@@ -151,6 +154,7 @@ class Runtime:
         self.optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
             self.optimizer = ShardedOptimizer(self.sync, optimizer, offload, by_load, built.owned_values)
+        self.outer = self._outer_steps()
         self.divided = self._divided_weights(built)
         self.before_update: Callable[[], None] = lambda: None
         self.before_commit: Callable[[], None] = lambda: None
@@ -211,6 +215,27 @@ class Runtime:
                 else built.owned_values(bucket.names, divided.pieces[bucket.index]) for bucket in buckets
             })  # fmt: skip
         return divided
+
+    def _outer_steps(self) -> OuterSteps | None:
+        if self.plan.outer is None or self.optimizer is None:
+            return None
+        from hetero_megatron.parallel.outer_steps import OuterSteps
+
+        return OuterSteps(self.compiled, self.comm, self.optimizer)
+
+    def owned(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """(logical name, box, values) of the trained weights that this rank owns; with outer steps, of the global ones:
+        all ranks together own each element once."""
+        assert self.optimizer is not None
+        return self.optimizer.owned() if self.outer is None else self.outer.owned()
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model has the weights that all islands agreed on last, where there are outer steps;
+        called on all ranks."""
+        if self.outer is None:
+            return nullcontext()
+        self.before_update()
+        return self.outer.global_weights()
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Context in which the model's parameters can be read; called on all ranks."""
@@ -369,18 +394,19 @@ class Runtime:
             result, grads = self.forward_backward(fetch, first_sample, batch_size, loss_scale, step)
             self.before_commit()
             every = self.gather(result, owned_norm(grads, self.kernels.l2norm), stop)
-            loss_sum, tokens, square, stops = every[:, :4].sum(0).tolist()
-            if tokens == 0:
-                samples = f"{first_sample}..{first_sample + batch_size - 1}"
-                raise UserError(f"no token of samples {samples} counts in the loss")
-            loss, scale = loss_sum / tokens, self.nominal(batch_size) / tokens / loss_scale
-            norm = math.sqrt(square) * scale if math.isfinite(square) else math.inf
+            loss_sum, tokens, _, stops = every[:, :4].sum(0).tolist()
+            islands = [every[at] for at in self.outer.places] if self.outer is not None else [every]
+            apart = scales_and_norms(islands, self.nominal(batch_size) / loss_scale, first_sample, batch_size)
+            loss, norm = loss_sum / tokens, max(norm for _, norm in apart)
             vetoed = veto is not None and veto(every[:, :3], loss, norm)
             skipped = vetoed or not math.isfinite(norm)
             routing = self.balance.routing(self._routed(every), tokens) if self.balance is not None else None
             rewards = self._rewards(every, tokens)
             if not skipped:
-                clip = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+                scale, own = apart[self.outer.index if self.outer is not None else 0]
+                clip = min(1.0, clip_grad / (own + 1e-6)) if clip_grad > 0 else 1.0
+                if self.outer is not None:
+                    self.outer.count([rows[:, 1].sum().item() for rows in islands])
                 self._update(grads, scale * clip, lr, weight_decay, routing)
         busy, bubble, communication = every[:, 4:7].T.tolist()
         return StepStats(

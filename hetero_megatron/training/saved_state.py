@@ -97,6 +97,28 @@ class _Plan:
 
 
 @dataclass(frozen=True)
+class _Outer:
+    """Of outer steps between islands."""
+
+    islands: int
+    every: int
+    fragments: int
+    delay: int
+    updates: int
+    tokens: list[list[float]]
+    under_way: bool
+    rates: dict[str, float]
+
+    def __post_init__(self) -> None:
+        least = min(self.islands - 2, self.every - self.fragments, self.fragments - 1, self.delay, self.updates)
+        _require("islands, every, fragments, delay or updates", least, least >= 0 and self.updates <= MAX_UPDATES)
+        counts = [count for row in self.tokens for count in row]
+        good = len(self.tokens) == self.fragments and all(len(row) == self.islands for row in self.tokens)
+        _require("tokens", self.tokens, good and all(0 <= count <= MAX_UPDATES for count in counts))
+        _require("rates", self.rates, self.rates.keys() == {"mixing", "lr", "momentum", "nesterov"})
+
+
+@dataclass(frozen=True)
 class _State:
     """What ``Checkpointing`` reads; null where nothing was trained yet."""
 
@@ -115,6 +137,7 @@ class _State:
     data_fingerprint: str = ""
     dropout: dict[str, float] | None = None
     reference: str = ""
+    outer: _Outer | None = None
 
     def __post_init__(self) -> None:
         _require("step", self.step, self.step >= 0)

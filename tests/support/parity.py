@@ -47,6 +47,7 @@ class Case:
     plan: dict[str, Any]
     dtype: str = "fp64"
     optimizer: str = "adamw"
+    momentum: float = 0.9  # of sgd
     packed: bool = False
     masked: bool = False
     lr: float = 1e-2
@@ -119,7 +120,7 @@ def build_optimizer(case: Case) -> Any:
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if case.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
+            return torch.optim.SGD(groups, lr=case.lr, momentum=case.momentum)
         return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
 
     return build

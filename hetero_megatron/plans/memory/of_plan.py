@@ -193,7 +193,26 @@ def estimate_memory(
             optimizer, host = 0, host_bytes(owns + keeps, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most + parts.messages, **states)
-    return out
+    return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
+
+
+def _with_outer_steps(
+    memory: Mapping[int, MemoryBytes], plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], item: int
+) -> dict[int, MemoryBytes]:
+    """With what outer steps need, which is where the optimizer's states are; an exchange that is under way for some
+    steps is there beside activations."""
+    from hetero_megatron.plans.outer import outer_memory
+
+    assert plan.outer is not None
+    found = {}
+    for rank, (lasting, passing) in outer_memory(plan, spec, buckets, item).items():
+        has = memory[rank]
+        buffers, beside = max(has.buffers, passing), 0
+        if plan.outer.delay:
+            buffers, beside = has.buffers + passing, passing
+        where = {"host": has.host + lasting} if rank in plan.offloading else {"optimizer": has.optimizer + lasting}
+        found[rank] = replace(has, buffers=buffers, activations=has.activations + beside, **where)
+    return found
 
 
 def _frozen(plan: Plan, spec: ModelSpec, item: int) -> dict[int, tuple[int, int]]:

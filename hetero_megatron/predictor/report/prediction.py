@@ -30,6 +30,7 @@ PARTS = {
     "gradients": "gradients, what backward does not hide",
     "optimizer": "optimizer",
     "parameters": "parameters to their holders",
+    "outer": "outer steps, mean of all steps",
 }
 
 
@@ -69,7 +70,7 @@ def format_prediction(found: Prediction) -> str:
     ]
     for part, words in PARTS.items():
         seconds = found.parts[part]
-        if seconds or part not in ("jitter", "reference"):
+        if seconds or part not in ("jitter", "reference", "outer"):
             lines.append(f"  {words:<40}{format_seconds(seconds):>12}{seconds / found.step_seconds:>8.1%}")
     lines += format_dtypes(found)
     lines += ["", "busy with compute", *_busy(found), "", format_memory(found.memory)]

@@ -55,7 +55,7 @@ class Prediction:
         timelines: of each pipeline; pipeline_seconds: their ends.
         reduces, all_gathers: when each bucket travels.
         parts: seconds of the step: ``pipelines``, ``jitter`` (added by unsteady chips), ``gradients`` (exposed),
-            ``optimizer``, ``parameters``.
+            ``optimizer``, ``parameters``, ``outer`` (exchanges between islands, the mean of all steps).
         busy: by rank, seconds of its stage's forwards and backwards, including TP exchanges.
         assumed: chips whose rates come from data sheets and default efficiencies, with the source of the sheet.
         tails: by rank, seconds from the last action of all pipelines that hold its layers until its gradients are
@@ -240,9 +240,18 @@ class StepSimulator:
             "optimizer": max(updated.values()) - barrier,
             "parameters": end - max(updated.values()),
             "reference": self.reference_seconds,
+            "outer": self._outer_seconds(end),
         }
-        end += self.reference_seconds
+        end += self.reference_seconds + parts_of_step["outer"]
         return StepTimes(end, tuple(reduces), tuple(all_gathers), parts_of_step, self._tails(computed, summed))
+
+    def _outer_seconds(self, step: float) -> float:
+        if self.plan.outer is None:
+            return 0.0
+        from hetero_megatron.predictor.simulate.outer_exchange import outer_seconds
+
+        costs = self.costs
+        return outer_seconds(self.plan, costs.model, self.sync.all_buckets, costs.links, costs.wide, step)
 
     def _tails(self, computed: Mapping[int, float], summed: Mapping[int, float]) -> dict[int, float]:
         last = dict(computed)

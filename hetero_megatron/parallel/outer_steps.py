@@ -1,0 +1,232 @@
+"""Outer steps of one rank: what its island went from the global weights is exchanged, and moves these.
+
+Global weights, their momentum and the differences are divided over an island's ranks as the masters of its optimizer
+are. What passes between two ranks of unlike islands is where the boxes that they own overlap, the same both ways, so
+islands of unlike plans need no common layout. Every island adds up the differences in the order of islands and rounds
+alike, so global weights are the same everywhere, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+
+import torch
+
+from hetero_megatron.comm import Comm, Work
+from hetero_megatron.layout import Box, Layout, reduction
+from hetero_megatron.parallel.optimizer import ShardedOptimizer
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.outer import fragment_tensors, owners_by_island
+
+Slices = tuple[slice, ...]
+
+
+@dataclass
+class OuterPiece:
+    """What this rank owns of a tensor: its island's own weights (``master``), and the global ones with their momentum
+    (None: there is none)."""
+
+    name: str
+    box: Box
+    master: torch.Tensor
+    weights: torch.Tensor
+    momentum: torch.Tensor | None
+
+
+@dataclass
+class Fragment:
+    """Tensors that are exchanged together.
+
+    Attributes:
+        routes: by rank of another island, (piece, where in it) of what both own, in the same order on both sides.
+        counts: elements for each rank of the plan.
+        tokens: by island, those that count in the loss since the last exchange began.
+    """
+
+    pieces: list[OuterPiece]
+    routes: dict[int, list[tuple[int, Slices]]]
+    counts: list[int]
+    tokens: list[float]
+
+
+@dataclass
+class Exchange:
+    """One that has begun. ``deltas``: of this rank's pieces, until ``sums``, weighted over all islands, are there."""
+
+    work: Work | None
+    shares: list[float]
+    deltas: list[torch.Tensor]
+    sums: list[torch.Tensor] | None = None
+
+
+class OuterSteps:
+    """Built on every rank of the plan, whose weights are the same everywhere then.
+
+    Attributes:
+        index: of this rank's island; places: by island, its ranks' places in the plan.
+        updates: optimizer steps that were taken.
+        fragments: in the order of their exchanges.
+        exchange: the one that is under way.
+    """
+
+    def __init__(self, compiled: CompiledPlan, comm: Comm, optimizer: ShardedOptimizer) -> None:
+        plan, outer = compiled.plan, compiled.plan.outer
+        assert outer is not None
+        self.outer, self.optimizer, self.comm = outer, optimizer, comm
+        self.group = comm.group(plan.ranks, lane=-1)
+        self.index, self.updates = outer.island(comm.rank), 0
+        self.places = [[plan.ranks.index(rank) for rank in ranks] for ranks in outer.islands]
+        owners = owners_by_island(outer, compiled.buckets)
+        masters: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+        for name, box, master in optimizer.owned():
+            masters[name].append((box, master))
+        self.fragments = [
+            self._fragment([(n, *own) for n in names for own in masters[n]], owners)
+            for names in fragment_tensors(compiled.spec, outer)
+        ]
+        self.exchange: Exchange | None = None
+        optimizer.after_update = self.after_update
+
+    def _fragment(
+        self, owned: Sequence[tuple[str, Box, torch.Tensor]], owners: Sequence[dict[str, Layout]]
+    ) -> Fragment:
+        pieces, order = [], {name: n for n, name in enumerate(dict.fromkeys(name for name, _, _ in owned))}
+        common: dict[int, list[tuple[int, tuple[int, ...], int, Slices]]] = defaultdict(list)
+        for i, (name, box, master) in enumerate(owned):
+            momentum = torch.zeros_like(master) if self.outer.momentum else None
+            pieces.append(OuterPiece(name, box, master, master.detach().clone(), momentum))
+            for island, layouts in enumerate(owners):
+                if island == self.index:
+                    continue
+                mine = Layout(layouts[name].shape, {self.comm.rank: (box,)})
+                for piece in reduction(mine, layouts[name]).pieces:
+                    common[piece.dst].append((order[name], piece.box.lo, i, piece.box.slices(box)))
+        # By tensor and place in it, which are the same on the other side, however that is cut.
+        routes = {rank: [(i, at) for _, _, i, at in sorted(parts, key=_by_place)] for rank, parts in common.items()}
+        sizes = {rank: sum(_size(at) for _, at in parts) for rank, parts in routes.items()}
+        counts = [sizes.get(rank, 0) for rank in self.group.ranks]
+        return Fragment(pieces, routes, counts, [0.0] * len(self.places))
+
+    def take_weights(self) -> None:
+        """The masters, which are the same on all islands, are the global weights from which training goes on."""
+        for piece in self._pieces():
+            piece.weights.copy_(piece.master)
+
+    def _pieces(self) -> Iterator[OuterPiece]:
+        return (piece for fragment in self.fragments for piece in fragment.pieces)
+
+    def count(self, tokens: Sequence[float]) -> None:
+        """A step is taken, in which so many tokens of each island counted in the loss."""
+        for fragment in self.fragments:
+            fragment.tokens = [a + b for a, b in zip(fragment.tokens, tokens, strict=True)]
+
+    @torch.no_grad()
+    def after_update(self) -> bool:
+        """The masters have changed. Begin or end an exchange, if it is time; called on all ranks.
+
+        Returns:
+            whether the masters have changed once more.
+
+        Raises:
+            CommError: a peer is gone.
+        """
+        turn, position = divmod(self.updates, self.outer.period)
+        fragment = self.fragments[turn % len(self.fragments)]
+        self.updates += 1
+        if position + 1 == self.outer.period - self.outer.delay:
+            self.exchange = self._start(fragment)
+        if position + 1 < self.outer.period:
+            return False
+        self.comm.activity = "an outer step"
+        self._finish(fragment, self.settled(fragment))
+        self.exchange = None
+        return True
+
+    def _start(self, fragment: Fragment) -> Exchange:
+        total = sum(fragment.tokens)
+        shares = [tokens / total for tokens in fragment.tokens]
+        fragment.tokens = [0.0] * len(shares)
+        deltas = [piece.weights - piece.master for piece in fragment.pieces]
+        parts = [deltas[i][at].reshape(-1) for r in self.group.ranks for i, at in fragment.routes.get(r, ())]
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype)
+        work = self.group.all_to_all(flat.to(self.comm.device), fragment.counts, fragment.counts)
+        return Exchange(work, shares, deltas)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        params = self.optimizer.sync.params.values()
+        return torch.promote_types(next(iter(params)).dtype, torch.float32)
+
+    def settled(self, fragment: Fragment) -> list[torch.Tensor]:
+        """The sums of the exchange that is under way; called on all ranks."""
+        exchange = self.exchange
+        assert exchange is not None
+        if exchange.sums is not None:
+            return exchange.sums
+        assert exchange.work is not None
+        came = exchange.work.wait()
+        assert came is not None
+        by_rank = dict(zip(self.group.ranks, came.split(fragment.counts), strict=True))
+        sums = [torch.zeros_like(delta) for delta in exchange.deltas]
+        for island, (ranks, share) in enumerate(zip(self.outer.islands, exchange.shares, strict=True)):
+            if island == self.index:
+                for total, delta in zip(sums, exchange.deltas, strict=True):
+                    total += delta.mul_(share)  # a product added at once would be rounded as the memory happens to lie
+                continue
+            for rank in ranks:
+                at = 0
+                for i, where in fragment.routes.get(rank, ()):
+                    target, size = sums[i][where], _size(where)
+                    target += by_rank[rank][at : at + size].view(target.shape).to(target.device).mul_(share)
+                    at += size
+        exchange.work, exchange.deltas, exchange.sums = None, [], sums
+        return sums
+
+    def _finish(self, fragment: Fragment, sums: Sequence[torch.Tensor]) -> None:
+        """SGD on the global weights, and what of it the island takes over."""
+        outer = self.outer
+        for piece, step in zip(fragment.pieces, sums, strict=True):
+            if piece.momentum is not None:
+                piece.momentum.mul_(outer.momentum).add_(step)
+                step = step.add_(piece.momentum * outer.momentum) if outer.nesterov else piece.momentum
+            piece.weights.sub_(step * outer.lr)
+            if outer.mixing < 1:
+                piece.master.sub_(piece.weights).mul_(outer.mixing).add_(piece.weights)
+
+    def under_way(self) -> Fragment | None:
+        """The fragment whose exchange has begun and not ended."""
+        return self.fragments[self.updates // self.outer.period % len(self.fragments)] if self.exchange else None
+
+    def owned(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """(logical name, box, global weights) of what this rank owns; nothing outside the first island, which has
+        all."""
+        return ((p.name, p.box, p.weights) for p in self._pieces() if self.index == 0)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Context in which the model has the global weights; called on all ranks."""
+        self._swap()
+        yield
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for piece in self._pieces():
+            own = piece.master.clone()
+            piece.master.copy_(piece.weights)
+            piece.weights.copy_(own)
+        self.optimizer.all_gather()
+
+
+_by_place = itemgetter(0, 1)
+
+
+def _size(at: Slices) -> int:
+    size = 1
+    for s in at:
+        size *= s.stop - s.start
+    return size

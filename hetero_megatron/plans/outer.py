@@ -1,0 +1,175 @@
+"""Outer steps between islands: how a plan spells them, what they cannot be combined with, and what is exchanged when.
+No torch.
+
+An island trains by itself: gradients are summed, and the optimizer's state is divided, among its own ranks. Every
+tensor has one owner of each of its elements in every island; these exchange how far they went from the weights that all
+islands last agreed on. The islands may divide the model as unlike as they please: what passes between two of them is
+where the boxes of their owners overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hetero_megatron.layout import Layout, cut
+from hetero_megatron.plans.buckets import Bucket
+from hetero_megatron.plans.canonical import Outer, Plan
+from hetero_megatron.plans.fields import Source, parse_ranks
+from hetero_megatron.spec import trained_tensors
+from hetero_megatron.utils.text import format_bytes, notice_line, plural, rank_ranges
+from hetero_megatron.utils.yaml_document import Entry
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+
+KEYS = ("islands", "every", "fragments", "delay", "mixing", "optimizer")
+OPTIMIZER_KEYS = ("name", "lr", "momentum", "nesterov")
+MOST_STEPS, MOST_RATE = 1 << 20, 1e3
+
+
+def read_outer(entry: Entry) -> Outer:
+    """The key ``outer`` of a plan."""
+    keys = entry.mapping(KEYS, required=("islands", "every"))
+    islands = tuple(sorted(tuple(sorted(parse_ranks(item))) for item in keys["islands"].items()))
+    optimizer = keys["optimizer"].mapping(OPTIMIZER_KEYS) if "optimizer" in keys else {}
+    if "name" in optimizer:
+        optimizer["name"].choice(("sgd",))
+    momentum = optimizer["momentum"].number(0, 1) if "momentum" in optimizer else Outer.momentum
+    if momentum == 1:
+        optimizer["momentum"].fail("nothing would ever be forgotten", accepted="a number from 0 to below 1")
+    nesterov = optimizer["nesterov"].flag() if "nesterov" in optimizer else momentum > 0
+    if nesterov and not momentum:
+        optimizer["nesterov"].fail("there is no momentum to look ahead with", accepted="false, or momentum above 0")
+    lr = optimizer["lr"].number(0, MOST_RATE) if "lr" in optimizer else Outer.lr
+    if not lr:
+        optimizer["lr"].fail("the global weights would never move", accepted=f"a number above 0, to {MOST_RATE:g}")
+    return Outer(
+        islands,
+        keys["every"].integer(1, MOST_STEPS),
+        keys["fragments"].integer(1, MOST_STEPS) if "fragments" in keys else Outer.fragments,
+        keys["delay"].integer(0, MOST_STEPS) if "delay" in keys else Outer.delay,
+        keys["mixing"].number(0, 1) if "mixing" in keys else Outer.mixing,
+        lr, momentum, nesterov,
+    )  # fmt: skip
+
+
+def spelled_outer(outer: Outer) -> dict[str, Any]:
+    """As a plan file has it."""
+    entry = asdict(outer)
+    optimizer = {"name": "sgd", **{key: entry.pop(key) for key in ("lr", "momentum", "nesterov")}}
+    return {**entry, "islands": [rank_ranges(ranks) for ranks in outer.islands], "optimizer": optimizer}
+
+
+def outer_steps_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    """Refuse outer steps between what are no islands, at steps that are none, or beside what they cannot be."""
+    outer = plan.outer
+    assert outer is not None
+    _islands_hold_pipelines(plan, outer, source)
+    if outer.fragments > spec.num_layers:
+        accepted = f"1 to {spec.num_layers}"
+        raise source.error(
+            f"the model has {plural(spec.num_layers, 'layer')}", "outer.fragments", outer.fragments, accepted
+        )
+    if outer.every % outer.fragments:
+        problem = f"{plural(outer.fragments, 'fragment')} cannot be exchanged at equal distances in {outer.every} steps"
+        raise source.error(problem, "outer.every", outer.every, f"a multiple of {outer.fragments}")
+    if outer.delay >= outer.period:
+        problem = f"the next exchange begins {plural(outer.period, 'step')} after this one"
+        raise source.error(problem, "outer.delay", outer.delay, f"0 to {outer.period - 1}")
+    for there, what in ((spec.moe is not None, "a mixture of experts"), (spec.lora is not None, "adapters (LoRA)")):
+        if there:
+            raise source.error(f"there are no outer steps for {what}", "outer", None, "a plan without outer")
+
+
+def _islands_hold_pipelines(plan: Plan, outer: Outer, source: Source) -> None:
+    if len(outer.islands) < 2:
+        accepted = "two islands or more, or a plan without outer"
+        raise source.error("there is nobody to exchange weights with", "outer.islands", len(outer.islands), accepted)
+    island: dict[int, int] = {}
+    for i, ranks in enumerate(outer.islands):
+        for rank in ranks:
+            if rank in island or rank not in plan.ranks:
+                problem = "is in two islands" if rank in island else "is in no stage"
+                raise source.error(f"rank {rank} {problem}", "outer.islands", rank, "each rank of the plan once")
+            island[rank] = i
+    for p, pipeline in enumerate(plan.pipelines):
+        for rank in pipeline.ranks:
+            if rank not in island:
+                raise source.error(f"rank {rank} is in none", "outer.islands", rank, "each rank of the plan once")
+        found = {island[rank] for rank in pipeline.ranks}
+        if len(found) > 1:
+            raise source.error(
+                f"pipeline {p} (ranks {rank_ranges(pipeline.ranks)}) lies in several", "outer.islands",
+                [rank_ranges(outer.islands[i]) for i in sorted(found)], "islands of whole pipelines",
+            )  # fmt: skip
+
+
+def fragment_tensors(spec: ModelSpec, outer: Outer) -> list[list[str]]:
+    """Names of the tensors of each fragment: a run of layers, as equal as can be; the embedding is in the first one,
+    final norm and head are in the last one. Equal on all ranks."""
+    runs = cut(spec.num_layers, [1] * outer.fragments)
+    found: list[list[str]] = [[] for _ in runs]
+    for tensor in trained_tensors(spec):
+        at = {"embed": 0, "head": -1}.get(str(tensor.layer))
+        if isinstance(tensor.layer, int):
+            at = next(i for i, (a, b) in enumerate(runs) if a <= tensor.layer < b)
+        assert at is not None
+        found[at].append(tensor.name)
+    return found
+
+
+def owners_by_island(outer: Outer, buckets: Sequence[Bucket]) -> list[dict[str, Layout]]:
+    """By island, the layout of each tensor's owners there."""
+    found: list[dict[str, Layout]] = [{} for _ in outer.islands]
+    for bucket in buckets:
+        found[outer.island(bucket.ranks[0])].update(bucket.owners)
+    return found
+
+
+def outer_memory(
+    plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], itemsize: int
+) -> dict[int, tuple[int, int]]:
+    """By rank, (bytes of global weights and their momentum, most bytes of an exchange: differences, what is sent and
+    comes, and sums)."""
+    outer = plan.outer
+    assert outer is not None
+    fragments = fragment_tensors(spec, outer)
+    owned = {rank: [0] * len(fragments) for rank in plan.ranks}
+    fragment_of = {name: i for i, names in enumerate(fragments) for name in names}
+    for bucket in buckets:
+        for name, layout in bucket.owners.items():
+            for rank in layout.ranks:
+                owned[rank][fragment_of[name]] += layout.elements(rank)
+    copies = 1 + (outer.momentum > 0)
+    passing = 2 + 2 * (len(outer.islands) - 1)
+    return {rank: (itemsize * copies * sum(sizes), itemsize * passing * max(sizes)) for rank, sizes in owned.items()}
+
+
+def bytes_per_exchange(plan: Plan, spec: ModelSpec, itemsize: int) -> list[int]:
+    """Bytes of differences that leave an island for each other one, of every fragment."""
+    assert plan.outer is not None
+    sizes = {tensor.name: tensor.size for tensor in trained_tensors(spec)}
+    return [itemsize * sum(map(sizes.__getitem__, names)) for names in fragment_tensors(spec, plan.outer)]
+
+
+def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
+    """What is said at the start: that the loss depends on the plan, what is exchanged, and how."""
+    outer = plan.outer
+    assert outer is not None
+    names = " | ".join(rank_ranges(ranks) for ranks in outer.islands)
+    sizes = bytes_per_exchange(plan, spec, 8 if dtype == "fp64" else 4)
+    what = "all weights" if outer.fragments == 1 else f"one of {outer.fragments} fragments"
+    late = f", for {plural(outer.delay, 'step')} beside the computing" if outer.delay else ""
+    mixed = f"; {outer.mixing:g} of an island's own weights stays" if outer.mixing else ""
+    kind = "Nesterov momentum" if outer.nesterov else "momentum"
+    return [
+        notice_line(
+            f"outer steps: islands {names} train apart and exchange weights, so the loss depends on the plan and is "
+            "not that of one process"
+        ),
+        f"outer steps: {what} every {plural(outer.period, 'step')} ({format_bytes(max(sizes))} at most to each other "
+        f"island{late}); SGD lr {outer.lr:g}, {kind} {outer.momentum:g}{mixed}",
+    ]
+

@@ -1,0 +1,101 @@
+"""Runs with outer steps as users start them: stopped and started again, evaluated, exported."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hetero_megatron.checkpoint.native import Checkpoint
+from hetero_megatron.checkpoint.outer_state import check_outer, other_rates
+from hetero_megatron.errors import UserError
+from hetero_megatron.monitoring.run_page import read_run, run_page
+from tests.support.programs import inside, run_ranks
+from tests.support.small_plans import LLAMA
+from tests.unit.plan.test_bad_input import small_spec
+from tests.unit.plan.test_outer import outer_plan
+
+PLAN = """
+seq_length: 16
+global_batch_size: 6
+outer: {islands: ["0-1", 2], every: 4, fragments: 2, delay: 1, mixing: 0.25}
+pipelines:
+  - micro_batch_size: 2
+    num_micro_batches: 2
+    stages:
+      - {ranks: [0], layers: [0, 3]}
+      - {ranks: [1], layers: [3, 4]}
+  - {micro_batch_size: 1, num_micro_batches: 2, stages: [{ranks: 2, layers: [0, 4]}]}
+"""
+SINGLE = """
+seq_length: 16
+global_batch_size: 6
+pipelines:
+  - {micro_batch_size: 6, num_micro_batches: 1, stages: [{ranks: 0, layers: [0, 4]}]}
+"""
+WORDS = ["--mock-data", "--fp64", "--seed", "7", "--lr", "1e-3", "--lr-decay-style", "constant"]
+WORDS += ["--eval-iters", "1", "--eval-interval", "100", "--train-iters", "7"]
+
+
+def words(directory: Path, plan: str) -> list[str]:
+    (directory / "model.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4, "vocab_size": 300}))
+    (directory / "plan.yaml").write_text(plan)
+    return ["--model", str(directory / "model.json"), "--plan", str(directory / "plan.yaml"), *WORDS]
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_stops_while_an_exchange_is_under_way_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    asked = words(tmp_path, PLAN)
+    out, _ = run_ranks(3, [*asked, "--save", str(whole), "--save-hf", str(tmp_path / "hf")])
+    assert "notice: outer steps: islands 0-1 | 2 train apart and exchange weights, so the loss depends" in out
+    assert "the loss depends on the plan" in run_page(read_run(str(whole)))
+    saved = ["--save", str(parts), "--load", str(parts)]
+    run_ranks(3, [*asked, *saved, "--exit-interval", "5"])  # in each fragment's second step its exchange begins
+    state = json.loads((parts / "iter_0000005" / "metadata.json").read_text())["state"]["outer"]
+    assert state["updates"] == 5 and state["under_way"]
+    run_ranks(3, [*asked, *saved])
+    first, second = ([row for row in metrics(d) if "loss" in row] for d in (whole, parts))
+    assert [row["step"] for row in second] == list(range(1, 8))
+    assert [(row["loss"], row["grad_norm"]) for row in first] == [(row["loss"], row["grad_norm"]) for row in second]
+    for file in sorted((whole / "iter_0000007").glob("*.safetensors")):
+        assert file.read_bytes() == (parts / "iter_0000007" / file.name).read_bytes()
+
+    # What is evaluated, exported, and read by whoever knows no islands are the global weights.
+    known = next(row["validation_loss"] for row in metrics(whole) if "validation_loss" in row)
+    one = words(tmp_path, SINGLE)
+    for source in (["--load-hf", str(tmp_path / "hf")], ["--load", str(whole), "--no-load-optim"]):
+        again = tmp_path / source[0].strip("-")
+        inside([*one, *source, "--skip-train", "--save", str(again)])
+        found = next(row["validation_loss"] for row in metrics(again) if "validation_loss" in row)
+        assert abs(found - known) < 1e-9 * known, (source, found, known)
+    _, err = inside([*one, "--load", str(whole)], 2)
+    assert "one of outer steps between 2 islands, and the plan has none" in err
+
+
+def test_other_outer_steps_are_refused_by_name(tmp_path: Path) -> None:
+    spec = small_spec()
+    rates = {"mixing": 0.25, "lr": 0.7, "momentum": 0.9, "nesterov": 1.0}
+    was = {"islands": 2, "every": 12, "fragments": 3, "delay": 2, "updates": 7, "tokens": [[1.0, 2.0]] * 3}
+    found = Checkpoint(tmp_path, 7, Metadata({}), {"outer": {**was, "under_way": False, "rates": rates}}, "--load")
+    check_outer(found, outer_plan(spec))
+    cases = [
+        ({"every": 6, "delay": 1}, "every 12 (here 6), delay 2 (here 1)"), ({"fragments": 2}, "fragments 3 (here 2)"),
+        ({"optimizer": {"momentum": 0}}, "momentum 0.9 (here 0)"),
+    ]  # fmt: skip
+    for changes, says in cases:
+        with pytest.raises(UserError, match=re.escape(f"made with other outer steps: {says}. Accepted: a plan")):
+            check_outer(found, outer_plan(spec, **changes))
+    plan = outer_plan(spec, mixing=0, optimizer={"lr": 0.5})
+    assert plan.outer is not None
+    check_outer(found, plan)
+    told = "; the checkpoint was made with"
+    said = other_rates(found.state["outer"], plan.outer)
+    assert said == [f"outer mixing is 0{told} 0.25", f"outer lr is 0.5{told} 0.7"]

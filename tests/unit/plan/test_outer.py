@@ -1,0 +1,139 @@
+"""The key ``outer`` of a plan: what it may say, what is refused, what it needs, and what predictions make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from hetero_megatron.cluster.cluster_file import cluster_from_dict
+from hetero_megatron.errors import UserError
+from hetero_megatron.plans import Plan, plan_from_dict
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.dump import dump_yaml, to_dict
+from hetero_megatron.plans.export import export
+from hetero_megatron.plans.memory.of_plan import estimate_memory
+from hetero_megatron.plans.outer import bytes_per_exchange, format_outer, fragment_tensors
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.step import StepSimulator
+from hetero_megatron.spec import ModelSpec, logical_tensors
+from tests.unit.plan.test_bad_input import small_spec
+
+OUTER = {"islands": ["0-2", [3]], "every": 12, "fragments": 3, "delay": 2, "mixing": 0.25}
+PIPELINES = [
+    {"micro_batch_size": 1, "num_micro_batches": 3, "stages": [
+        {"ranks": [0, 1], "layers": [0, 4], "tp": 2}, {"ranks": 2, "layers": [4, 6]}]},
+    {"micro_batch_size": 1, "num_micro_batches": 1, "stages": [{"ranks": 3, "layers": [0, 6]}]},
+]  # fmt: skip
+
+
+def outer_plan(spec: ModelSpec, **changes: Any) -> Plan:
+    outer = {key: value for key, value in (OUTER | changes).items() if value is not None}
+    return plan_from_dict(
+        {"seq_length": 32, "global_batch_size": 4, "outer": outer, "pipelines": PIPELINES}, spec
+    )
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"every": None}, "outer.every: key 'every' is missing"),
+    ({"evry": 4}, "outer.evry: unknown key"),
+    ({"every": 0}, "outer.every = 0: too small"),
+    ({"every": 4.5}, "outer.every = 4.5: an integer was expected"),
+    ({"every": 10}, "outer.every = 10: 3 fragments cannot be exchanged at equal distances in 10 steps. Acc"),
+    ({"every": 1 << 30}, "outer.every = 1073741824: too large"),
+    ({"fragments": 0}, "outer.fragments = 0: too small"),
+    ({"fragments": 12}, "outer.fragments = 12: the model has 6 layers. Accepted: 1 to 6"),
+    ({"delay": 4}, "outer.delay = 4: the next exchange begins 4 steps after this one. Accepted: 0 to 3"),
+    ({"delay": -1}, "outer.delay = -1: too small"),
+    ({"mixing": 1.5}, "outer.mixing = 1.5: out of range. Accepted: a number from 0 to 1"),
+    ({"mixing": float("nan")}, "outer.mixing = nan: out of range"),
+    ({"mixing": "half"}, "outer.mixing = half: a number was expected, not text"),
+    ({"islands": ["0-3"]}, "outer.islands = 1: there is nobody to exchange weights with"),
+    ({"islands": ["0-2"]}, "outer.islands = 1: there is nobody"),
+    ({"islands": ["0-2", "2-3"]}, "outer.islands = 2: rank 2 is in two islands"),
+    ({"islands": ["0-2", "3-4"]}, "outer.islands = 4: rank 4 is in no stage"),
+    ({"islands": ["0-1", "3"]}, "outer.islands = 2: rank 2 is in none"),
+    ({"islands": ["0-1", "2-3"]}, "pipeline 0 (ranks 0-2) lies in several. Accepted: islands of whole pipelines"),
+    ({"optimizer": {"name": "adam"}}, "outer.optimizer.name = adam: unknown choice. Accepted: one of sgd"),
+    ({"optimizer": {"momentum": 1}}, "outer.optimizer.momentum = 1: nothing would ever be forgotten"),
+    ({"optimizer": {"momentum": 0, "nesterov": True}}, "outer.optimizer.nesterov = True: there is no momentum"),
+    ({"optimizer": {"lr": 0}}, "outer.optimizer.lr = 0: the global weights would never move"),
+    ({"optimizer": {"lr": 1e9}}, "outer.optimizer.lr = 1000000000.0: out of range"),
+    ({"optimizer": {"rate": 1}}, "outer.optimizer.rate: unknown key"),
+    ({"compress": "int8"}, "outer.compress: unknown key"),
+]
+
+
+def test_what_cannot_be_is_refused_in_one_line() -> None:
+    spec = small_spec()
+    for changes, says in REFUSED:
+        with pytest.raises(UserError) as caught:
+            outer_plan(spec, **changes)
+        assert says in str(caught.value) and "\n" not in str(caught.value), (changes, str(caught.value))
+
+
+def test_a_plan_with_outer_steps_is_another_plan_and_survives_writing() -> None:
+    spec = small_spec()
+    rates = {"name": "sgd", "lr": 0.7, "momentum": 0.9}
+    plan, like = outer_plan(spec), outer_plan(spec, islands=[3, [2, 0, 1]], optimizer=rates)
+    assert plan == like and plan.fingerprint() == like.fingerprint() == outer_plan(spec, optimizer={}).fingerprint()
+    assert plan_from_dict(to_dict(plan), spec) == plan and plan_from_dict(yaml.safe_load(dump_yaml(plan)), spec) == plan
+    others = [{"every": 24}, {"fragments": 2}, {"delay": 1}, {"mixing": 0}, {"optimizer": {"momentum": 0}}]
+    prints = {outer_plan(spec, **changes).fingerprint() for changes in others} | {plan.fingerprint()}
+    assert len(prints | {replace(plan, outer=None).fingerprint()}) == len(others) + 2
+    told = "\n".join(format_outer(plan, spec, "bf16"))
+    assert "notice: outer steps: islands 0-2 | 3" in told and "the loss depends on the plan" in told
+
+
+def test_fragments_are_all_tensors_once_and_islands_own_all() -> None:
+    spec = small_spec()
+    plan = outer_plan(spec)
+    assert plan.outer is not None
+    fragments = fragment_tensors(spec, plan.outer)
+    sizes = {t.name: t.size for t in logical_tensors(spec)}
+    assert sorted(name for names in fragments for name in names) == sorted(sizes)
+    assert [sorted({n.split(".")[2] for n in names if ".layers." in n}) for names in fragments] == [
+        ["0", "1"], ["2", "3"], ["4", "5"]
+    ]  # fmt: skip
+    assert sum(bytes_per_exchange(plan, spec, 4)) == 4 * sum(sizes.values())
+    for ranks in plan.outer.islands:
+        buckets = [b for b in CompiledPlan(plan, spec).buckets if b.ranks[0] in ranks]
+        assert all(set(b.ranks) <= set(ranks) for b in buckets)
+        assert sum(int(b.counts()[1].sum()) for b in buckets) == sum(sizes.values())
+
+
+def test_memory_is_that_of_global_weights_and_momentum() -> None:
+    """Beside that of optimizers which no other island shares."""
+    spec = small_spec()
+    for momentum, copies in ((0.9, 2), (0.0, 1)):
+        plan = outer_plan(spec, optimizer={"momentum": momentum}, delay=0)
+        owned = dict.fromkeys(plan.ranks, 0)
+        for bucket in CompiledPlan(plan, spec).buckets:
+            for rank, count in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
+                owned[rank] += count
+        for rank, memory in estimate_memory(plan, spec, "bf16").items():
+            assert memory.optimizer == owned[rank] * (4 + 4 + 4 + 4 * copies)  # masters, two moments
+
+
+def test_predictions_count_what_is_exchanged() -> None:
+    """Over links of nothing but bandwidth: the model's bytes each way in ``every`` steps, less what computing hides."""
+    spec = small_spec()
+    cluster = cluster_from_dict({
+        "nodes": [{"name": "near", "chip": "A100-40-SXM", "chips_per_node": 3}, {"name": "far", "chip": "A100-40-SXM"}],
+        "links": {"intra_node": {"bandwidth": "100 GB/s", "latency": "0 us"},
+                  "inter_node": {"bandwidth": "1 MB/s", "latency": "0 us"}},
+    })  # fmt: skip
+    seconds = {}
+    for delay in (0, 2):
+        plan = outer_plan(spec, delay=delay)
+        found = StepSimulator(plan, CostModel(spec, cluster, plan.seq_length, "fp32")).prediction()
+        assert found.step_seconds == pytest.approx(sum(found.parts.values()))
+        seconds[delay] = found.parts["outer"]
+        inner = found.step_seconds - found.parts["outer"]
+    size = sum(bytes_per_exchange(plan, spec, 4))
+    assert seconds[0] == pytest.approx(size / (0.8 * 1e6) / 12, rel=0.01)  # of links that are not measured
+    assert seconds[2] == pytest.approx(seconds[0] - 2 * inner * 3 / 12, rel=0.01)
+    with pytest.raises(UserError, match="sailor cannot say outer steps"):
+        export("sailor", plan, spec, cluster, "fp32")
