@@ -20,6 +20,7 @@ REQUIRED = [
     "transformers>=5.0",
     "rich>=13.0",
     "jinja2>=3.1",  # chat templates
+    "regex>=2025.1",  # which of a model's modules have adapters, in limited time
 ]
 # Imported only where they are used: a machine without them still trains.
 EXTRAS = {

@@ -66,23 +66,28 @@ class Model:
 
     def with_lora(
         self, rank: int, targets: Sequence[str] | None = None, *, dropout: float = 0.0, dora: bool = False,
-        base_dtype: str | None = None,
+        base_dtype: str | None = None, layers: Sequence[int] | None = None, sites: Sequence[str] | None = None,
     ) -> Model:  # fmt: skip
         """The model with trained adapters beside a frozen base.
 
         Args:
             rank: rows of A and columns of B.
-            targets: projections that get one ("q_proj", "down_proj", …); None: all linear layers.
+            targets: projections that get one ("q_proj", "down_proj", …), or one regular expression over names of the
+                model's modules; None: all linear layers.
             dropout: share of their inputs that they drop in training.
             dora: their rows are scaled to trained lengths.
             base_dtype: "int8" or "nf4": the frozen projections are stored so; None: as the run computes.
+            layers: that have adapters; None: all.
+            sites: instead, all adapters where they differ by layer: "LAYERS:NAMES:RANK", such as "0-3,7:q_proj:16".
 
         Raises:
             UserError: a value out of its range, or projections that the model does not have.
         """
-        chosen = tuple(all_linear(self.spec.gated) if targets is None else targets)
-        lora = Lora(rank, float(rank), chosen, dropout=dropout, dora=dora, base_dtype=base_dtype)
-        return Model.of(adapted(self.spec, lora), self.source)
+        from hetero_megatron.spec.adapter_places import chosen
+
+        lora = Lora(rank, float(rank), all_linear(self.spec.gated), dropout=dropout, dora=dora, base_dtype=base_dtype)
+        numbers = None if layers is None else list(map(str, layers))
+        return Model.of(adapted(self.spec, chosen(self.spec, lora, targets, numbers, sites)), self.source)
 
     def stretched(self, seq_length: int) -> Model:
         """With at least so many positions, where they are not learned."""

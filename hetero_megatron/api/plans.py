@@ -254,11 +254,11 @@ def predict(
     """
     spec, described = plan.model.spec, cluster.described
     options = CostOptions(
-        margin=memory_margin, moments=moments_of(plan.optimizer), routing=routing_of(routing_stats, spec), fp8=plan.fp8,
-        reference=reference,
+        margin=memory_margin, moments=moments_of(plan.optimizer), muon=plan.optimizer == "muon",
+        routing=routing_of(routing_stats, spec), fp8=plan.fp8, reference=reference,
     )  # fmt: skip
     costs = CostModel(spec, described, plan.seq_length, plan.dtype, options)
-    compiled = CompiledPlan(plan.canonical, spec)
+    compiled = compiled_plan(plan)
     found = step.predict(plan.canonical, spec, described, plan.dtype, costs, prepared=PreparedPlan(compiled))
     return Prediction(plan, cluster, found, question(costs, plan.global_batch_size), compiled)
 
@@ -268,11 +268,16 @@ def memory(plan: Plan, cluster: Cluster | None = None) -> Mapping[int, Memory]:
 
     Faster than :func:`predict`, and it needs no rates.
     """
-    spec, buckets = plan.model.spec, CompiledPlan(plan.canonical, plan.model.spec).buckets
+    spec, buckets = plan.model.spec, compiled_plan(plan).buckets
     found = estimate_memory(plan.canonical, spec, plan.dtype, moments_of(plan.optimizer), buckets, fp8=plan.fp8)
     if cluster is None:
         return found
     return with_communicators(found, plan.canonical, spec, buckets, cluster.described)
+
+
+def compiled_plan(plan: Plan) -> CompiledPlan:
+    """For its model and optimizer."""
+    return CompiledPlan(plan.canonical, plan.model.spec, muon=plan.optimizer == "muon")
 
 
 def positions_notice(model: Model, seq_length: int) -> list[str]:

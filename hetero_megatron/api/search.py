@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from hetero_megatron.api.inputs import Cluster, Model
-from hetero_megatron.api.plans import DTYPE, OPTIMIZER, Plan, Prediction
+from hetero_megatron.api.plans import DTYPE, OPTIMIZER, Plan, Prediction, compiled_plan
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.report.comparison import Comparisons, Summary, compare, outline
@@ -20,7 +20,6 @@ from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.planner.whatif.objective import Deadline, search_objective
 from hetero_megatron.planner.whatif.replan import NodeLoss, WarmPlanner
 from hetero_megatron.planner.whatif.runtime_plans import best_for
-from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.made_for import made_for
 from hetero_megatron.plans.memory.of_plan import moments_of
@@ -105,7 +104,7 @@ class Found:
     def prediction(self) -> Prediction:
         """Step time, memory and timeline of the plan."""
         assert self.summary.asked is not None
-        compiled = CompiledPlan(self.plan.canonical, self.plan.model.spec)
+        compiled = compiled_plan(self.plan)
         return Prediction(self.plan, self.cluster, self.result.best.prediction, self.summary.asked, compiled)
 
     @property
@@ -155,7 +154,7 @@ class Found:
         found = best_for(RUNTIMES[runtime], self.problem.on(self.cluster.described), progress)
         made = self.plan.canonical.made_for
         chosen = replace(self.plan, canonical=replace(found.plan, made_for=made))
-        asked, compiled = self.prediction.asked, CompiledPlan(chosen.canonical, chosen.model.spec)
+        asked, compiled = self.prediction.asked, compiled_plan(chosen)
         predicted = Prediction(chosen, self.cluster, found.prediction, asked, compiled)
         return FoundFor(runtime, chosen, predicted, predicted.step_seconds / self.step_seconds, found.considered)
 
@@ -183,9 +182,9 @@ def plan(
     Args:
         model: or what :class:`Model` takes.
         seq_length: tokens per sequence; global_batch_size: sequences per optimizer step.
-        dtype: of weights and activations: "bf16", "fp16", "fp32", "fp64"; optimizer: "adam", "sgd".
+        dtype: of weights and activations: "bf16", "fp16", "fp32", "fp64"; optimizer: "adam", "sgd", "muon".
         fp8: what linear modules may compute in.
-        micro_batch_size, recompute ("none", "selective", "full"): only this; None: the search chooses.
+        micro_batch_size, recompute ("none", "selective", "elementwise", "full"): only this; None: the search chooses.
         context, offload, more_schedules: "auto", "always" or "never", as the flags of ``hetero-megatron plan``.
         shares: pipelines may own unequal shares of the optimizer's state.
         routing_stats: file of a run, of how often experts were chosen.
@@ -208,8 +207,9 @@ def plan(
         shares=shares,
     )  # fmt: skip
     costs = CostOptions(
-        margin=memory_margin, moments=moments_of(optimizer), fp8=fp8, routing=routing_of(routing_stats, shapes.spec)
-    )
+        margin=memory_margin, moments=moments_of(optimizer), muon=optimizer == "muon", fp8=fp8,
+        routing=routing_of(routing_stats, shapes.spec),
+    )  # fmt: skip
     options = SearchOptions(dtype=dtype, time_limit=time_limit, space=space, costs=costs, seed=seed)
     problem = PlanningProblem(shapes.spec, cluster.described, seq_length, global_batch_size, options)
     budget, deadline = TimeBudget(time_limit), _deadline(objective, train_tokens, deadline_hours)

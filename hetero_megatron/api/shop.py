@@ -77,7 +77,7 @@ def shop(
         micro_batch_sizes=None if micro_batch_size is None else (micro_batch_size,), recompute=recompute,
         context=context, offload=offload, more_schedules="never",
     )  # fmt: skip
-    costs = CostOptions(margin=memory_margin, moments=moments_of(optimizer), fp8=fp8)
+    costs = CostOptions(margin=memory_margin, moments=moments_of(optimizer), muon=optimizer == "muon", fp8=fp8)
     options = SearchOptions(dtype=dtype, space=space, costs=costs)
     problem = PlanningProblem(shapes.spec, cluster.described, seq_length, global_batch_size, options)
     problem.check()

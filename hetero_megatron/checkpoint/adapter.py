@@ -197,7 +197,7 @@ def merged(
         if (a := params.get(f"{module}.lora_A.weight")) is not None:
             wide = torch.promote_types(found.dtype, torch.float32)
             b = params[f"{module}.lora_B.weight"]
-            found = found.to(wide).add(b.to(wide) @ a.to(wide), alpha=spec.lora.scale)
+            found = found.to(wide).add(b.to(wide) @ a.to(wide), alpha=spec.lora.scale(module))
             found = found if name not in gains else found * gains[name][:, None]
         held = boxes[name]
         for box in parts:
@@ -216,5 +216,5 @@ def merged_pieces(
         if (a := params.get(f"{module}.lora_A.weight")) is not None:
             wide = torch.promote_types(found.dtype, torch.float32)
             a, b = a[:, piece.slices[1]].to(wide), params[f"{module}.lora_B.weight"][rows].to(wide)
-            found = found.to(wide).add(b @ a, alpha=spec.lora.scale)
+            found = found.to(wide).add(b @ a, alpha=spec.lora.scale(module))
         yield piece.name, piece.box, found

@@ -18,12 +18,11 @@ KEYS = KeyTable(
     honoured=frozenset(
         (
             "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "target_parameters",
-            "rank_pattern", "alpha_pattern", INIT,
+            "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "exclude_modules", INIT,
         )
     ),
     fixed={
         "peft_type": ("LORA",), "bias": ("none", None), "fan_in_fan_out": _OFF, "modules_to_save": _NONE,
-        "layers_to_transform": _NONE, "layers_pattern": (*_NONE, ""), "exclude_modules": (*_NONE, ""),
         "lora_bias": _OFF, "layer_replication": _NONE, "trainable_token_indices": _NONE, "megatron_config": _NONE,
         "enable_lora": _NONE,
         "use_qalora": _OFF, "use_bdlora": (*_OFF, {}), "alora_invocation_tokens": _NONE, "arrow_config": _NONE,

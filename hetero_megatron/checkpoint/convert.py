@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hetero_megatron.checkpoint.companions import Companions, from_directory
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
@@ -33,6 +32,7 @@ from hetero_megatron.checkpoint.manifest import (
     sha256,
     unusable,
 )
+from hetero_megatron.checkpoint.model_files import ModelFiles, from_directory
 from hetero_megatron.checkpoint.native import Checkpoint, damaged_error, open_checkpoint
 from hetero_megatron.checkpoint.safefile import Files, write_file
 from hetero_megatron.checkpoint.state import MODEL, check_model, weight_dtypes
@@ -77,7 +77,7 @@ def from_native(
     check_model(checkpoint, spec)
     names = [tensor.name for tensor in logical_tensors(spec)]
     dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
-    along, chunks, nonfinite = checkpoint.companions(), _chunks(checkpoint, spec), dict[str, None]()
+    along, chunks, nonfinite = checkpoint.model_files(), _chunks(checkpoint, spec), dict[str, None]()
     alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:
         save_hf(target, spec, chunks, dtypes, alone, along, nonfinite=None if check_finite else nonfinite)
@@ -132,7 +132,7 @@ def to_native(source: str, target: str, dtype: str | None = None, check_finite: 
 
 
 def import_weights(
-    weights: ImportedWeights, along: Companions, direction: str, target: str, dtype: str | None, check_finite: bool
+    weights: ImportedWeights, along: ModelFiles, direction: str, target: str, dtype: str | None, check_finite: bool
 ) -> dict[str, Any]:
     """Write weights as the checkpoint of step 0, loadable under any plan; returns a summary for --json.
 

@@ -19,8 +19,8 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from hetero_megatron.checkpoint.companions import Private
 from hetero_megatron.checkpoint.manifest import SUMS, Damaged, sha256
+from hetero_megatron.checkpoint.model_files import Private
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import read_bytes
 from hetero_megatron.utils.text import notice_line

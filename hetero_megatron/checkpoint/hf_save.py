@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from hetero_megatron.checkpoint.companions import CONFIG, Companions, from_directory, is_tokenizer
 from hetero_megatron.checkpoint.export import Export, Owned, make_work, publish_work
 from hetero_megatron.checkpoint.export import check_target as check_folder
 from hetero_megatron.checkpoint.hf_files import (
@@ -22,6 +21,7 @@ from hetero_megatron.checkpoint.hf_files import (
     make_files,
     plan_files,
 )
+from hetero_megatron.checkpoint.model_files import CONFIG, ModelFiles, from_directory, is_tokenizer
 from hetero_megatron.checkpoint.names import name_table, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.group import together
@@ -38,7 +38,7 @@ def save_hf(
     owned: Iterable[Owned],
     dtypes: torch.dtype | Mapping[str, torch.dtype],
     world: Group,
-    source: str | Companions | None = None,
+    source: str | ModelFiles | None = None,
     shard_bytes: int = SHARD_BYTES,
     nonfinite: dict[str, None] | None = None,
 ) -> str:
@@ -105,11 +105,11 @@ def _check_target(path: Path, spec: ModelSpec) -> None:
 
 
 def _create(
-    final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTensor], source: str | Companions | None
+    final: Path, work: Path, spec: ModelSpec, plan: dict[str, StoredTensor], source: str | ModelFiles | None
 ) -> None:
     """Write headers, full-size files, config, index and accompanying files."""
     _check_target(final, spec)
-    along = from_directory(source) if isinstance(source, str) else source or Companions()
+    along = from_directory(source) if isinstance(source, str) else source or ModelFiles()
     config = export_config(spec, along.config, main_dtype(plan))
     make_work(final, FLAG)
     along.write(work)

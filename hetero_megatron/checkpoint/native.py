@@ -17,11 +17,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hetero_megatron.checkpoint.boxes import BoxedTensor
-from hetero_megatron.checkpoint.companions import Companions, from_checkpoint
 from hetero_megatron.checkpoint.directory import CheckpointDirectory
 from hetero_megatron.checkpoint.exchange import RankFailed, RemoteError, load_boxes, save_boxes
 from hetero_megatron.checkpoint.manifest import Damaged, read_sums, verify
 from hetero_megatron.checkpoint.metadata import check_files, file_limits, read_metadata
+from hetero_megatron.checkpoint.model_files import ModelFiles, from_checkpoint
 from hetero_megatron.checkpoint.storage import BoxReader, BoxWriter, empty_like_box
 from hetero_megatron.comm import CommError, Group
 from hetero_megatron.errors import UserError
@@ -225,7 +225,7 @@ class Checkpoint:
         entry = self.metadata.state_dict_metadata.get(name)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
-    def companions(self) -> Companions:
+    def model_files(self) -> ModelFiles:
         """The accompanying files: known names among those covered by the checksums."""
         try:
             return from_checkpoint(self.path, read_sums(self.path))

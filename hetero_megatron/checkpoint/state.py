@@ -21,7 +21,7 @@ from hetero_megatron.comm import Group
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
 from hetero_megatron.parallel.optimizer import ShardedOptimizer
-from hetero_megatron.spec import ModelSpec, trained_tensors
+from hetero_megatron.spec import LogicalTensor, ModelSpec, trained_tensors
 
 MODEL, OPTIMIZER = "model", "optimizer"
 WEIGHT_DTYPES = "weight_dtypes"  # key of the state
@@ -30,6 +30,7 @@ _DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 }  # fmt: skip
 _MOMENTS = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
+_MOMENTS["muon"] = [*_MOMENTS["adam"], *_MOMENTS["sgd"]]  # of matrices, and of all others
 
 
 def owned_tensors(
@@ -104,7 +105,7 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         return
     known = _MOMENTS.get(saved.get("name", ""), names)
     stepped = [t for t in trained_tensors(spec) if not t.by_load]
-    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for m in known for t in stepped}
+    wanted = {f"{OPTIMIZER}.{m}.{t.name}": t.shape for t in stepped for m in states_of(t, known)}
     held = {key for key in checkpoint.metadata.state_dict_metadata if key.startswith(OPTIMIZER + ".")}
     wrong = sorted(key for key in held | wanted.keys() if checkpoint.shape(key) != wanted.get(key))
     if "exp_avg" in known and "step" not in numbers:
@@ -114,6 +115,15 @@ def check_moments(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         raise damaged_error(Damaged(checkpoint.path / METADATA, what), checkpoint.field)
 
 
+def states_of(tensor: LogicalTensor, kinds: Sequence[str]) -> Sequence[str]:
+    """Those of an optimizer's kinds of states that a tensor has: all, but of Muon's only some."""
+    if len(kinds) == 1 or "momentum_buffer" not in kinds:
+        return kinds
+    from hetero_megatron.plans.matrices import muon_states
+
+    return muon_states(tensor, kinds)
+
+
 def make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapping[str, float]) -> None:
     """Create optimizer states as at the first step, to be overwritten."""
     inner = optimizer.inner
@@ -121,9 +131,11 @@ def make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapp
         return
     native = isinstance(inner, torch.optim.AdamW | torch.optim.SGD)  # others count steps in an int
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    for master in (m for group in inner.param_groups for m in group["params"]):
-        state: dict[str, Any] = {name: torch.zeros_like(master) for name in names}
-        for key, number in numbers.items():
+    both = len(names) > 1 and "momentum_buffer" in names  # Muon's, and Adam's of what are no matrices
+    for matrix, master in ((both and "matrices" in g, m) for g in inner.param_groups for m in g["params"]):
+        mine = [name for name in names if not both or (name == "momentum_buffer") == matrix]
+        state: dict[str, Any] = {name: torch.zeros_like(master) for name in mine}
+        for key, number in numbers.items() if not matrix else ():
             device = master.device if on_device else torch.device("cpu")
             state[key] = torch.tensor(number, dtype=torch.float32, device=device) if native else int(number)
         inner.state[master] = state

@@ -39,7 +39,7 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import ElasticConfig, RunConfig
+from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig
 from hetero_megatron.utils.text import plural
 
 
@@ -123,6 +123,7 @@ def configure_arguments(
     cluster = part(_cluster, args)
     plan = part(_plan, args, spec, launcher, cluster, dtype, fp8)
     part(fp8_fits, plan, spec, fp8, dtype, cluster)
+    part(_muon_fits, optimizer, plan, spec)
     balancing = part(build_balancing, args, spec, plan)
     if early:
         check_early(args, parts)
@@ -187,6 +188,13 @@ def _find_model(args: Arguments) -> None:
         from hetero_megatron.cli.hub import model_directory
 
         args.values["load_hf"] = model_directory(args["load_hf"], "--load-hf")
+
+
+def _muon_fits(optimizer: OptimizerConfig, plan: Plan, spec: ModelSpec) -> None:
+    if optimizer.muon is not None:
+        from hetero_megatron.plans.matrices import check_muon
+
+        check_muon(plan, spec)
 
 
 def _set_dtype(args: Arguments, dtype: str) -> None:
@@ -281,4 +289,7 @@ def _compile(args: Arguments, plan: Plan) -> str | None:
     if args["compile"] and splits_backward(plan):
         problem = f"a compiled layer cannot put off its weight gradients, as the {plan.schedule} schedule does"
         raise flag_error("compile", True, problem, "leave the flag out, or another schedule")
+    if args["compile"] and any(stage.recompute.kind == "elementwise" for stage in plan.stages):
+        problem = "a compiled layer keeps what its compiler chooses, so its elementwise results cannot be recomputed"
+        raise flag_error("compile", True, problem, "leave the flag out, or recompute: none, selective or full")
     return str(args["compile_backend"]) if args["compile"] else None

@@ -131,16 +131,16 @@ def _kind(source: str) -> str:
 def _from_megatron(
     source: str, target: str, model: str | None, step: int | None, dtype: str | None, check_finite: bool
 ) -> dict[str, Any]:
-    from hetero_megatron.checkpoint.companions import Companions, from_directory
     from hetero_megatron.checkpoint.convert import import_weights
     from hetero_megatron.checkpoint.megatron.find import open_megatron
     from hetero_megatron.checkpoint.megatron.weights import MegatronWeights
+    from hetero_megatron.checkpoint.model_files import ModelFiles, from_directory
     from hetero_megatron.cli.flags.megatron_checkpoint import spec_of_arguments
 
     tensors = open_megatron(source, step)
     spec, notices = spec_of_arguments(tensors.arguments, model, tensors.vocabulary_rows())
     folder = model_folder(model)
-    along = from_directory(folder) if folder is not None else Companions()
+    along = from_directory(folder) if folder is not None else ModelFiles()
     direction = f"Megatron's {tensors.form} to native"
     weights = MegatronWeights(tensors, spec)
     weights.notices.extend(notices)

@@ -8,7 +8,6 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ from hetero_megatron.environment.launcher import LauncherEnvironment, read_launc
 from hetero_megatron.errors import UserError, without_controls
 from hetero_megatron.training.exit import at_once, import_torch
 from hetero_megatron.utils.files import read_lines
-from hetero_megatron.utils.text import notice_line, plural
+from hetero_megatron.utils.text import did_you_mean, notice_line, plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cli.generate_settings import Ending
@@ -101,8 +100,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         raise UserError("missing: nothing to continue", field="--prompt", accepted=accepted)
     if args.load is None and args.load_hf is None:
         for word in rest:
-            if near := get_close_matches(word.partition("=")[0], ("--load-hf", "--load"), 1, 0.75):
-                raise UserError(f"no such flag (did you mean {near[0]}?)", field=word.partition("=")[0])
+            if near := did_you_mean(name := word.partition("=")[0], ("--load-hf", "--load"), 0.75):
+                raise UserError(f"no such flag{near}", field=name)
         raise UserError("missing: no model", field="--load-hf", accepted="--load-hf DIR or --load DIR")
     if args.ckpt_step is not None and args.load is None:
         raise UserError("has no effect without --load", field="--ckpt-step", value=args.ckpt_step)
@@ -181,7 +180,7 @@ def _configure(
 
 
 def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceTokenizer:
-    from hetero_megatron.checkpoint.companions import CONFIG, write_new
+    from hetero_megatron.checkpoint.model_files import CONFIG, write_new
     from hetero_megatron.data.tokenizers import HuggingFaceTokenizer
 
     if args.tokenizer_model is not None:
@@ -190,7 +189,7 @@ def _tokenizer(args: Namespace, source: str, checkpoint: Any) -> HuggingFaceToke
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
-            found = checkpoint.companions()
+            found = checkpoint.model_files()
             found.write(Path(folder))
             if CONFIG in found.files:  # its model_type says which tokenizer it is where the tokenizer's files do not
                 write_new(Path(folder) / CONFIG, found.files[CONFIG])

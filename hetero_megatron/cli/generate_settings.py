@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_megatron.checkpoint.companions import CONFIG, GENERATION
+from hetero_megatron.checkpoint.model_files import CONFIG, GENERATION
 from hetero_megatron.errors import UserError
 from hetero_megatron.generation.settings import KEYS, Filters, ScoreSettings, notices, read_settings
 from hetero_megatron.utils.files import parse_json, read_bytes
@@ -74,7 +74,7 @@ def filters_of(args: Namespace, settings: ScoreSettings) -> Filters:
 
 def _said(source: str, checkpoint: Checkpoint | None) -> tuple[dict[str, Any], str]:
     """(settings by name, the file that has them)."""
-    files = {} if checkpoint is None else checkpoint.companions().files
+    files = {} if checkpoint is None else checkpoint.model_files().files
     for get, place in ((files.get, checkpoint.path if checkpoint is not None else None), (_file(source), Path(source))):
         for name in (GENERATION, CONFIG):
             content = get(name) if place is not None else None

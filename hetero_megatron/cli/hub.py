@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from hetero_megatron.checkpoint.companions import HUB_PATTERNS
+from hetero_megatron.checkpoint.model_files import HUB_PATTERNS
 from hetero_megatron.errors import UserError
 
 MAX_NAME = 192  # of a model on the hub: owner and name of 96 characters each

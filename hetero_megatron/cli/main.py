@@ -5,7 +5,6 @@ from __future__ import annotations
 import hetero_megatron.environment.interrupt  # first
 
 # isort: split
-import difflib
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.training.exit import at_once, outlive_terminal
 from hetero_megatron.utils.exit_codes import INTERRUPTED
 from hetero_megatron.utils.out_of_memory import out_of_memory
+from hetero_megatron.utils.text import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,9 +57,8 @@ def load_command(name: str) -> Callable[[Sequence[str]], int]:
             command: Callable[[Sequence[str]], int] = import_module(f"hetero_megatron.cli.{name}").main
         hetero_megatron.environment.interrupt.release()
         return command
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"no such command{hint}", field="command", value=name, accepted=", ".join(COMMANDS))
+    problem = f"no such command{did_you_mean(name, COMMANDS)}"
+    raise UserError(problem, field="command", value=name, accepted=", ".join(COMMANDS))
 
 
 def _help(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:

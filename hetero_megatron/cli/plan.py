@@ -16,7 +16,7 @@ from hetero_megatron.api.plans import positions_notice
 from hetero_megatron.api.search import Found
 from hetero_megatron.api.search import plan as search
 from hetero_megatron.cli.arguments import SHARE, ArgumentParser, Number, count, seconds
-from hetero_megatron.cli.companion import Companion
+from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
 from hetero_megatron.cli.flags.adapter import add_lora, with_lora
 from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
@@ -24,6 +24,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.search_space import SearchSpace
 from hetero_megatron.plans import dump_yaml
 from hetero_megatron.plans.export import FORMATS, export
+from hetero_megatron.plans.made_for import OPTIMIZERS
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.plans.runtimes.table import RUNTIMES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return context_only(argv)
     args = _parser().parse_args(list(argv))
     _check(args)
-    companion = Companion(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
+    beside = ClusterBesidePlan(args.out, args.cluster, bool(args.without or args.add) or args.objective != "tokens")
     given = load_model(args.model)
     model = Model.of(with_lora(args, given), args.model).stretched(args.seq_length)
     cluster = asked = Cluster.read(args.cluster)
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         write_text(args.out, "--out", found.file)
     try:  # the report may take longer than the search did
-        companion.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
+        beside.finish(found.cluster.text() if found.cluster is not asked else None, quiet=args.json)
         if not args.json:
             print(_without_packed(found.file), found.explain(), "", sep="\n", flush=True)
         tell = None if say is None else partial(say, what="report")
@@ -138,11 +139,12 @@ def _parser() -> ArgumentParser:
     add("--json", action="store_true", help="print one JSON object instead")
     add("--quiet", action="store_true", help="no progress on standard error")
     add("--dtype", default="bf16", choices=tuple(ITEM_BYTES), help="of weights and activations (bf16)")
-    add("--optimizer", default="adam", choices=("adam", "sgd"), help="for its state (adam)")
+    add("--optimizer", default="adam", choices=OPTIMIZERS, help="for its state (adam)")
     add_fp8(parser)
     add_lora(parser)
     add("--micro-batch-size", type=count(), metavar="N", help="only this one (default: all that make sense)")
-    add("--recompute", choices=("none", "selective", "full"), help="the same everywhere (default: chosen per stage)")
+    add("--recompute", choices=("none", "selective", "elementwise", "full"),
+        help="the same everywhere (default: chosen per stage)")  # fmt: skip
     add("--context", default="auto", choices=("auto", "always", "never"),
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
     add("--routing-stats", metavar="FILE",

@@ -10,7 +10,7 @@ from typing import Any
 from hetero_megatron.api.inputs import Model
 from hetero_megatron.api.plans import positions_notice
 from hetero_megatron.cli.arguments import ArgumentParser, count
-from hetero_megatron.cli.companion import Companion
+from hetero_megatron.cli.cluster_beside_plan import ClusterBesidePlan
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cluster import format_bytes, load_cluster
 from hetero_megatron.cluster.catalogue import DTYPES
@@ -53,14 +53,14 @@ def run_context_only(args: argparse.Namespace) -> int:
         UserError: unsupported requests, before anything is printed.
     """
     check_writable(args.out, "--out")
-    companion = Companion(args.out, args.cluster, may_write=False)
+    beside = ClusterBesidePlan(args.out, args.cluster, may_write=False)
     problem, notices = _problem(args)
     choice = schedule_context(problem)
     plan = one_stage_plan(problem, choice.layout, args.global_batch_size)
     validate(plan, problem.model)
     if args.out:
         write_text(args.out, "--out", dump_yaml(plan))
-    companion.finish(None, quiet=args.json)
+    beside.finish(None, quiet=args.json)
     if args.json:
         print_json(report(problem, choice, plan, notices))
     else:

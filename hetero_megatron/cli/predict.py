@@ -14,7 +14,7 @@ from hetero_megatron.cli.flags.fp8 import add_fp8, fp8_of
 from hetero_megatron.cli.output import check_writable, print_json, write_text
 from hetero_megatron.cli.predict_from import SIZES, read_plan
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans.made_for import made_for_of
+from hetero_megatron.plans.made_for import OPTIMIZERS, made_for_of
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
                         help="preset, Hugging Face directory or config.json (what the plan was made for)")  # fmt: skip
     parser.add_argument("--dtype", type=dtype_name, choices=tuple(ITEM_BYTES),
                         help="of weights and activations (what the plan was made for, else bf16)")  # fmt: skip
-    parser.add_argument("--optimizer", choices=("adam", "sgd"),
+    parser.add_argument("--optimizer", choices=OPTIMIZERS,
                         help="for its state (what the plan was made for, else adam)")  # fmt: skip
     add_fp8(parser)
     add_lora(parser)

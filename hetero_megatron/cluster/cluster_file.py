@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from hetero_megatron.cluster.hosts import (
 )
 from hetero_megatron.cluster.rates_section import check_numbers, read_rates
 from hetero_megatron.cluster.units import CHIP, NODE, VENDOR, check_printable, quantity
+from hetero_megatron.utils.text import did_you_mean
 from hetero_megatron.utils.yaml_document import Entry, from_data
 
 CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates", "launch")
@@ -108,12 +108,8 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
         if any(group.name == name for group in groups):
             keys["name"].fail("two node groups have this name", accepted="a name of its own for each group")
         if chip not in chips and chip not in CHIPS:
-            known = [*chips, *CHIPS]
-            near = difflib.get_close_matches(chip, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            keys["chip"].fail(
-                f"unknown chip{hint}", accepted="a chip under chips:, or one of " + ", ".join(CHIPS)
-            )
+            accepted = "a chip under chips:, or one of " + ", ".join(CHIPS)
+            keys["chip"].fail(f"unknown chip{did_you_mean(chip, [*chips, *CHIPS])}", accepted=accepted)
         count = keys["count"].integer(1) if "count" in keys else 1
         per_node = keys["chips_per_node"].integer(1) if "chips_per_node" in keys else 1
         if count * per_node + sum(g.count * g.chips_per_node for g in groups) > MAX_RANKS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from hetero_megatron.cluster.catalogue import CHIPS, Chip
 from hetero_megatron.cluster.cluster import Cluster, NodeGroup
 from hetero_megatron.cluster.subset import fresh_name
 from hetero_megatron.errors import UserError
+from hetero_megatron.utils.text import did_you_mean
 from hetero_megatron.utils.yaml_document import read_document
 
 MOST = 1e12
@@ -53,7 +53,7 @@ def read_prices(path: str | os.PathLike[str]) -> Prices:
             entry.fail(f"a number of {currency} was expected", accepted=f"every price in {currency}")
         cards[name] = entry.number(1e-6, MOST)
         if name not in CHIPS:
-            entry.fail(f"no such card{_near(name, CHIPS)}", accepted=", ".join(CHIPS))
+            entry.fail(f"no such card{did_you_mean(name, CHIPS)}", accepted=", ".join(CHIPS))
     host = keys["host"].number(0, MOST) if "host" in keys else Prices.host
     per_host = keys["per_host"].integer(1, 64) if "per_host" in keys else Prices.per_host
     return Prices(currency, cards, host, per_host)
@@ -69,7 +69,7 @@ def affordable(prices: Prices, kinds: Sequence[str], budget: float, most: int) -
     """
     for kind in kinds:
         if kind not in prices.cards:
-            raise UserError(f"has no price{_near(kind, prices.cards)}", field="--shop", value=kind,
+            raise UserError(f"has no price{did_you_mean(kind, prices.cards)}", field="--shop", value=kind,
                             accepted=", ".join(prices.cards))  # fmt: skip
     found = list(_sets(prices, kinds, budget))
     if not found:
@@ -104,8 +104,3 @@ def with_cards(cluster: Cluster, cards: Mapping[str, int], per_host: int) -> Clu
                 group = NodeGroup(fresh_name(f"new-{chip.lower()}", cluster), hosts, chip, size)
                 cluster = replace(cluster, nodes=(*cluster.nodes, group), chips={**cluster.chips, chip: described})
     return cluster
-
-
-def _near(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

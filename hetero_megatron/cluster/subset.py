@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from hetero_megatron.cluster.catalogue import CHIPS
 from hetero_megatron.cluster.cluster import Cluster, Link, NodeGroup
 from hetero_megatron.cluster.hosts import HostSettings
 from hetero_megatron.errors import UserError
+from hetero_megatron.utils.text import did_you_mean
 
 DEFAULT_PER_NODE = 8
 
@@ -112,9 +112,8 @@ def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
         elif name in groups:
             gone |= {rank.node for rank in cluster.ranks if rank.group == name}
         else:
-            near = difflib.get_close_matches(name, sorted(nodes | groups), n=1)
             raise UserError(
-                "the cluster has no such node" + (f" (did you mean {near[0]}?)" if near else ""), field="--without",
+                f"the cluster has no such node{did_you_mean(name, sorted(nodes | groups))}", field="--without",
                 value=name, accepted=", ".join(sorted(nodes)[:8]) + (", …" if len(nodes) > 8 else ""),
                 where=cluster.file,
             )  # fmt: skip

@@ -27,7 +27,7 @@ from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.comm.islands import Islands
 from hetero_megatron.comm.watchdog import TransferWatch
-from hetero_megatron.comm.work import CommError, Waiter, Work, Works, in_time, within
+from hetero_megatron.comm.work import CommError, Waiter, Work, Works, with_timeout, within
 from hetero_megatron.environment.launcher import LauncherEnvironment
 from hetero_megatron.errors import UserError
 from hetero_megatron.platform.accelerator import Accelerator
@@ -193,7 +193,7 @@ class Comm:
 
         start = time.perf_counter()
         try:
-            return in_time(patience.total_seconds(), run, gone) if others else run()
+            return with_timeout(patience.total_seconds(), run, gone) if others else run()
         except (RuntimeError, ValueError) as error:
             peers = tuple(dict.fromkeys([*lost, *others]))  # first those that the message is to name
             raise self.failure(peers, time.perf_counter() - start, error, activity) from error

@@ -96,7 +96,7 @@ class EpochStore:
     @staticmethod
     def of_member(launcher: LauncherEnvironment) -> EpochStore:
         """A connection of its own: a thread's waits hold up no other's."""
-        return EpochStore(connect_store(*launcher.meeting_point, PATIENCE, SCOPE), launcher.secret)
+        return EpochStore(connect_store(*launcher.rendezvous_address, PATIENCE, SCOPE), launcher.secret)
 
     def publish(self, epoch: Epoch) -> None:
         self._records.set(f"epoch/{epoch.number}", epoch)

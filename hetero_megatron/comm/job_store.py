@@ -76,7 +76,7 @@ def open_listener(launcher: LauncherEnvironment) -> socket.socket:
     Raises:
         OSError: the port is taken.
     """
-    host, port = launcher.meeting_point
+    host, port = launcher.rendezvous_address
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=4096)

@@ -71,7 +71,7 @@ class Rendezvous:
 
     @property
     def where(self) -> str:
-        host, port = self.launcher.meeting_point
+        host, port = self.launcher.rendezvous_address
         return f"{host}:{port}"
 
     def join(self, address: Address | None) -> tuple[dist.Store, list[RankRecord]]:
@@ -98,7 +98,7 @@ class Rendezvous:
 
     def _open(self) -> dist.Store:
         launcher = self.launcher
-        host, port = launcher.meeting_point
+        host, port = launcher.rendezvous_address
         if launcher.agent_store or launcher.rank != 0:
             await_listener(host, port, self.timeout)
             return dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
@@ -117,7 +117,7 @@ class Rendezvous:
 
     def _first_member(self) -> RankRecord:
         """The other process that claims rank 0, which is told to leave."""
-        host, port = self.launcher.meeting_point
+        host, port = self.launcher.rendezvous_address
         scope = f"round/{self.launcher.restarts}"
         client = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PATIENCE))
         records = Records(dist.PrefixStore(scope, client), self.launcher.secret, scope)
@@ -252,8 +252,8 @@ def start_comm(
         if launcher.one_host:
             _gloo_on_loopback()
         beacon = listen(launcher.address, launcher.one_host)
-        meeting = Rendezvous(launcher, rank, max(timeout, START_UP), over or (lambda: False))
-        store, members = meeting.join(beacon.address if beacon is not None else None)
+        rendezvous = Rendezvous(launcher, rank, max(timeout, START_UP), over or (lambda: False))
+        store, members = rendezvous.join(beacon.address if beacon is not None else None)
         reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
     comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
     if over is not None:

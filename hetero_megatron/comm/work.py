@@ -244,7 +244,7 @@ LOOK_SECONDS = 2.0  # interval between looks at the peers; connecting usually ta
 T = TypeVar("T")
 
 
-def in_time(seconds: float, call: Callable[[], T], gone: Callable[[], Collection[int]] = tuple) -> T:
+def with_timeout(seconds: float, call: Callable[[], T], gone: Callable[[], Collection[int]] = tuple) -> T:
     """What ``call`` returns or raises. It runs in a thread, which is left behind when the time is over.
 
     Args:
@@ -279,5 +279,5 @@ def in_time(seconds: float, call: Callable[[], T], gone: Callable[[], Collection
 def within(seconds: float, call: Callable[[], T]) -> T | None:
     """The same; None if it fails or takes longer."""
     with suppress(RuntimeError, UserError):
-        return in_time(seconds, call)
+        return with_timeout(seconds, call)
     return None

@@ -63,7 +63,7 @@ def _refuse_table(path: Path, field: str) -> UserError:
 
 
 def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], list[Path]]:
-    """(data, companions) of all files below a folder, in sorted order; hidden ones are neither.
+    """(data, side_files) of all files below a folder, in sorted order; hidden ones are neither.
 
     Args:
         accepted: for the refusal of a folder without data.
@@ -74,17 +74,17 @@ def folder_files(folder: Path, field: str, accepted: str) -> tuple[list[Path], l
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError("the folder cannot be read: permission denied", field=field, value=str(folder))
     files = sorted(f for f in folder.rglob("*") if f.is_file() and not _hidden(f.relative_to(folder)))
-    companions = _companions(files)
-    data = [f for f in files if f not in companions]
+    side_files = _side_files(files)
+    data = [f for f in files if f not in side_files]
     if not data:
-        held = f" but {', '.join(sorted(f.name for f in companions)[:3])}" if companions else ""
+        held = f" but {', '.join(sorted(f.name for f in side_files)[:3])}" if side_files else ""
         raise UserError(f"the folder holds no files{held}", field=field, value=str(folder), accepted=accepted)
     if pairs := [f.with_suffix("") for f in data if f.suffix == ".idx" and f.with_suffix(".bin") in data]:
         shown = ", ".join(str(prefix) for prefix in pairs[:4]) + (" …" if len(pairs) > 4 else "")
         accepted = f"the prefix of a pair, or several, as a blend: {shown}"
         raise UserError("holds pairs of .bin and .idx", field=field, value=str(folder), accepted=accepted)
     _refuse_splits(folder, data, field)
-    return data, sorted(companions)
+    return data, sorted(side_files)
 
 
 def one_kind(files: Sequence[Path], path: str, field: str) -> str:
@@ -112,7 +112,7 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _companions(files: Iterable[Path]) -> set[Path]:
+def _side_files(files: Iterable[Path]) -> set[Path]:
     suffixes = {f: uncompressed_name(f).suffix.lower() for f in files}
     found = {f for f in suffixes if f.name in _INFOS}
     if ".arrow" in suffixes.values():

@@ -136,11 +136,11 @@ def _frozen_rows(divided: DividedWeights | None) -> list[torch.Tensor]:
 
 def _make_moments(optimizer: Optimizer | None, config: OptimizerConfig) -> None:
     """The states that the first step would make at its end: every later step has them from its beginning."""
-    sgd = ("momentum_buffer",) if config.momentum else ()
-    keys = sgd if config.name == "sgd" else ("exp_avg", "exp_avg_sq")
+    momentum = ("momentum_buffer",) if config.momentum or config.name == "muon" else ()
     if optimizer is None:
         return
     for group in optimizer.param_groups:
+        keys = momentum if config.name == "sgd" or "matrices" in group else ("exp_avg", "exp_avg_sq")
         for master in group["params"]:
             optimizer.state[master] = {"step": 0, **{key: torch.zeros_like(master) for key in keys}}
 
@@ -171,7 +171,7 @@ def _optimizer_bytes(runtime: Runtime) -> int:
     moments += _bytes(t for p in pieces for t in (p.weights, p.momentum) if t is not None)
     return moments + _bytes(
         m for piece, m in pairs
-        if copied or piece.name in divided or not in_place(params[piece.name][piece.slices])
+        if copied or piece.name in divided or not (piece.held and in_place(params[piece.name][piece.slices]))
     )  # fmt: skip
 
 

@@ -111,9 +111,9 @@ def _tasks(environment: Mapping[str, str]) -> Iterator[Task]:
             rank, size, local_rank, local_size = (number for _, number in values)
             task = Task(names.launcher, names.advice, signs, rank, size, local_rank, local_size)
             if names.launcher == "srun":
-                from hetero_megatron.environment.slurm_names import meeting_point
+                from hetero_megatron.environment.slurm_names import rendezvous_address
 
-                address, port = meeting_point(environment)
+                address, port = rendezvous_address(environment)
                 task = replace(task, address=address, port=port, node=environment.get("SLURMD_NODENAME", ""))
             yield task
 

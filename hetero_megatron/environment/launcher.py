@@ -88,7 +88,7 @@ class LauncherEnvironment:
         return is_loopback(self.address) or self.local_world_size == self.world_size
 
     @property
-    def meeting_point(self) -> tuple[str, int]:
+    def rendezvous_address(self) -> tuple[str, int]:
         """(host, port) of the rendezvous store, as this process dials it."""
         if self.one_host and not self.agent_store and not is_loopback(self.address):
             return "127.0.0.1", self.port

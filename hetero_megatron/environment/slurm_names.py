@@ -55,7 +55,7 @@ def _numbers(text: str) -> list[str]:
     return found
 
 
-def meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
+def rendezvous_address(environment: Mapping[str, str]) -> tuple[str, int]:
     """(host of the step's first task, a port that all its tasks find alike); ("", 0): the step does not say."""
     hosts = expand(environment.get("SLURM_STEP_NODELIST", ""))
     job = environment.get("SLURM_JOB_ID", environment.get("SLURM_JOBID", ""))

@@ -83,7 +83,7 @@ class Decoder:
             weights.fill(held, made.scales, self.world)
         self.group, self.vocab = self.comm.group(unit.ranks), share.vocab
         if spec.lora is not None and spec.lora.dora:
-            RowNorms(model, made.tensors, spec.lora.scale, self.group).refresh()
+            RowNorms(model, made.tensors, spec.lora, self.group).refresh()
         if unit.tp > 1:
             apply_tensor_parallel(model, self.group, self.shards, share.vocab, [s.kv_heads for s in every])
             apply_expert_parallel(model, replace(stage, experts=()), self.comm)  # all ranks have columns of all experts

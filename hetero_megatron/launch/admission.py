@@ -58,7 +58,7 @@ class Admission:
         """
         said = []
         while (request := self._store.join_request(self._asked)) is not None:
-            refused, file = self._judge(request, present | {host.node for host in self._waiting}, cluster)
+            refused, file = self._check(request, present | {host.node for host in self._waiting}, cluster)
             members: list[int] = []
             if not refused:
                 members = list(range(self._next, self._next + request.chips))
@@ -111,7 +111,7 @@ class Admission:
         files = [host.cluster for host in self._waiting if host.node in nodes and host.cluster is not None]
         return files[-1] if files else None
 
-    def _judge(self, request: JoinRequest, present: set[str], cluster: Path | None) -> tuple[str, Path | None]:
+    def _check(self, request: JoinRequest, present: set[str], cluster: Path | None) -> tuple[str, Path | None]:
         """(why the host may not join, or an empty string; the cluster file that it came with, if any)."""
         if request.node in present:
             return f"a node of this name is in the job already; accepted: --node other than {_names(present)}", None

@@ -50,7 +50,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(f, h, bias=spec.mlp_bias, kernels=kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        *gate, y = joint_products(self.together, x)
+        """x: [b, s, h] -> [b, s, h]; of a TP rank, a partial sum over its columns until ``down_proj`` adds them up."""
+        return cast(torch.Tensor, self.down_proj(self.activate(*joint_products(self.together, x))))
+
+    def activate(self, *parts: torch.Tensor) -> torch.Tensor:
+        """(gate and) up -> what ``down_proj`` reads, all [b, s, columns]."""
+        *gate, y = parts
         if not gate:
             squared = self.activation == "squared_relu"
             y = self.kernels.squared_relu(y) if squared else self.kernels.gelu(y, self.activation == "gelu_tanh")
@@ -60,7 +65,7 @@ class MLP(nn.Module):
             y = self.kernels.clamped_swiglu(gate[0], y, *self.clamp)
         else:
             y = self.kernels.gelu(gate[0], self.activation == "geglu_tanh") * y
-        return cast(torch.Tensor, self.down_proj(y))
+        return y
 
 
 def _mlp(spec: ModelSpec, kind: LayerKind, share: Share, kernels: KernelPlan) -> nn.Module:
@@ -79,6 +84,7 @@ class ResidualStream(NamedTuple):
     added: torch.Tensor
 
     def sum(self) -> torch.Tensor:
+        """[b, s, h]."""
         return self.x + self.added
 
 
@@ -127,6 +133,7 @@ class Layer(nn.Module):
         return tuple(None if name is None else getattr(self, name) for name in self._names)
 
     def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
+        """x, added: [b, s, h]; between the blocks, of a TP rank's own tokens."""
         before_attention, after_attention, before_mlp, after_mlp = self.norms()
         if before_attention is None:
             y = x
@@ -146,11 +153,12 @@ class Layer(nn.Module):
         return ResidualStream(x, self._added(self._fed_forward(y, context), after_mlp, AFTER_MLP, context))
 
     def _fed_forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """[b, s, h] -> [b, s, h]."""
         y = self.mlp(x, context.counted) if isinstance(self.mlp, MoEMLP) else self.mlp(x)
         return cast(torch.Tensor, y)
 
     def _added(self, y: torch.Tensor, norm: Norm | None, site: int, context: Context) -> torch.Tensor:
-        """What a block adds to the residual stream."""
+        """What a block adds to the residual stream, [b, s, h]."""
         y = y if norm is None else norm(y)
         y = y if self.residual_scale == 1.0 else y * self.residual_scale
         return context.drop(y, self.kernels, self.dropout, self.number, site)
@@ -179,6 +187,7 @@ class Head(nn.Module):
         return self._tied[0] if self._tied else self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, h] -> logits [b, s, V_local], or x where the loss has the product."""
         if self.in_loss:
             return x
         logits: torch.Tensor = self.kernels.gemm(x, self.matrix, self.bias)
@@ -191,6 +200,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """indices: [b, s] int64 -> [b, s, width]."""
         return nn.functional.embedding(indices, self.weight)
 
 
@@ -278,6 +288,7 @@ class GPTStage(nn.Module):
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())
 
     def forward(self, x: torch.Tensor, batch: StageBatch, part: StagePart | None = None) -> torch.Tensor:
+        """x: [b, s] int64 or [b, s, h] -> [b, s, h] or logits [b, s, V_local]; see the class."""
         layers = self.layers() if part is None else [self.model["layers"][str(i)] for i in part.layers]  # type: ignore[index]
         embedded = self.has_embed and (part is None or part.embed)
         if embedded:
@@ -305,7 +316,7 @@ class GPTStage(nn.Module):
         return self.lm_head(x if self.logit_scale == 1.0 else x * self.logit_scale)
 
     def _tokens(self, batch: StageBatch) -> torch.Tensor:
-        """Numbers of a batch's tokens."""
+        """Numbers of a batch's tokens in their sequence: [s] int64."""
         length, numbers = batch.positions.shape[1], self.token_numbers
         numbers = torch.arange(length, device=batch.positions.device) if numbers is None else numbers
         assert len(numbers) == length, f"{len(numbers)} token numbers for {length} tokens"
@@ -314,6 +325,7 @@ class GPTStage(nn.Module):
     def _rope_tables(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> dict[Rope, tuple[torch.Tensor, torch.Tensor]]:
+        """positions: [b, s] int64 -> cosines and sines, [b, s, d / 2] each, of each kind of rotary embedding."""
         if self._angles:
             return {rope: a.tables(positions, dtype, rope.attention_factor) for rope, a in self._angles.items()}
         return {rope: rope_tables(positions, f, dtype, rope.attention_factor) for rope, f in self._freqs.items()}

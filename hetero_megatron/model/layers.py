@@ -68,10 +68,12 @@ class Linear(nn.Module):
         self.maxima: Maxima | None = None  # of largest magnitudes, where other ranks have parts (parallel/tensor.py)
 
     def adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What becomes of the product ``y`` of x and the weight; adapters replace it (``parallel/lora.py``)."""
+        """What becomes of the product ``y`` of x and the weight; adapters replace it (``parallel/lora.py``).
+        Both are [b, s, outputs]."""
         return y
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [b, s, inputs], bias: [outputs] -> [b, s, outputs]."""
         if self.scales is not None:
             y = narrow_product(self.kernels.gemm, x, self.weight, self.scales, bias)
         elif self.kernels.fp8 is None:
@@ -81,6 +83,7 @@ class Linear(nn.Module):
         return self.adapted(y, x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, inputs] -> [b, s, outputs]."""
         return self.product(x, self.bias)
 
 
@@ -98,7 +101,7 @@ def lay_together(*linears: Linear) -> tuple[Linear, ...]:
 
 
 def joint_products(linears: Sequence[Linear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What each of them makes of ``x``."""
+    """What each of them makes of ``x`` [b, s, inputs]: [b, s, its outputs]."""
     if any(linear.alone for linear in linears):
         return tuple(linear(x) for linear in linears)
     weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
@@ -119,13 +122,13 @@ class Norm(nn.Module):
             self.bias = nn.Parameter(torch.empty(width)) if spec.norm_bias else torch.zeros(width)
 
     def gain(self) -> torch.Tensor:
-        """What the normalised x is multiplied with: 1 + w of a small w needs more than 16 bits."""
+        """What the normalised x is multiplied with: [width]; 1 + w of a small w needs more than 16 bits."""
         if not self.offset:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """The norm of x; with a ``residual``: (norm of x + residual, x + residual)."""
+        """The norm of x [.., width]; with a ``residual`` of its shape: (norm of x + residual, x + residual)."""
         if self.bias is not None:
             total = x if residual is None else x + residual
             y = self.kernels.layer_norm(total, self.gain(), self.bias, self.eps)
@@ -144,6 +147,7 @@ class L2Norm(nn.Module):
         self.kernels, self.eps, self.ones = kernels, spec.norm_eps, torch.ones(spec.head_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, heads, d] -> the same."""
         return self.kernels.rms_norm(x, self.ones, self.eps)  # type: ignore[no-any-return]
 
 
@@ -157,6 +161,7 @@ class EachHeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads * d))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, heads, d] -> the same."""
         normed: torch.Tensor = self.kernels.layer_norm(x, self.ones, self.zeros, self.eps)
         return normed * self.weight.view(x.shape[-2:])
 
@@ -209,6 +214,7 @@ class CoreAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
+        """q: [b, s, heads, d], k, v: [b, s, kv_heads, d], sinks: [heads] -> [b, s, heads, d]."""
         dropout = self.score_dropout(context.draws, self.first_head)
         documents = self._documents(context.documents, q.shape[0], q.shape[1])
         options = AttentionOptions(documents, self.window, softcap=self.softcap, dropout=dropout)
@@ -281,6 +287,7 @@ class Attention(nn.Module):
         self.kv_of_query = None if even else torch.tensor(users)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """x: [b, s, h] -> [b, s, h]; of a TP rank, a partial sum over its heads until ``o_proj`` adds them up."""
         b, s, _ = x.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
         projected = joint_products(self.together, x)

@@ -84,11 +84,13 @@ class Experts(nn.Module):
             routed = routed * _by_row(weights, slots, len(rows)).to(routed.dtype)[:, None]
             weights = torch.ones_like(weights)
         gate, up = self.gate_proj(routed, ends), self.up_proj(routed, ends)
-        y = self.kernels.swiglu(gate, up) if self.clamped is None else self.kernels.clamped_swiglu(
-            gate, up, *self.clamped
-        )  # fmt: skip
-        y = self.down_proj(y, ends)
+        y = self.down_proj(self.activate(gate, up), ends)
         return self.kernels.moe_unpermute(y, weights, rows, slots)  # type: ignore[no-any-return]
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.clamped is None:
+            return self.kernels.swiglu(gate, up)  # type: ignore[no-any-return]
+        return self.kernels.clamped_swiglu(gate, up, *self.clamped)  # type: ignore[no-any-return]
 
 
 def _by_row(weights: torch.Tensor, slots: torch.Tensor, rows: int) -> torch.Tensor:

@@ -73,7 +73,8 @@ def _options(config: RunConfig) -> CostOptions:
 
     preference = config.preference
     return CostOptions(
-        moments=moments_of(config.optimizer.name), fp8=config.fp8, logits_bytes=config.logits_bytes,
+        moments=moments_of(config.optimizer.name), muon=config.optimizer.name == "muon", fp8=config.fp8,
+        logits_bytes=config.logits_bytes,
         reference=preference is not None and preference.refers and preference.in_step,
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 
 from hetero_megatron.errors import UserError
@@ -26,6 +25,7 @@ from hetero_megatron.ops import (
 from hetero_megatron.ops.cross_entropy import KERNELS as CROSS_ENTROPY_KERNELS
 from hetero_megatron.ops.cross_entropy import SPEC as CROSS_ENTROPY_SPEC  # the package's `cross_entropy` is a function
 from hetero_megatron.ops.spec import ORDER, REFERENCE, Capability, Kernel, OpSpec
+from hetero_megatron.utils.text import did_you_mean
 
 
 class Registry:
@@ -115,9 +115,8 @@ def upgraded(spec: OpSpec, kernel: Kernel) -> Kernel:
 def unknown(what: str, name: str, known: Iterable[str], field: str) -> UserError:
     """No such name; the message lists the known ones and guesses which was meant."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return UserError(f"no such {what}{hint}", field=field, value=name, accepted=", ".join(names) or "none registered")
+    problem = f"no such {what}{did_you_mean(name, names)}"
+    return UserError(problem, field=field, value=name, accepted=", ".join(names) or "none registered")
 
 
 SPECS: dict[str, OpSpec] = {

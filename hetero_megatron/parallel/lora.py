@@ -38,10 +38,11 @@ def apply_lora(
     for layer in stage.layers():
         inside = _Inside(layer, lora.dropout)
         for name, module in list(layer.named_modules()):
-            if (box := boxes.get(f"model.layers.{layer.number}.{name}.lora_A.weight")) is not None:
+            whole = f"model.layers.{layer.number}.{name}"
+            if (box := boxes.get(f"{whole}.lora_A.weight")) is not None:
                 assert isinstance(module, Linear | GroupedLinear), name
                 site = ADAPTER + EVERY_TARGET.index(name.rpartition(".")[2])
-                _adapt(module, lora, switch, partial(inside.drop, site, box.lo[-1]), dtype, device)
+                _adapt(module, whole, lora, switch, partial(inside.drop, site, box.lo[-1]), dtype, device)
     return switch
 
 
@@ -85,19 +86,19 @@ class _Inside:
 
 
 def _adapt(
-    linear: Linear | GroupedLinear, lora: Lora, switch: AdapterSwitch, drop: Callable[[torch.Tensor], torch.Tensor],
-    dtype: torch.dtype, device: torch.device | str,
+    linear: Linear | GroupedLinear, name: str, lora: Lora, switch: AdapterSwitch,
+    drop: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, device: torch.device | str,
 ) -> None:  # fmt: skip
-    *experts, outputs, inputs = linear.weight.shape
+    (*experts, outputs, inputs), rank = linear.weight.shape, lora.site_of(name).rank
     if linear.scales is not None and not isinstance(linear.scales, torch.Tensor):  # in 4 bits, its bytes are no columns
         inputs = linear.scales.columns
-    for name, columns, rows in (("lora_A", inputs, lora.rank), ("lora_B", lora.rank, outputs)):
+    for part, columns, rows in (("lora_A", inputs, rank), ("lora_B", rank, outputs)):
         adapter = Linear(0, 0, False, linear.kernels) if not experts else GroupedLinear(0, 0, 0, linear.kernels, False)
         adapter.weight = nn.Parameter(torch.empty(*experts, rows, columns, dtype=dtype, device=device))
         if isinstance(adapter, Linear):
             adapter.product = partial(_plain, adapter)  # type: ignore[method-assign]
-        linear.add_module(name, adapter)
-    linear.adapted = partial(_adapted, linear, lora.scale, switch, drop)  # type: ignore[method-assign]
+        linear.add_module(part, adapter)
+    linear.adapted = partial(_adapted, linear, lora.scale(name), switch, drop)  # type: ignore[method-assign]
     if lora.dora:
         assert isinstance(linear, Linear)
         linear.add_module(MAGNITUDE, Magnitude(outputs, dtype, device))
@@ -159,13 +160,14 @@ class RowNorms:
     """Of a stage with DoRA, built before tensor parallelism is applied.
 
     Args:
-        held: the stage's tensors by logical name; scale: of the adapters.
+        held: the stage's tensors by logical name.
         group: the unit's ranks, which together have all columns of a matrix that is cut along its input.
     """
 
-    def __init__(self, stage: GPTStage, held: Mapping[str, LogicalTensor], scale: float, group: Group) -> None:
-        self._scale, self._group = scale, group
+    def __init__(self, stage: GPTStage, held: Mapping[str, LogicalTensor], lora: Lora, group: Group) -> None:
+        self._group = group
         self._parts: dict[str, tuple[Linear, Magnitude, bool]] = {}
+        self._scales: dict[str, float] = {}
         for layer in stage.layers():
             for name, module in layer.named_modules():
                 magnitude = getattr(module, MAGNITUDE, None)
@@ -173,11 +175,14 @@ class RowNorms:
                     whole = f"model.layers.{layer.number}.{name}.weight"
                     cut = held[whole].axes[1].role in CUT and group.size > 1
                     self._parts[whole] = module, magnitude, cut
+                    self._scales[whole] = lora.scale(whole.removesuffix(".weight"))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the norms of the weights as they are now. Called on all ranks of the group, in one exchange."""
-        squares = {name: self._squares(linear, m.norms.dtype) for name, (linear, m, _) in self._parts.items()}
+        squares = {
+            name: _squares(linear, self._scales[name], m.norms.dtype) for name, (linear, m, _) in self._parts.items()
+        }
         cut = [name for name, (_, _, cut) in self._parts.items() if cut]
         if cut:
             total = sum_over_ranks(torch.cat([squares[name] for name in cut]), self._group)
@@ -185,25 +190,26 @@ class RowNorms:
         for name, (_, magnitude, _) in self._parts.items():
             magnitude.norms.copy_(squares[name].sqrt())
 
-    def _squares(self, linear: Linear, wide: torch.dtype) -> torch.Tensor:
-        """[outputs], of the columns that this rank has."""
-        a, b = (linear.get_parameter(f"{name}.weight").to(wide) for name in ("lora_A", "lora_B"))
-        found = []
-        for start in range(0, len(b), ROWS):
-            rows = slice(start, start + ROWS)
-            weight = linear.weight[rows]
-            if linear.scales is None:
-                weight = weight.to(wide)
-            else:
-                assert isinstance(linear.scales, torch.Tensor), "DoRA over 4 bits is refused"
-                weight = dequantize(weight, linear.scales[rows], wide)
-            found.append(torch.addmm(weight, b[rows], a, alpha=self._scale).square_().sum(1))
-        return torch.cat(found) if found else b.new_empty(0)
-
     def gains(self) -> dict[str, torch.Tensor]:
         """By logical name of a matrix, what its rows are multiplied with, in at least fp32."""
         self.refresh()
         return {name: magnitude.gain().detach() for name, (_, magnitude, _) in self._parts.items()}
+
+
+def _squares(linear: Linear, scale: float, wide: torch.dtype) -> torch.Tensor:
+    """Of the rows of W + scale B A, [outputs], of the columns that this rank has."""
+    a, b = (linear.get_parameter(f"{name}.weight").to(wide) for name in ("lora_A", "lora_B"))
+    found = []
+    for start in range(0, len(b), ROWS):
+        rows = slice(start, start + ROWS)
+        weight = linear.weight[rows]
+        if linear.scales is None:
+            weight = weight.to(wide)
+        else:
+            assert isinstance(linear.scales, torch.Tensor), "DoRA over 4 bits is refused"
+            weight = dequantize(weight, linear.scales[rows], wide)
+        found.append(torch.addmm(weight, b[rows], a, alpha=scale).square_().sum(1))
+    return torch.cat(found) if found else b.new_empty(0)
 
 
 def first_magnitude(weight: torch.Tensor, int8: bool) -> torch.Tensor:

@@ -37,6 +37,7 @@ class Optimizer(Protocol):
     def step(self) -> object: ...
 
 
+FirstValues = Callable[[Sequence[str], Sequence[OwnedPiece]], list[torch.Tensor]]  # of pieces of tensors
 OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]  # groups: dicts with ``params`` and ``decay``
 
 
@@ -52,12 +53,15 @@ class ScalingOptimizer:
     def step(self, grad_scale: float = 1.0) -> None:
         """Update every parameter that has a gradient, which counts times ``grad_scale`` (and may be overwritten)."""
         for group in self.param_groups:
-            at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
-            params, copies = ([group[key][i] for i in at] if key in group else [] for key in ("params", "copies"))
-            if params:
-                states = [self.state[p] if p in self.state else self.state.setdefault(p, {}) for p in params]
-                rates = group["lr"], group["weight_decay"], grad_scale
-                self._update(params, [p.grad for p in params], states, copies, *rates)
+            self.step_group(group, grad_scale)
+
+    def step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+        at = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        params, copies = ([group[key][i] for i in at] if key in group else [] for key in ("params", "copies"))
+        if params:
+            states = [self.state[p] if p in self.state else self.state.setdefault(p, {}) for p in params]
+            rates = group["lr"], group["weight_decay"], grad_scale
+            self._update(params, [p.grad for p in params], states, copies, *rates)
 
     def _update(
         self, params: list[torch.Tensor], grads: list[Any], states: list[dict[str, Any]], copies: list[torch.Tensor],
@@ -128,10 +132,12 @@ class ShardedOptimizer:
 
     Args:
         sync: whose exchanges define the pieces.
-        build: makes the optimizer from parameter groups (keys ``params``, ``decay``).
+        build: makes the optimizer from parameter groups (keys ``params``, ``decay``, and of those of Muon's matrices
+            ``matrices``: the dtype of the weights).
         offload: masters (then always fp32 copies) and moments live in host memory.
         apart: names of parameters that ``build``'s optimizer does not get: their masters change otherwise.
-        divided: first values of pieces of weights that the stage divides, which the parameters do not have.
+        divided: first values of pieces of weights that the stage divides, and of matrices that the rank owns whole and
+            holds in part, which the parameters do not have.
 
     Attributes:
         updates: how often the masters were changed; those of all ranks are equal between steps.
@@ -140,7 +146,7 @@ class ShardedOptimizer:
 
     def __init__(
         self, sync: GradientSync, build: OptimizerFactory, offload: bool = False, apart: Collection[str] = (),
-        divided: Callable[[Sequence[str], Sequence[OwnedPiece]], list[torch.Tensor]] | None = None,
+        divided: FirstValues | None = None,
     ) -> None:  # fmt: skip
         self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
         self.after_update: Callable[[], bool] = lambda: False
@@ -149,36 +155,43 @@ class ShardedOptimizer:
             if exchange.bucket.weights is not None:
                 assert divided is not None
                 values = divided(exchange.bucket.names, exchange.pieces)
-                self.masters.append([x.to(torch.promote_types(x.dtype, torch.float32)) for x in values])
+                self.masters.append([_widened(x) for x in values])
             else:
-                self.masters.append([self._master(piece) for piece in exchange.pieces])
+                self.masters.append([self._master(piece, divided) for piece in exchange.pieces])
         groups = self._groups()
         self.inner = build(groups) if groups else None
 
     def _groups(self) -> list[dict[str, object]]:
         """Masters that are decayed and not, with and without a place in the model that the update can write too."""
-        groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+        groups: dict[tuple[bool, bool, bool], dict[str, Any]] = {}
         for exchange, masters in zip(self.sync.exchanges, self.masters, strict=True):
             for piece, master in zip(exchange.pieces, masters, strict=True):
                 if piece.name in self._apart:
                     continue
                 decay = len(piece.box.lo) > 1 and not piece.name.endswith("bias")
-                copied = piece.name not in self.sync.divided_names and self._copied(self._view(piece))
-                group = groups.setdefault((not decay, copied), {"params": [], "decay": decay})
+                copied = piece.name not in self.sync.divided_names and self._copied(piece)
+                matrices = exchange.bucket.matrices
+                group = groups.setdefault((matrices, not decay, copied), {"params": [], "decay": decay})
+                if matrices:
+                    group["matrices"] = self.sync.params[piece.name].dtype
                 group["params"].append(master)
                 if copied:
                     group.setdefault("copies", []).append(self._view(piece))
         return [groups[key] for key in sorted(groups)]
 
     def _view(self, piece: OwnedPiece) -> torch.Tensor:
-        """The piece inside the model's parameter."""
+        """The piece inside the model's parameter, or what that has of it."""
         return self.sync.params[piece.name].detach()[piece.slices]
 
-    def _copied(self, view: torch.Tensor) -> bool:
+    def _copied(self, piece: OwnedPiece) -> bool:
         """Whether the update itself can write the new values there: one piece of memory, beside the master's."""
-        return not self.offload and view.is_contiguous() and not in_place(view)
+        view = self._view(piece)
+        return piece.held and not self.offload and view.is_contiguous() and not in_place(view)
 
-    def _master(self, piece: OwnedPiece) -> torch.Tensor:
+    def _master(self, piece: OwnedPiece, first: FirstValues | None) -> torch.Tensor:
+        if not piece.held:
+            assert first is not None
+            return _widened(first([piece.name], [piece])[0])
         view = self._view(piece)
         if self.offload:
             return view.to("cpu", torch.float32, copy=True).contiguous()
@@ -248,11 +261,17 @@ class ShardedOptimizer:
     def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:
         for piece, master in zip(exchange.pieces, masters, strict=True):
             own = self._view(piece)
-            if (self.offload or not in_place(own)) and not (copied and self._copied(own)):
+            if not piece.held:
+                own.copy_(master[piece.inside])
+            elif (self.offload or not in_place(own)) and not (copied and self._copied(piece)):
                 own.copy_(master)
 
     def _arrive(self, action: Action, params: dict[str, torch.Tensor]) -> None:
         self.sync.by_bucket[action.micro_batch].finish_spread(action.chunk, params)
+
+
+def _widened(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def in_place(view: torch.Tensor) -> bool:
@@ -300,7 +319,7 @@ def check_offload(plan: Plan, optimizer: str, dtype: str) -> None:
     """Refuse, on every rank, what CPUAdam cannot do. It is imported and compiled only where a stage asks for it."""
     if not any(s.optimizer.offload for p in plan.pipelines for s in p.stages):
         return
-    if (problem := cannot_offload(moments_of(optimizer), dtype)) is not None:
+    if (problem := cannot_offload(moments_of(optimizer), dtype, optimizer == "muon")) is not None:
         raise UserError(problem[0], field=FIELD, value=True, accepted=problem[1])
 
 

@@ -21,13 +21,19 @@ from hetero_megatron.plans import Recompute
 def apply_recompute(stage: GPTStage, recompute: Recompute) -> None:
     """Keep only the inputs of the chosen modules in forward; compute them again in backward.
 
-    ``selective`` recomputes the attention core, ``full`` every decoder layer, ``first`` the stage's first n layers.
+    ``selective`` recomputes the attention core, ``elementwise`` what norms and activations put out, ``full`` every
+    decoder layer, ``first`` the stage's first n layers.
     Collectives inside a recomputed layer run again, in the same order on every rank of its TP group.
     """
     layers = list(stage.layers())
     if recompute.kind == "selective":
         for layer in layers:
             _recompute(layer.self_attn.core_attention)
+    if recompute.kind == "elementwise":
+        from hetero_megatron.parallel.elementwise import apply_elementwise
+
+        for layer in layers:
+            apply_elementwise(layer)
     for layer in layers[: recompute.whole(len(layers))]:
         layer.takes_sum = False  # two tensors would be kept for it, not one
         _recompute(layer)

@@ -7,7 +7,7 @@ partial sums that are scattered back to token shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ class RowParallelLinear(nn.Module):
         self.group, self.shards = group, shards
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, this rank's inputs] -> [b, its tokens, outputs]."""
         y = scatter_tokens(self.product(x, None), self.group, self.shards)
         return y if self.bias is None else y + self.bias
 
@@ -52,6 +53,7 @@ class TensorMaxima:
         return maxima[:-1], maxima[-1]
 
     def backward(self, dy: torch.Tensor) -> torch.Tensor:
+        """dy: [b], largest magnitudes by sequence -> the same, over all ranks."""
         return dy if self.row else max_over_ranks(dy, self.group)
 
 
@@ -68,8 +70,24 @@ class SumHeads:
         self._counted = [not any(a <= head < b for a, b in before) for head in own_heads]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """q: [b, s, heads], k: [b, s, kv_heads] -> [b, s, 2]."""
         counted = k if all(self._counted) else k * k.new_tensor(self._counted)
         return sum_over_ranks(sum_heads(q, counted), self.group)
+
+
+class GatheredInput:
+    """Makes the input of a block, of which each rank has some tokens, whole. ``run``: (those of this rank) -> all."""
+
+    def __init__(self, group: Group, shards: Sequence[int]) -> None:
+        self.run: Callable[[torch.Tensor], torch.Tensor] = lambda x: gather_tokens(x, group, shards)
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.run(args[0]), *args[1:])
+
+
+def gather_input(block: nn.Module, group: Group, shards: Sequence[int]) -> None:
+    block.gathered = GatheredInput(group, shards)  # type: ignore[assignment]
+    block.register_forward_pre_hook(block.gathered)  # type: ignore[arg-type]
 
 
 def apply_tensor_parallel(
@@ -84,10 +102,8 @@ def apply_tensor_parallel(
     if group.size == 1:
         return
 
-    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (gather_tokens(args[0], group, shards), *args[1:])
-
     def own_tokens(x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, ..] -> [b, this rank's tokens, ..]."""
         start = sum(shards[: group.index])
         return x[:, start : start + shards[group.index]]
 
@@ -100,7 +116,7 @@ def apply_tensor_parallel(
         # A mixture of experts routes the tokens that a rank has; only what they share is cut as a dense MLP is.
         mlp = layer.mlp.shared_expert if isinstance(layer.mlp, MoEMLP) else layer.mlp
         for block, row in ((layer.self_attn, "o_proj"), *(((mlp, "down_proj"),) if mlp is not None else ())):
-            block.register_forward_pre_hook(gather)
+            gather_input(block, group, shards)
             for name, linear in block.named_children():
                 if isinstance(linear, Linear):
                     linear.maxima = TensorMaxima(group, name == row)
@@ -112,4 +128,4 @@ def apply_tensor_parallel(
         if "embed_positions" in stage.model:
             stage.model["embed_positions"].register_forward_pre_hook(own_positions)
     if stage.has_head:
-        stage.lm_head.register_forward_pre_hook(gather)
+        gather_input(stage.lm_head, group, shards)

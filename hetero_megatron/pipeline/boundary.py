@@ -38,7 +38,7 @@ class Boundary:
         self._receives = (forward.receives(me), backward.receives(me))
 
     def send(self, x: torch.Tensor, backward: bool, tag: int) -> list[Work]:
-        """Start sending this rank's activation shard (or its gradient)."""
+        """Start sending this rank's activations [b, s, h] (or their gradient), one message per piece of a peer."""
         layout = self._layouts[1 if backward else 0]
         return [
             self._comm.isend(x[local].contiguous(), peer, tag * MAX_PIECES + k)
@@ -46,14 +46,14 @@ class Boundary:
         ]
 
     def rehearse_send(self, x: torch.Tensor, backward: bool) -> None:
-        """All that :meth:`send` does on the device but sending."""
+        """All that :meth:`send` does on the device but sending; x: [b, s, h]."""
         layout = self._layouts[1 if backward else 0]
         for _, local, _ in self._numbered([(p.dst, p.box) for p in self._sends[backward]], layout):
             x[local].contiguous()
 
     def rehearse_receive(self, backward: bool, dtype: torch.dtype) -> torch.Tensor:
-        """What :meth:`receive` would give, of random numbers that nobody sent (tokens of zeros would all choose the
-        same experts)."""
+        """What :meth:`receive` would give, [b, s, h], of random numbers that nobody sent (tokens of zeros would all
+        choose the same experts)."""
         layout = self._layouts[0 if backward else 1]
         parts: list[tuple[tuple[slice, ...], Work]] = []
         for _, local, _ in self._numbered([(p.src, p.box) for p in self._receives[backward]], layout):
@@ -96,6 +96,7 @@ class Receive:
         self._parts, self._shape, self._dtype, self._device = parts, shape, dtype, device
 
     def wait(self) -> torch.Tensor:
+        """The shard, [b, s, h]."""
         if len(self._parts) == 1:
             only = self._parts[0][1].wait()
             assert only is not None and tuple(only.shape) == self._shape

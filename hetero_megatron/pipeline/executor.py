@@ -168,7 +168,8 @@ class PipelineExecutor:
         _wait(live.sends.pop(_key(action), []))
 
     def input(self, key: Key, batch: Batch, live: Live) -> torch.Tensor:
-        """What a chunk works on: received, put out by the chunk before on this stage, or the tokens."""
+        """What a chunk works on: received, or put out by the chunk before on this stage, [b, s, h]; or tokens [b, s]
+        int64."""
         chunk, (mb, c) = self.chunks[key[1]], key
         if chunk.local_before:
             before = (mb, c - 1)
@@ -222,7 +223,7 @@ class PipelineExecutor:
                 weights.end_backward(action.chunk)
 
     def output_gradient(self, key: Key, live: Live) -> torch.Tensor:
-        """Of what a chunk put out: received, or made by the chunk after it on this stage."""
+        """Of what a chunk put out, [b, s, h]: received, or made by the chunk after it on this stage."""
         if not self.chunks[key[1]].local_after:
             return live.grads.pop(key)
         return _gradient(live.inputs.pop((key[0], key[1] + 1)))
@@ -285,6 +286,7 @@ def _key(action: Action) -> Key:
 
 
 def _gradient(x: torch.Tensor) -> torch.Tensor:
+    """Of [b, s, h]; zeros where nothing depends on it."""
     return x.grad if x.grad is not None else torch.zeros_like(x)
 
 

@@ -107,7 +107,7 @@ class StageModel:
         if spec.lora is not None and spec.lora.dora:
             from hetero_megatron.parallel.lora import RowNorms
 
-            self.row_norms = RowNorms(self.module, empty.tensors, spec.lora.scale, comm.group(here.unit.ranks))
+            self.row_norms = RowNorms(self.module, empty.tensors, spec.lora, comm.group(here.unit.ranks))
         _fill(empty, initialize, divided)
         self._divide()
         apply_recompute(self.module, stage.recompute)
@@ -133,7 +133,8 @@ class StageModel:
     @torch.no_grad()
     def owned_values(self, names: Sequence[str], pieces: Sequence[OwnedPiece]) -> list[torch.Tensor]:
         """Initial values of pieces of divided weights, in their dtype, on the rank's device; of those in 8 bits all
-        scales are written. ``names``: of the weights, in the order of their pieces."""
+        scales are written. ``names``: of the weights, in the order of their pieces. Each has its
+        piece's shape, [rows, columns]."""
         found = list[torch.Tensor]()
         for name in names:
             tensor, like = self._empty.tensors[name], self.module.get_parameter(name)
@@ -152,8 +153,8 @@ class StageModel:
         ]  # fmt: skip
 
     def products(self, head: bool) -> Iterator[Sequence[torch.Tensor]]:
-        """Trained weights that a forward uses once, each in a product, and those of one product together; a tied head's
-        is the embedding's, too, where the stage has both.
+        """Trained weights that a forward uses once, each in a product, and those of one product together; a tied
+        head's is the embedding's, too, where the stage has both; [outputs, inputs] each.
 
         Args:
             head: whether the model applies the head, and not the loss.

@@ -78,7 +78,7 @@ class PlanningProblem:
     @property
     def can_offload(self) -> bool:
         """Whether the runtime can keep this optimizer in host memory."""
-        return cannot_offload(self.options.costs.moments, self.dtype) is None
+        return cannot_offload(self.options.costs.moments, self.dtype, self.options.costs.muon) is None
 
     def check(self) -> None:
         """Raise UserError for sequence lengths, batch sizes and offload settings that no plan can have."""
@@ -88,7 +88,7 @@ class PlanningProblem:
                 f"the model has {model.max_position_embeddings} positions", field="--seq-length", value=self.seq_length,
                 accepted=f"1 to {model.max_position_embeddings}",
             )  # fmt: skip
-        problem = cannot_offload(self.options.costs.moments, self.dtype)
+        problem = cannot_offload(self.options.costs.moments, self.dtype, self.options.costs.muon)
         if self.space.offload == "always" and problem is not None:
             raise UserError(problem[0], field="--offload", value="always", accepted="auto, never")
         if batch < 1:

@@ -68,7 +68,8 @@ class Bucket:
     """Tensors synchronised together: ``names`` in backward order, ``ranks`` (holders) ascending; ``hops``: one from the
     holders to the owners, or two by way of a representative in each island. ``weights``: how its holders, all of one
     stage, divide them, and ``segment`` the layer (or ``embed``, ``head``) of all its tensors; None: they are whole.
-    ``trained``: False of weights that are gathered only; ``int8``: they are in 8 bits."""
+    ``trained``: False of weights that are gathered only; ``int8``: they are in 8 bits. ``matrices``: Muon's, each whole
+    with its owner, which may hold only a part of it (``plans/matrices.py``)."""
 
     index: int
     ranks: tuple[int, ...]
@@ -80,12 +81,13 @@ class Bucket:
     segment: int | str | None = None
     trained: bool = True
     int8: bool = False
+    matrices: bool = False
 
     @cached_property
     def dense(self) -> bool:
         """Whether all ranks hold the same boxes and sums go in one hop. Then each rank owns one run of the bucket, so
         gradients leave, and parameters arrive, where they are kept: nothing is packed for it."""
-        if len(self.hops) > 1 or len(self.ranks) == 1:
+        if len(self.hops) > 1 or len(self.ranks) == 1 or self.matrices:
             return False
         return all(layout.alike for layout in self.holders.values())
 
@@ -187,19 +189,31 @@ def _backwards(tensors: list[LogicalTensor]) -> list[LogicalTensor]:
 
 def make_buckets(
     plan: Plan, spec: ModelSpec, bucket_bytes: int = BUCKET_BYTES, itemsize: int = 4,
-    holders: Mapping[str, Layout] | None = None,
+    holders: Mapping[str, Layout] | None = None, muon: bool = False,
 ) -> tuple[Bucket, ...]:  # fmt: skip
-    """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known."""
+    """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known;
+    ``muon``: matrices have whole owners."""
     holders = tensor_holders(plan, spec) if holders is None else holders
     sharding = sharding_stages(plan) if spec.lora is None else {}
+    if muon:
+        from hetero_megatron.plans.matrices import in_order, matrix_owners
     buckets = list[Bucket]()
     for held in _apart(plan, holders):
+        segments, whole = backward_order(t for t in logical_tensors(spec) if t.trained), dict[str, Layout]()
+        if muon:
+            whole = matrix_owners((t for segment in segments for t in segment), held, owner_weights(plan))
+            segments = in_order(segments)
         rows = [
-            [(t.name, (held[t.name].ranks, t.wide, _dividing(sharding, held[t.name]) and t.layer)) for t in segment]
-            for segment in backward_order(t for t in logical_tensors(spec) if t.trained)
-        ]
+            [(t.name, (held[t.name].ranks, t.wide, _dividing(sharding, held[t.name]) and t.layer, t.name in whole))
+             for t in segment] for segment in segments
+        ]  # fmt: skip
         make = _BucketMaker(plan, held, itemsize)
-        for (ranks, _, segment), names in _runs(rows, held, bucket_bytes // itemsize):
+        for (ranks, _, segment, matrices), names in _runs(rows, held, bucket_bytes // itemsize):
+            if matrices:
+                sources, owners = ({name: layouts[name] for name in names} for layouts in (held, whole))
+                hop = Hop((ranks,), sources, owners)
+                buckets.append(Bucket(len(buckets), ranks, tuple(names), sources, owners, (hop,), matrices=True))
+                continue
             kept = sharding[ranks[0]].weights if segment is not None else None
             buckets.append(make(len(buckets), ranks, names, kept, segment))
     return by_islands(buckets, plan.islands, itemsize) if plan.islands else tuple(buckets)
@@ -288,7 +302,7 @@ def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -
     known: dict[tuple[object, ...], list[Layout] | None] = {}
     found = []
     for bucket in buckets:
-        if bucket.weights is not None:  # one hop while it computes
+        if bucket.weights is not None or bucket.matrices:  # one hop while it computes, or to one owner of all of it
             found.append(bucket)
             continue
         near, key = split_by_island(islands, bucket.ranks), (bucket.layout_key, _order(bucket.names))

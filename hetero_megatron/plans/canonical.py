@@ -62,8 +62,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations are recomputed in backward: ``none``, ``selective`` (attention only), ``full``
-    (every layer), or ``first`` (the first ``layers`` decoder layers of the stage, whole)."""
+    """Which activations are recomputed in backward: ``none``, ``selective`` (attention only), ``elementwise`` (outputs
+    of norms and activations), ``full`` (every layer), or ``first`` (the first ``layers`` decoder layers of the stage,
+    whole)."""
 
     kind: str = "none"
     layers: int = 0

@@ -33,6 +33,7 @@ TABLE: dict[str, Capability] = {
     "ranks.unequal": Capability(True, "inner replicas of unequal TP"),
     "recompute.none": Capability(True, "no recompute"),
     "recompute.selective": Capability(True, "selective recompute"),
+    "recompute.elementwise": Capability(True, "recompute of elementwise results"),
     "recompute.full": Capability(True, "full recompute"),
     "recompute.first": Capability(True, "recompute of the first layers"),
     "optimizer.offload": Capability(True, "offload of the optimizer to host memory"),

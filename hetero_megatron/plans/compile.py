@@ -47,12 +47,14 @@ class CompiledPlan:
     Args:
         bucket_bytes: most bytes (fp32) of gradients in a bucket.
         pairs: the loss is one of preference pairs.
+        muon: the optimizer is Muon, whose matrices have whole owners.
     """
 
     plan: Plan
     spec: ModelSpec
     bucket_bytes: int = BUCKET_BYTES
     pairs: bool = False
+    muon: bool = False
     _schedules: dict[int, tuple[Schedule, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _boundaries: dict[tuple[int, int, int], StageBoundary] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -66,7 +68,7 @@ class CompiledPlan:
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """In which gradients are synchronised, in backward order; the same on every rank."""
-        return make_buckets(self.plan, self.spec, self.bucket_bytes, holders=self.holders)
+        return make_buckets(self.plan, self.spec, self.bucket_bytes, holders=self.holders, muon=self.muon)
 
     @cached_property
     def frozen(self) -> tuple[Bucket, ...]:

@@ -72,8 +72,8 @@ def _unsayable(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:
     yield from unequal(stage, seq_length)
     if stage.weights is not None:
         yield "divided weights", "whole weights"
-    if stage.recompute.kind == "selective":
-        yield "selective recomputation of one stage", "none or full (plan --recompute none, or full)"
+    if stage.recompute.kind in ("selective", "elementwise"):
+        yield f"{stage.recompute} recomputation of one stage", "none or full (plan --recompute none, or full)"
 
 
 def flagscale(plan: Plan, cluster: Cluster) -> str:

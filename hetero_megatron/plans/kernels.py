@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.utils.text import did_you_mean
 
 EVERY = "all"  # one provider for every operator that it has
 
@@ -23,8 +23,7 @@ def operator_problem(name: str) -> str | None:
     """Why ``name`` is no key of ``kernels``; None if it is one."""
     if name == EVERY or name in OPERATORS:
         return None
-    near = difflib.get_close_matches(name, OPERATORS, n=1)
-    return "no such operator" + (f"; did you mean {near[0]}?" if near else "")
+    return f"no such operator{did_you_mean(name, OPERATORS)}"
 
 
 def with_kernels(plan: Plan, words: Sequence[str]) -> Plan:

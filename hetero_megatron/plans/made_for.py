@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
-from hetero_megatron.spec.lora import Lora
+from hetero_megatron.spec.lora import Lora, sites_of
 from hetero_megatron.utils.text import format_bytes
 
 if TYPE_CHECKING:
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 # What of adapters counts for memory and time: field -> key of the section, which is the flag's too.
 LORA_KEYS = {
     "rank": "lora_rank", "targets": "lora_targets", "dropout": "lora_dropout", "base_dtype": "lora_base_dtype",
-    "dora": "use_dora",
+    "dora": "use_dora", "sites": "lora_sites",
 }  # fmt: skip
 KEYS = (
     "model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe", *LORA_KEYS.values(),
 )  # fmt: skip
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "muon")
 
 
 @dataclass(frozen=True)
 class MadeFor:
     """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name. The
     optimizer's bytes follow from ``optimizer`` and ``dtype``: an fp32 master of each 16-bit element, and moments as
-    wide (Adam two, SGD one). ``fp8``: what its stages in fp8 were planned with; None: not said. ``lora``: adapters;
-    their alpha is the run's."""
+    wide (Adam two, SGD one, Muon one of matrices). ``fp8``: what its stages in fp8 were planned with; None: not said.
+    ``lora``: adapters; their alpha is the run's."""
 
     model: str
     model_hash: str
@@ -123,8 +123,15 @@ def model_hash(model: ModelSpec) -> str:
 
 def lora_keys(lora: Lora) -> dict[str, Any]:
     """Adapters as the section has them: what is off is left out."""
-    values = {key: getattr(lora, name) for name, key in LORA_KEYS.items()}
+    values = as_flags(lora)
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value}
+
+
+def as_flags(lora: Lora, places: Collection[str] = ()) -> dict[str, Any]:
+    """By flag's key, what a run with these adapters is given; ``places``: keys of flags about which projections have
+    some that were given already, beside which the plan's say nothing."""
+    values = {key: getattr(lora, name) for name, key in LORA_KEYS.items()} | {LORA_KEYS["sites"]: lora.site_words()}
+    return {key: value for key, value in values.items() if not places or key not in ("lora_targets", "lora_sites")}
 
 
 def lora_words(lora: Lora) -> list[str]:
@@ -176,6 +183,7 @@ def _read_lora(entry: Entry, keys: dict[str, Entry]) -> Lora | None:
             rank, float(rank) or 1.0, tuple(item.text() for item in keys["lora_targets"].items()),
             dropout=0.0 if dropout is None else dropout.number(0, 1), base_dtype=None if base is None else base.text(),
             dora="use_dora" in keys and keys["use_dora"].flag(),
+            sites=sites_of([item.text() for item in keys["lora_sites"].items()] if "lora_sites" in keys else [], rank),
         )  # fmt: skip
     except UserError as error:
         if error.field not in LORA_KEYS:  # it names the key already

@@ -313,7 +313,7 @@ def _tp_groups(keys: dict[str, Entry]) -> list[tuple[int, ...]]:
 def _recompute(entry: Entry | None, num_layers: int) -> Recompute:
     """Reduced to one form: first 0 is none, first of all layers is full, and a stage without layers has
     none."""
-    accepted = "none, selective, full or {first: n}"
+    accepted = "none, selective, elementwise, full or {first: n}"
     if entry is None:
         return Recompute()
     if isinstance(entry.value, dict):
@@ -322,7 +322,7 @@ def _recompute(entry: Entry | None, num_layers: int) -> Recompute:
         if count > num_layers:
             first.fail(f"the stage has only {plural(num_layers, 'layer')}", accepted=f"0 to {num_layers}")
         return first_layers(count, num_layers)
-    if entry.value not in ("none", "selective", "full"):
+    if entry.value not in ("none", "selective", "elementwise", "full"):
         entry.fail("unknown recompute", accepted=accepted)
     return Recompute(entry.value) if num_layers else Recompute()
 

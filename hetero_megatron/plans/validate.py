@@ -281,7 +281,7 @@ def tokens_and_heads_are_divided(
 
 
 def recompute_fits(stage: Stage, path: str, source: Source) -> None:
-    kinds = ("none", "selective", "full", "first")
+    kinds = ("none", "selective", "elementwise", "full", "first")
     if stage.recompute.kind not in kinds:
         raise source.error("unknown recompute", f"{path}.recompute", stage.recompute.kind, ", ".join(kinds))
     if stage.recompute.layers > stage.num_layers:

@@ -6,7 +6,6 @@ This module decides what runs next and attributes failures. The plugin's code ru
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 from hetero_megatron.errors import UserError
 from hetero_megatron.plugin_check.process import CheckLimits, Worker
 from hetero_megatron.plugin_check.protocol import Event
-from hetero_megatron.utils.text import dtype_name
+from hetero_megatron.utils.text import did_you_mean, dtype_name
 
 FAIL, SKIP = "FAIL", "skip"  # as in ops.conformance, whose import would import torch
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -76,9 +75,8 @@ def check_plugin(
 
 
 def _unknown_dtype(name: str) -> UserError:
-    near = difflib.get_close_matches(name, sorted(DTYPES), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return UserError(f"no such dtype{hint}", field="--dtypes", value=name, accepted=", ".join(sorted(DTYPES)))
+    problem = f"no such dtype{did_you_mean(name, sorted(DTYPES))}"
+    return UserError(problem, field="--dtypes", value=name, accepted=", ".join(sorted(DTYPES)))
 
 
 @dataclass

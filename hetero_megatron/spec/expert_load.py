@@ -79,21 +79,26 @@ def plain_load(spec: ModelSpec, tokens: float, share: float = 1.0, members: int 
     )  # fmt: skip
 
 
-def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int) -> float:
+def expert_activation_bytes(spec: ModelSpec, load: ExpertLoad, item: int, elementwise: bool = False) -> float:
     """Bytes that router and experts keep from forward to backward:
 
     - of each own token the router's input, its logits, and the numbers of its experts; of a token sent, where it went;
     - of each arriving token where its rows are, and its weights;
     - of each row its token's number, input and output of the expert, gate, up and their product, and what is between
       A and B of its adapters; where weights multiply inputs, these before it, too.
+
+    ``elementwise``: neither the product of gate and up nor the router's input where a norm puts it out, which are made
+    again.
     """
     moe, h, wide = spec.moe, spec.hidden_size, max(item, 4)
     assert moe is not None
     gated = (h + 1) * moe.shared_gate  # what all tokens use, before the gate, and the gate
-    own = load.tokens * (item * (h + moe.num_experts + gated) + INDEX * moe.top_k)
+    read = 0 if elementwise and spec.norm_placement != "post" else h
+    own = load.tokens * (item * (read + moe.num_experts + gated) + INDEX * moe.top_k)
     sent = (load.sent + load.passed_on) * (INDEX + moe.top_k) if load.members > 1 else 0.0
     arriving = load.arriving * moe.top_k * (INDEX + wide)
-    row = (2 + moe.weigh_inputs) * h + ROUTED_WIDTHS * load.columns + expert_adapter_ranks(spec)
+    widths = ROUTED_WIDTHS - elementwise
+    row = (2 + moe.weigh_inputs) * h + widths * load.columns + expert_adapter_ranks(spec)
     return own + sent + arriving + load.rows * (item * row + INDEX)
 
 

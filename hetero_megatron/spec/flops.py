@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from hetero_megatron.spec.expert_load import (
     ExpertLoad,
@@ -20,7 +21,7 @@ from hetero_megatron.spec.expert_load import (
 )
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
 from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
-from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors
+from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, trained_tensors
 
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
 CHUNK_ELEMENTS = 1 << 27  # logits that ``linear_cross_entropy`` has at once: few beside the weights, many to a product
@@ -113,22 +114,42 @@ def sequence_flops(spec: ModelSpec, seq_length: int) -> int:
     return 2 * (layers + head) + 3 * (attention + round(spec.num_layers * seq_length * adapter_flops(spec)))
 
 
-def adapter_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the matrices of one layer that have an adapter, without those of experts."""
-    found = [t.shape for t in _plain_adapters(spec)]
-    return [(b[0], a[1]) for a, b in zip(found[::2], found[1::2])]
+@lru_cache(maxsize=256)
+def adapter_products(spec: ModelSpec) -> tuple[tuple[int, int, int, float], ...]:
+    """(outputs, inputs, rank, in which share of the layers) of the adapters of an average layer, without those of
+    experts."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for layer, each in _adapted_layers(spec):
+        for a, b in zip(layer[::2], layer[1::2]):
+            found[b.shape[0], a.shape[1], a.shape[0]] += each
+    return tuple((*sizes, count / spec.num_layers) for sizes, count in found.items())
 
 
-def _plain_adapters(spec: ModelSpec) -> list[LogicalTensor]:
-    """A's and B's of one layer (all layers have the same), without those of experts."""
+@lru_cache(maxsize=256)
+def _adapted_layers(spec: ModelSpec) -> tuple[tuple[tuple[LogicalTensor, ...], int], ...]:
+    """(A's and B's of a layer, without those of experts; how many layers have such)."""
     if spec.lora is None:
-        return []
-    return [t for t in logical_tensors(spec) if t.layer == 0 and t.trained and len(t.shape) == 2]
+        return ()
+    layers: dict[int | str, list[LogicalTensor]] = {}
+    for tensor in trained_tensors(spec):
+        if len(tensor.shape) == 2 and (spec.lora.sites or tensor.layer == 0):
+            layers.setdefault(tensor.layer, []).append(tensor)
+    if not spec.lora.sites:  # all layers have the same
+        return tuple((tuple(found), spec.num_layers) for found in layers.values())
+    kinds: dict[object, list[tuple[LogicalTensor, ...]]] = {}
+    for found in layers.values():
+        kinds.setdefault(tuple((t.shape, t.axes) for t in found), []).append(tuple(found))
+    return tuple((alike[0], len(alike)) for alike in kinds.values())
+
+
+def _most_of_a_layer(spec: ModelSpec, sizes: Callable[[tuple[LogicalTensor, ...]], tuple[int, int]]) -> tuple[int, int]:
+    """(whole, cut) elements that adapters keep in the layer in which these are most."""
+    return max((sizes(layer) for layer, _ in _adapted_layers(spec)), key=sum, default=(0, 0))
 
 
 def adapter_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of the adapters of one (average) layer; of experts, those that a token chooses."""
-    plain = 2.0 * sum(t.size for t in _plain_adapters(spec))
+    plain = 2.0 * sum(rank * (outputs + inputs) * share for outputs, inputs, rank, share in adapter_products(spec))
     if spec.moe is None:
         return plain
     widths = spec.hidden_size + spec.moe.ffn_hidden_size
@@ -140,9 +161,13 @@ def dropped_inputs(spec: ModelSpec) -> tuple[int, int]:
     every rank of a TP group has whole, of those that are cut)."""
     if spec.lora is None or not spec.lora.dropout:
         return 0, 0
-    inputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_A.weight")]
-    cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
-    return sum(t.shape[1] for t in inputs) - cut, cut
+
+    def sizes(layer: tuple[LogicalTensor, ...]) -> tuple[int, int]:
+        inputs = [t for t in layer if t.name.endswith("lora_A.weight")]
+        cut = sum(t.shape[1] for t in inputs if t.axes[1].role in ("q_heads", "ffn"))
+        return sum(t.shape[1] for t in inputs) - cut, cut
+
+    return _most_of_a_layer(spec, sizes)
 
 
 def scaled_outputs(spec: ModelSpec) -> tuple[int, int]:
@@ -150,14 +175,18 @@ def scaled_outputs(spec: ModelSpec) -> tuple[int, int]:
     those that every rank of a TP group has whole, of those that are cut)."""
     if spec.lora is None or not spec.lora.dora:
         return 0, 0
-    outputs = [t for t in _plain_adapters(spec) if t.name.endswith("lora_B.weight")]
-    cut = sum(t.shape[0] for t in outputs if t.axes[0].role in ("q_heads", "kv_heads", "ffn"))
-    return sum(t.shape[0] for t in outputs) - cut, cut
+
+    def sizes(layer: tuple[LogicalTensor, ...]) -> tuple[int, int]:
+        outputs = [t for t in layer if t.name.endswith("lora_B.weight")]
+        cut = sum(t.shape[0] for t in outputs if t.axes[0].role in ("q_heads", "kv_heads", "ffn"))
+        return sum(t.shape[0] for t in outputs) - cut, cut
+
+    return _most_of_a_layer(spec, sizes)
 
 
 def adapter_widths(spec: ModelSpec) -> int:
-    """What the adapters of one layer keep between A and B, per token: their ranks."""
-    return spec.lora.rank * len(adapter_shapes(spec)) if spec.lora is not None else 0
+    """What the adapters of one layer keep between A and B, per token: their ranks, in the layer with most."""
+    return _most_of_a_layer(spec, lambda layer: (sum(a.shape[0] for a in layer[::2]), 0))[0]
 
 
 def trained_count(spec: ModelSpec) -> int:
@@ -188,6 +217,13 @@ def norm_inputs(spec: ModelSpec) -> int:
     return 1 if spec.parallel_block is not None else 4 if spec.norm_placement == "pre_post" else 2
 
 
+def norm_outputs(spec: ModelSpec) -> int:
+    """Outputs of a layer's norms that products read, in hidden sizes."""
+    if spec.parallel_block == "one_norm":
+        return 1
+    return 0 if spec.norm_placement == "post" else 2
+
+
 def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
     """Inputs of MLPs after the gather, in hidden sizes: a mixture of experts has one only for what all tokens share,
     and without a TP group that is the router's; without one, attention and MLP share the output of their one norm."""
@@ -195,6 +231,14 @@ def shared_inputs(spec: ModelSpec, routed: float, tp: float) -> float:
         return 0.0
     shared = spec.moe is not None and bool(spec.moe.shared_ffn) and tp > 1
     return 1 - routed + routed * shared
+
+
+def ungathered_inputs(spec: ModelSpec, routed: float, shards: float) -> float:
+    """Inputs of attention and MLP that are not made again, in hidden sizes: those that no norm puts out, each rank's
+    own tokens of them."""
+    if spec.norm_placement != "post":
+        return 0.0
+    return (1 + shared_inputs(spec, routed, 1.0)) / shards
 
 
 def latent_widths(spec: ModelSpec) -> int:
@@ -237,11 +281,12 @@ def layer_activation_bytes(
       the outputs before they are scaled.
 
     ``full`` keeps the layer's input only. ``selective`` recomputes the attention core: a flash kernel keeps no
-    scores, so only the log-sum-exp is saved that way.
+    scores, so only the log-sum-exp is saved that way. ``elementwise`` keeps no output of a norm that a product reads,
+    before the gather or after it, and no product of gate and up (or activation).
 
     Args:
         tokens: tokens of the micro-batch (rows x sequence length).
-        recompute: none | selective | full; a stage's ``first: n`` is n layers full and the rest none.
+        recompute: none | selective | elementwise | full; a stage's ``first: n`` is n layers full and the rest none.
         tp: this rank's share is 1 / tp of heads and columns; need not be an integer.
         shards: of the tokens, one to each rank of the TP group, all equal; None: ``tp``.
         load: of the routed experts of a mixture; None: :func:`~hetero_megatron.spec.expert_load.plain_load`.
@@ -252,15 +297,19 @@ def layer_activation_bytes(
     load = load or plain_load(spec, tokens, 1 / tp, shards or max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     shard = norm_inputs(spec) * h / (shards or tp)
-    gathered = (1 + shared_inputs(spec, routed, tp)) * h + adapter_widths(spec) + latent_widths(spec)
-    cut = 2 * q + 2 * kv + value_widths(spec) + mlp_widths(spec) * common_columns(spec, routed)
+    again = recompute == "elementwise"
+    inputs, latents, widths = (1 + shared_inputs(spec, routed, tp)) * h, latent_widths(spec), mlp_widths(spec)
+    if again:
+        inputs, latents, widths = ungathered_inputs(spec, routed, shards or tp) * h, latents // 2, widths - 1
+    gathered = inputs + adapter_widths(spec) + latents
+    cut = 2 * q + 2 * kv + value_widths(spec) + widths * common_columns(spec, routed)
     cut += turned_copies(spec) * (q + kv)
     if spec.qk_norm:
         cut += (q + kv) * (2 if spec.qk_norm == "each_head" else 1)  # what is multiplied with weights of each head too
     for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
         gathered, cut = gathered + whole, cut + part
     lse = 0 if recompute == "selective" else 4 * spec.num_heads
-    experts = routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
+    experts = routed * expert_activation_bytes(spec, load, itemsize, again) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
 

@@ -4,11 +4,14 @@ each of their rows is scaled to a length of its own, which is trained."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec.dropout import check_rate
+from hetero_megatron.utils.text import rank_ranges
 
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")  # in a mixture of experts, those of the routed experts
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
@@ -23,6 +26,7 @@ NF4_CHUNK = 1 << 21  # elements that are made of 4 bits at once, and bytes that 
 NF4_MAKING = 9
 RESIDUALS = ("pissa", "olora")
 MAX_RANK = 1 << 14
+MOST_LAYERS = 1 << 14  # that a choice may name
 LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e9  # so that alpha / rank times a product is a number in fp32 and bf16
 
 
@@ -34,6 +38,75 @@ def nf4_blocks(start: int, stop: int) -> tuple[int, int]:
 def all_linear(gated: bool) -> tuple[str, ...]:
     """Every projection of a model whose MLP has a gate or not."""
     return TARGETS if gated else tuple(name for name in TARGETS if name != "gate_proj")
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Projections of some layers, whose adapters have a rank and an alpha of their own."""
+
+    layers: tuple[int, ...]
+    targets: tuple[str, ...]
+    rank: int
+    alpha: float
+
+    def word(self) -> str:
+        """``0-3,7:q_proj,v_proj:16``, as ``--lora-sites`` has it, without the alpha."""
+        return f"{rank_ranges(self.layers)}:{','.join(self.targets)}:{self.rank}"
+
+
+SITE_WORD = "LAYERS:NAMES, LAYERS:NAMES:RANK or LAYERS:NAMES:RANK:ALPHA, such as 0-3,7:q_proj,v_proj:16"
+
+
+def sites_of(words: Iterable[str], rank: int, alpha: float | None = None) -> tuple[Sites, ...]:
+    """From what ``SITE_WORD`` says; ``rank``: of those that say none; alpha: likewise, None: their rank. UserError: of
+    ``sites``."""
+    found = []
+    for word in words:
+        layers, *rest = word.split(":")
+        try:
+            names, own = rest[0].split(","), int(rest[1]) if len(rest) > 1 else rank
+            counts = float(rest[2]) if len(rest) > 2 else float(own) if alpha is None else alpha
+        except (IndexError, ValueError):
+            raise UserError("says no place", field="sites", value=word, accepted=SITE_WORD) from None
+        if len(rest) > 3:
+            raise UserError("says too much", field="sites", value=word, accepted=SITE_WORD)
+        if unknown := [name for name in names if name not in EVERY_TARGET]:
+            problem = f"no projection {unknown[0][:40]}"
+            raise UserError(problem, field="sites", value=word, accepted=", ".join(EVERY_TARGET))
+        found.append(Sites(tuple(sorted(layer_numbers(layers.split(","), "sites"))), tuple(names), own, counts))
+    return tuple(found)
+
+
+def layer_numbers(words: Iterable[str], field: str) -> set[int]:
+    """Of ``0-3`` and ``7``. UserError: of ``field``."""
+    found: set[int] = set()
+    for word in words:
+        first, dash, end = word.partition("-")
+        good = first.isascii() and first.isdecimal() and (not dash or end.isascii() and end.isdecimal())
+        if not good or len(word) > 11 or int(end or first) < int(first) or int(end or first) > MOST_LAYERS:
+            raise UserError("is no layer, or run of layers", field=field, value=word, accepted="such as 0-3 7")
+        found |= set(range(int(first), int(end or first) + 1))
+    return found
+
+
+Place = tuple[int, str]  # layer, projection
+
+
+@lru_cache(maxsize=64)
+def _places(sites: tuple[Sites, ...]) -> dict[Place, Sites]:
+    return {(layer, target): site for site in sites for layer in site.layers for target in site.targets}
+
+
+def grouped(places: Mapping[Place, tuple[int, float]]) -> tuple[Sites, ...]:
+    """The same choice, from (rank, alpha) of each adapted projection, in the fewest words: in layers that are alike,
+    projections with the same rank and alpha are one entry."""
+    of_layer: dict[int, dict[tuple[int, float], list[str]]] = {}
+    for layer, target in sorted(places, key=lambda place: (place[0], EVERY_TARGET.index(place[1]))):
+        of_layer.setdefault(layer, {}).setdefault(places[layer, target], []).append(target)
+    alike: dict[tuple[tuple[tuple[str, ...], int, float], ...], list[int]] = {}
+    for layer, kinds in of_layer.items():
+        alike.setdefault(tuple((tuple(names), *both) for both, names in kinds.items()), []).append(layer)
+    return tuple(Sites(tuple(layers), *kind) for kinds, layers in alike.items() for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -50,6 +123,8 @@ class Lora:
             al., 2024) or columns of its QR decomposition (``olora``), with which the adapters began; None: whole.
         base_dtype: in which the frozen projections are stored: ``int8`` with one scale per output channel, ``nf4`` in
             blocks of 64; None: in the run's.
+        sites: where only some layers have adapters, or ranks and alphas differ: all that there are, of projections that
+            are not those of experts; (): every target in every layer, with ``rank`` and ``alpha``.
     """
 
     rank: int
@@ -60,13 +135,19 @@ class Lora:
     base_dtype: str | None = None
     dora: bool = False
     residual: str | None = None
+    sites: tuple[Sites, ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
-            raise UserError("out of range", field="rank", value=self.rank, accepted=f"1 to {MAX_RANK:,}")
-        if isinstance(self.alpha, bool) or not LEAST_ALPHA <= self.alpha <= MOST_ALPHA:
-            accepted = f"a number > 0, from {LEAST_ALPHA:g} to {MOST_ALPHA:g}"
-            raise UserError("out of range", field="alpha", value=self.alpha, accepted=accepted)
+        _check_size(self.rank, self.alpha)
+        seen: set[Place] = set()
+        for site in self.sites:
+            _check_size(site.rank, site.alpha)
+            for place in ((layer, target) for layer in site.layers for target in site.targets):
+                if place in seen:
+                    raise UserError("is named twice", field="sites", value=f"layer {place[0]} {place[1]}")
+                seen.add(place)
+        names = (*self.targets, *(target for site in self.sites for target in site.targets))
+        object.__setattr__(self, "targets", tuple(dict.fromkeys(names)))
         unknown = [name for name in self.targets if name not in EVERY_TARGET]
         if unknown or not self.targets:
             value = unknown[0] if unknown else "none"
@@ -83,8 +164,36 @@ class Lora:
         """What counts for memory and time, as JSON."""
         found: dict[str, Any] = {"rank": self.rank, "targets": self.targets}
         found |= {name: True for name in ("dropout", "dora") if getattr(self, name)}
+        found |= {"sites": self.site_words()} if self.sites else {}
         return found | ({"base_dtype": self.base_dtype} if self.base_dtype else {})
 
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    def site_words(self) -> tuple[str, ...]:
+        """The sites without what they count, as ``--lora-sites`` has them."""
+        plain = grouped({place: (site.rank, 1.0) for place, site in _places(self.sites).items()})
+        return tuple(site.word() for site in plain)
+
+    def site(self, layer: int | str, target: str, of_experts: bool = False) -> Sites | None:
+        """The adapter of a projection in a layer; None: it has none."""
+        if self.sites and not of_experts:
+            return _places(self.sites).get((layer, target)) if isinstance(layer, int) else None
+        return Sites((), (target,), self.rank, self.alpha) if target in self.targets else None
+
+    def site_of(self, module: str) -> Sites:
+        """Of an adapted module, by its logical name (``model.layers.3.self_attn.q_proj``)."""
+        _, _, layer, *inside = module.split(".")
+        found = self.site(int(layer), inside[-1], "experts" in inside)
+        assert found is not None, module
+        return found
+
+    def scale(self, module: str) -> float:
+        """What B A of an adapted module counts."""
+        found = self.site_of(module)
+        return found.alpha / (math.sqrt(found.rank) if self.rslora else found.rank)
+
+
+def _check_size(rank: Any, alpha: Any) -> None:
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise UserError("out of range", field="rank", value=rank, accepted=f"1 to {MAX_RANK:,}")
+    if isinstance(alpha, bool) or not LEAST_ALPHA <= alpha <= MOST_ALPHA:
+        accepted = f"a number > 0, from {LEAST_ALPHA:g} to {MOST_ALPHA:g}"
+        raise UserError("out of range", field="alpha", value=alpha, accepted=accepted)

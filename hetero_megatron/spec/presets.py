@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.spec.model_spec import LayerKind, ModelSpec
 from hetero_megatron.spec.rope import Rope, RopeScaling
 from hetero_megatron.utils.files import member, read_json_object
+from hetero_megatron.utils.text import did_you_mean
 
 
 def gpt(
@@ -135,11 +135,9 @@ def load_model(name: str, field: str = "--model") -> ModelSpec:
         problem = "holds no config.json" if folder else "is no file or directory"
         raise UserError(problem, field=field, value=name, accepted=WRITTEN)
     if not os.path.lexists(path):
-        close = difflib.get_close_matches(name, _PRESETS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(
-            f"is neither a preset nor a directory with a config.json nor a file{hint}", field=field,
-            value=name, accepted=f"{', '.join(_PRESETS)}, or a path",
+            f"is neither a preset nor a directory with a config.json nor a file{did_you_mean(name, _PRESETS)}",
+            field=field, value=name, accepted=f"{', '.join(_PRESETS)}, or a path",
         )  # fmt: skip
     config = read_json_object(path, field)
     # A name that is not UTF-8 could neither be printed nor written into a checkpoint.

@@ -107,10 +107,12 @@ def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora
         projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
         int8, nf4 = (projection and lora.base_dtype == name for name in ("int8", "nf4"))
         yield replace(tensor, trained=False, int8=int8, nf4=nf4)
-        if kind == "weight" and module.rpartition(".")[2] in lora.targets and _may_be_adapted(tensor, spec):
+        may = projection and _may_be_adapted(tensor, spec)
+        site = lora.site(tensor.layer, module.rpartition(".")[2], tensor.per_expert) if may else None
+        if site is not None:
             (*experts, outputs, inputs), (*over, rows, columns) = tensor.shape, tensor.axes
             for name, shape, axes in (
-                ("lora_A", (lora.rank, inputs), (_RANK, columns)), ("lora_B", (outputs, lora.rank), (rows, _RANK)),
+                ("lora_A", (site.rank, inputs), (_RANK, columns)), ("lora_B", (outputs, site.rank), (rows, _RANK)),
             ):  # fmt: skip
                 yield LogicalTensor(f"{module}.{name}.weight", (*experts, *shape), (*over, *axes), tensor.layer)
             if lora.dora:
@@ -146,13 +148,28 @@ def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
     with_adapters = replace(spec, lora=lora)
     if lora.base_dtype == "nf4":
         _fits_nf4(with_adapters)
-    has = {t.name.split(".")[-3] for t in logical_tensors(with_adapters) if t.trained}
-    if lacking := [name for name in lora.targets if name not in has]:
+    has = {(t.layer, t.name.split(".")[-3]) for t in logical_tensors(with_adapters) if t.trained}
+    if lacking := [name for name in lora.targets if name not in {target for _, target in has}]:
+        every = {t.name.split(".")[-2] for t in logical_tensors(spec.base) if _may_be_adapted(t, spec)}
         raise UserError(
             f"{spec.name} has no such projection", field="targets", value=lacking[0],
-            accepted=", ".join(name for name in EVERY_TARGET if name in has),
+            accepted=", ".join(name for name in EVERY_TARGET if name in every),
         )  # fmt: skip
+    for layer, target in ((n, name) for site in lora.sites for n in site.layers for name in site.targets):
+        if (layer, target) not in has:
+            raise UserError(
+                f"layer {layer} of {spec.name} has no {target} that may have an adapter of its own", field="sites",
+                value=f"{layer}:{target}", accepted=f"layers 0 to {spec.num_layers - 1}, none of experts",
+            )  # fmt: skip
     return with_adapters
+
+
+def evenly_adapted(spec: ModelSpec) -> ModelSpec:
+    """With the largest rank in every layer, where adapters of layers differ: for what a stage has at most."""
+    if spec.lora is None or not spec.lora.sites:
+        return spec
+    rank = max(spec.lora.rank, *(site.rank for site in spec.lora.sites))
+    return replace(spec, lora=replace(spec.lora, rank=rank, sites=()))
 
 
 SCALE_BYTES = 4  # fp32
@@ -186,6 +203,13 @@ def _fits_nf4(spec: ModelSpec) -> None:
 def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     """Those that an optimizer changes: all, or with adapters only these."""
     return tuple(t for t in logical_tensors(spec) if t.trained)
+
+
+def untrained_layers(spec: ModelSpec) -> int:
+    """The first layers without adapters: nothing before or in them is trained, so that no gradient goes there."""
+    if spec.lora is None or not spec.lora.sites:
+        return 0
+    return min(t.layer for t in trained_tensors(spec) if isinstance(t.layer, int))
 
 
 def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:

@@ -49,7 +49,7 @@ class Checkpointing:
     Attributes:
         active: checkpoints are written.
         last_saved: the step of the newest one that this run wrote or began with.
-        companions: what travels along with the weights; on the first rank, which writes it, once ``load`` is done.
+        model_files: what travels along with the weights; on the first rank, which writes it, once ``load`` is done.
         source_dtypes: of every tensor where the weights came from; None: they were drawn at random.
     """
 
@@ -62,13 +62,13 @@ class Checkpointing:
         lock: DirectoryLock | None,
         source_dtypes: dict[str, torch.dtype] | None,
     ) -> None:
-        from hetero_megatron.checkpoint.companions import Companions
+        from hetero_megatron.checkpoint.model_files import ModelFiles
 
         self.config, self.runtime, self.data, self.source_dtypes = config, runtime, data, source_dtypes
         options = config.checkpoint
         self.active, self._lock = writes_checkpoints(config), lock
         self.last_saved = -1
-        self.companions = Companions()
+        self.model_files = ModelFiles()
         group = runtime.comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
         self.saver: CheckpointSaver | None = None
         if self.active:
@@ -262,11 +262,11 @@ class Checkpointing:
 
     def _take_along(self, found: Checkpoint | None) -> None:
         if self.runtime.world.index == 0 and (self.saver is not None or self.config.save_hf is not None):
-            from hetero_megatron.training.companions import run_companions
+            from hetero_megatron.training.run_model_files import run_model_files
 
-            self.companions = run_companions(self.config, self.data, found, self._log)
+            self.model_files = run_model_files(self.config, self.data, found, self._log)
             if self.saver is not None:
-                self.saver.extra.update(self.companions.native())
+                self.saver.extra.update(self.model_files.native())
 
     def _say_newer(self, step: int) -> None:
         """--ckpt-step, or a damaged checkpoint, took the run back: what it replaces from here on."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.data import DataConfig
@@ -22,10 +22,14 @@ from hetero_megatron.spec.moe import UNBALANCED, Balancing
 from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossScale, WeightDecay
 
+if TYPE_CHECKING:
+    from hetero_megatron.spec.muon import MuonRates
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """``adam`` is AdamW. ``clip_grad`` 0: no clipping."""
+    """``adam`` is AdamW. ``clip_grad`` 0: no clipping. ``muon``: of matrices where ``name`` is ``muon``, whose AdamW of
+    all others has ``beta1``, ``beta2`` and ``eps``."""
 
     name: str = "adam"
     beta1: float = 0.9
@@ -33,11 +37,17 @@ class OptimizerConfig:
     eps: float = 1e-8
     momentum: float = 0.9
     clip_grad: float = 1.0
+    muon: MuonRates | None = None
 
     def rates(self) -> dict[str, float]:
         """By flag, what may be another when a run goes on."""
         adam = {"--adam-beta1": self.beta1, "--adam-beta2": self.beta2, "--adam-eps": self.eps}
-        return (adam if self.name == "adam" else {"--sgd-momentum": self.momentum}) | {"--clip-grad": self.clip_grad}
+        if self.muon is not None:
+            adam |= {
+                "--muon-momentum": self.muon.momentum, "--muon-num-ns-steps": self.muon.steps,
+                "--muon-extra-scale-factor": self.muon.extra_scale,
+            }  # fmt: skip
+        return ({"--sgd-momentum": self.momentum} if self.name == "sgd" else adam) | {"--clip-grad": self.clip_grad}
 
 
 @dataclass(frozen=True)
@@ -297,7 +307,9 @@ class RunConfig:
     @cached_property
     def compiled(self) -> CompiledPlan:
         """The plan for the model, compiled once for all that this process does with it."""
-        return CompiledPlan(self.plan, self.spec, pairs=self.preference is not None)
+        return CompiledPlan(
+            self.plan, self.spec, pairs=self.preference is not None, muon=self.optimizer.name == "muon"
+        )
 
     @property
     def steps(self) -> int:

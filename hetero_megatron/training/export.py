@@ -44,10 +44,10 @@ def export(
         return
     dtypes = _dtypes(config, checkpoints.source_dtypes if adapters is None else weights.dtypes)
     if adapters is not None:
-        reporter.say(adapters.save_merged(runtime, dtypes, checkpoints.companions))
+        reporter.say(adapters.save_merged(runtime, dtypes, checkpoints.model_files))
     else:
         owned = runtime.owned()
-        reporter.say(save_hf(config.save_hf, config.spec, owned, dtypes, runtime.world, checkpoints.companions))
+        reporter.say(save_hf(config.save_hf, config.spec, owned, dtypes, runtime.world, checkpoints.model_files))
 
 
 def _dtypes(config: RunConfig, source: dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from hetero_megatron.checkpoint.state import MODEL, OPTIMIZER, make_states, merge_numbers, owned_tensors
+from hetero_megatron.checkpoint.state import MODEL, OPTIMIZER, make_states, merge_numbers, owned_tensors, states_of
 from hetero_megatron.comm import Group
 from hetero_megatron.layout import Box, Layout, Piece, refine, tiles, transfer
 from hetero_megatron.parallel.optimizer import ShardedOptimizer
@@ -100,11 +100,11 @@ def newest(said: Sequence[Sequence[Holding]], spec: ModelSpec) -> HeldMoment | N
     return None
 
 
-def _wanted(spec: ModelSpec, kinds: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _wanted(spec: ModelSpec, kinds: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of a complete state."""
     for tensor in trained_tensors(spec):
         yield f"{MODEL}.{tensor.name}", tensor.shape
-        for kind in () if tensor.by_load else kinds:
+        for kind in () if tensor.by_load else states_of(tensor, kinds):
             yield f"{OPTIMIZER}.{kind}.{tensor.name}", tensor.shape
 
 

@@ -23,8 +23,8 @@ from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.utils.text import listed, notice_line
 
 if TYPE_CHECKING:
-    from hetero_megatron.checkpoint.companions import Companions
     from hetero_megatron.checkpoint.hf_load import HFWeights
+    from hetero_megatron.checkpoint.model_files import ModelFiles
 
 class Adapters:
     """Of a model with adapters; built on every rank of the plan before the runtime."""
@@ -69,7 +69,7 @@ class Adapters:
         owned = runtime.optimizer.owned()
         return save_adapter(self.config.adapter.save, self.spec, owned, dtype, runtime.world, base)
 
-    def save_merged(self, runtime: Runtime, dtypes: Mapping[str, torch.dtype], along: Companions) -> str:
+    def save_merged(self, runtime: Runtime, dtypes: Mapping[str, torch.dtype], along: ModelFiles) -> str:
         """Write --save-hf: the base with the adapters merged into it. Called on all ranks."""
         from hetero_megatron.checkpoint.adapter import merged, merged_pieces
         from hetero_megatron.checkpoint.hf_save import save_hf

@@ -259,5 +259,5 @@ def open_to_others(launcher: LauncherEnvironment) -> str:
     """What to say where anybody on the network could claim a rank; empty where nobody can."""
     if launcher.world_size == 1 or launcher.one_host or launcher.secret:
         return ""
-    host, port = launcher.meeting_point
+    host, port = launcher.rendezvous_address
     return f"{SECRET} is not set: whoever reaches {host}:{port} can claim a rank (docs/security.md)"

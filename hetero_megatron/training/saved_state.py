@@ -38,7 +38,7 @@ class _Optimizer:
     rates: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
-        _require("name", self.name, self.name in ("adam", "sgd"))
+        _require("name", self.name, self.name in ("adam", "sgd", "muon"))
         _require("momentum", self.momentum, 0 <= self.momentum < 1)
         for key, number in self.numbers.items():
             good = key == "step" and 0 <= number <= MAX_UPDATES and number.is_integer()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 def optimizer_factory(
     config: OptimizerConfig, offload: bool = False, kernel: Callable[..., object] = adamw_aten
 ) -> OptimizerFactory:
-    """Adam with decoupled weight decay, or SGD; learning rate and weight decay are set before every step.
+    """Adam with decoupled weight decay, also beside Muon, or SGD; rate and weight decay are set before every step.
 
     Args:
         offload: Adam runs on the host, over masters and moments in host memory (fp32).
@@ -77,6 +78,11 @@ def optimizer_factory(
     def build(groups: list[dict[str, object]]) -> Optimizer:
         if config.name == "sgd":
             return SGD(groups, config.momentum)
+        if config.muon is not None:
+            from hetero_megatron.parallel.muon import Muon
+
+            adam = partial(AdamW, kernel=kernel, betas=(config.beta1, config.beta2), eps=config.eps)
+            return Muon(groups, config.muon, adam)
         if offload:
             return cpu_adam(groups, (config.beta1, config.beta2), config.eps)
         return AdamW(groups, kernel, (config.beta1, config.beta2), config.eps)

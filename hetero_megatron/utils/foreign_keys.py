@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from hetero_megatron.errors import UserError
+from hetero_megatron.utils.text import did_you_mean
 
 SHOWN = 8  # unknown keys of one file in a message
 
@@ -48,8 +48,7 @@ class KeyTable:
 
     def nearest(self, key: str) -> str:
         """`` (did you mean x?)`` for an unknown key, or nothing."""
-        near = get_close_matches(key, self.known, 1, 0.75)
-        return f" (did you mean {near[0]}?)" if near else ""
+        return did_you_mean(key, self.known, 0.75)
 
     def named(self, keys: Iterable[str]) -> str:
         """Unknown keys in a message."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any, TextIO, TypeVar
 
 from hetero_megatron.errors import printable
 
+_SPELLED = 200  # characters of a name that are compared with others
 _BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
 _DTYPES = {"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "bfloat16": "bf16",
@@ -22,6 +24,12 @@ def notice_line(text: str) -> str:
     """What a user is told beside the work: ``notice: …``, without anything that a terminal would obey (names of files,
     tensors and plugins are others')."""
     return printable(f"notice: {text}").replace("\n", "\\n")
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`` (did you mean x?)`` with the nearest of the known names; empty: none is near."""
+    near = difflib.get_close_matches(name[:_SPELLED], list(known), 1, cutoff)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def plural(count: float, noun: str, many: str = "") -> str:

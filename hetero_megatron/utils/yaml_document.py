@@ -6,7 +6,6 @@ and cluster files ask it for the type that they expect; it raises :class:`UserEr
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -19,6 +18,7 @@ import yaml
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.files import MAX_DIGITS, parse_json, read_text
+from hetero_megatron.utils.text import did_you_mean
 
 MAX_DEPTH = 24
 MAX_VALUES = 500_000  # of a document, aliases expanded; a plan with 10,240 ranks written out has 200,000
@@ -231,10 +231,8 @@ class Entry:
         entries = self.any_mapping()
         for key, entry in entries.items():
             if key not in keys:
-                near = difflib.get_close_matches(key[:LONGEST_NAME], keys, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise UserError(
-                    f"unknown key {key[:LONGEST_NAME]!r}{hint}",
+                    f"unknown key {key[:LONGEST_NAME]!r}{did_you_mean(key, keys)}",
                     field=entry.path,
                     accepted="one of " + ", ".join(keys),
                     where=entry.where,

@@ -19,6 +19,7 @@ ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
 _PLAUSIBLE: tuple[Any, ...] = (
     True, False, None, 0, 1, 2, 5, 0.5, 1.3, 2.0, [], {}, [3], [[3]], [[3], [4, 5]], [[[7], 2.0]], [2, 1.5], "pissa",
     "olora", "gaussian", "eva", "loftq", "pissa_niter_4", ["q_proj"], {"q_proj": 4}, {"q_proj": 2}, {"v_proj": 8},
+    ".*q_proj", r".*layers\.0\..*[qv]_proj", {r"layers\.1.*": 4}, [0], [1, 0], "layers", ["layers", "h"],
     "all-linear", "none", "all", "quantized", "dynamic", list(range(0, 300, 2)), "ing", ["he", "\\n"],
 )  # fmt: skip
 

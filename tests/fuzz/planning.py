@@ -200,6 +200,11 @@ def _numbers(rng: random.Random) -> list[str]:
                 "--lora-targets",
                 *rng.choice((("o_proj",), ("down_proj", "o_proj"), rng.sample(EVERY_TARGET, 2))),
             ]
+        elif rng.random() < 0.4:
+            words += rng.choice((
+                ["--lora-layers", rng.choice(("0", "1-2", "0-1"))], ["--lora-sites", "0:o_proj:3", "1:q_proj,o_proj"],
+                ["--lora-targets", r".*[02468]\..*o_proj"],
+            ))  # fmt: skip
         words += ["--use-dora"] * (rng.random() < 0.2)
         words += ["--lora-base-dtype", "int8"] * (rng.random() < 0.2)
     if rng.random() < 0.2:

@@ -28,6 +28,7 @@ from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
+from tests.support.muon_reference import LogicalMuon, our_muon
 from tests.support.random_plans import MIXTURES, divide_weights, random_features, random_model, random_plan
 from tests.support.vendors import load_as_asked, with_attention
 
@@ -114,6 +115,9 @@ class RandomSamples:
 
 
 def build_optimizer(case: Case) -> Any:
+    if case.optimizer == "muon":
+        return our_muon()
+
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if case.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=case.lr, momentum=case.momentum)
@@ -151,7 +155,10 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
         {"params": decayed, "weight_decay": case.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    optimizer = build_optimizer(case)(groups)
+    if case.optimizer == "muon":
+        optimizer: Any = LogicalMuon(hf, spec, case.lr, case.weight_decay)
+    else:
+        optimizer = build_optimizer(case)(groups)
     batch_size = case.plan["global_batch_size"]
     losses, norms, loads, balance = [], [], [], []
     for step in range(STEPS):
@@ -196,7 +203,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
     """One rank of the runtime; returns what it saw, with the box of every array."""
     plan = with_attention(plan_for(plan, comm.islands), comm.device)
     load_as_asked(comm, sizes_follow_data(plan, spec, case.packed))
-    compiled = CompiledPlan(plan, spec)
+    compiled = CompiledPlan(plan, spec, muon=case.optimizer == "muon")
     comm.create_groups(compiled.groups)
     if comm.rank not in plan.ranks:
         return {}
@@ -260,6 +267,7 @@ class Tolerance:
 TOLERANCES = {
     ("fp64", "adamw"): Tolerance(1e-12, 1e-12, 1e-9, 1e-9),
     ("fp64", "sgd"): Tolerance(1e-12, 1e-12, 1e-9, 1e-9),
+    ("fp64", "muon"): Tolerance(1e-12, 1e-12, 1e-9, 1e-9),
     ("fp32", "adamw"): Tolerance(1e-5, 1e-5, 1e-3, 1e-3),
     ("fp32", "sgd"): Tolerance(1e-5, 1e-5, 1e-4, 1e-5),
     # bf16 has 8 bits of mantissa (2^-8 = 4e-3 per rounding); these bounds are a few roundings deep.
@@ -278,7 +286,7 @@ def check_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:
         np.testing.assert_allclose(got["losses"], want.losses, rtol=tol.loss, atol=0, err_msg=f"loss, {where}")
         # AdamW divides by the size of a gradient, so it amplifies the rounding noise of elements that are nearly zero:
         # after a step their weights differ by that, and so does the next gradient (all schedules and one process).
-        later = 100 * tol.norm if case.dtype != "bf16" and case.optimizer == "adamw" else tol.norm
+        later = 100 * tol.norm if case.dtype != "bf16" and case.optimizer != "sgd" else tol.norm
         bounds = np.array([tol.norm] + [later] * (STEPS - 1)) * want.norms
         assert (np.abs(np.subtract(got["norms"], want.norms)) <= bounds).all(), f"{got['norms']} {want.norms}, {where}"
         for name, box, _ in got["grads"]:
@@ -287,7 +295,7 @@ def check_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:
             for name, box, array in got[kind]:
                 # A key bias has zero true gradient (softmax ignores a shift), so what is left is rounding noise,
                 # which AdamW divides by its own size: only its fp64 gradient and SGD weights can be compared.
-                noise = case.dtype != "fp64" or (kind == "weights" and case.optimizer == "adamw")
+                noise = case.dtype != "fp64" or (kind == "weights" and case.optimizer != "sgd")
                 if name.endswith("k_proj.bias") and noise:
                     continue
                 part = expected[name].double().numpy()

@@ -14,7 +14,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from hetero_megatron.layout import Box
 from hetero_megatron.model import initial_values
 from hetero_megatron.ops.dropout import ADAPTER, Draws, definition
-from hetero_megatron.spec import ModelSpec, trained_tensors
+from hetero_megatron.spec import Lora, ModelSpec, trained_tensors
 from hetero_megatron.spec.lora import EVERY_TARGET, MLP_TARGETS
 
 
@@ -31,7 +31,8 @@ def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.nda
     common = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0}
     common |= {"use_dora": lora.dora}
     dense = [t for t in lora.targets if spec.moe is None or t not in MLP_TARGETS]
-    config = peft.LoraConfig(target_modules=dense, task_type="CAUSAL_LM", **common, **expert_config(spec))
+    chosen = {"target_modules": dense} | expert_config(spec) | (site_config(lora) if lora.sites else {})
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **common, **chosen)
     wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
     for param in wrapped.parameters():
         if param.requires_grad and spec.moe is not None:
@@ -41,6 +42,16 @@ def peft_model(model: torch.nn.Module, spec: ModelSpec, values: dict[str, np.nda
         for name, view in views.items():
             view.copy_(torch.from_numpy(values[name]))
     return wrapped
+
+
+def site_config(lora: Lora) -> dict[str, Any]:
+    """Whole names of Llama's modules."""
+    names = {
+        f"model.layers.{layer}.{'mlp' if target in MLP_TARGETS else 'self_attn'}.{target}": (site.rank, site.alpha)
+        for site in lora.sites for layer in site.layers for target in site.targets
+    }  # fmt: skip
+    ranks, alphas = ({name: both[i] for name, both in names.items()} for i in (0, 1))
+    return {"target_modules": [*names], "rank_pattern": ranks, "alpha_pattern": alphas}
 
 
 def expert_config(spec: ModelSpec) -> dict[str, Any]:

@@ -185,7 +185,8 @@ class Exhaustive:
         return self._afters[key]
 
     def _levels(self, stage: StageTemplate) -> list[StageTemplate]:
-        levels = [("none", 0), ("selective", 0), *(("first", n) for n in range(1, stage.layers)), ("full", 0)]
+        levels = [(kind, 0) for kind in ("none", "selective", "elementwise", "full")]
+        levels += [("first", n) for n in range(1, stage.layers)]
         if self.case.recompute is not None:
             levels = [(self.case.recompute, 0)]
         return [replace(stage, recompute=recompute, first=first) for recompute, first in levels]

@@ -72,7 +72,7 @@ def random_stage(
             stage["tp_split"] = [rng.randint(1, 4) for _ in range(tp)]
         if size // tp > 1:
             stage["dp_split"] = composition(rng, mbs, size // tp, least=1)
-    recompute = rng.choice(["none", "none", "selective", "full", "first"])
+    recompute = rng.choice(["none", "selective", "elementwise", "elementwise", "full", "first"])
     if recompute == "first":
         stage["recompute"] = {"first": rng.randint(0, sum(b - a for a, b in layers))}
     else:

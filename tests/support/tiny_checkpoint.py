@@ -51,5 +51,5 @@ def load(
         return None
     tensors = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in SHAPES.items()}
     found.read_into(boxed(tensors), alone())
-    assert found.companions().native() == EXTRA
+    assert found.model_files().native() == EXTRA
     return found.step, int(found.state["seed"]), tensors

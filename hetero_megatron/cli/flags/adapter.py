@@ -8,14 +8,16 @@ from dataclasses import replace
 from hetero_megatron.cli.arguments import SHARE, count
 from hetero_megatron.cli.flags.parse import Arguments, flag_error
 from hetero_megatron.errors import UserError
-from hetero_megatron.plans.made_for import LORA_KEYS, MadeFor
+from hetero_megatron.plans.made_for import MadeFor, as_flags
 from hetero_megatron.spec import Lora, ModelSpec, adapted
-from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, MAX_RANK, all_linear
+from hetero_megatron.spec.lora import BASE_DTYPES, MAX_RANK, SITE_WORD, all_linear
 from hetero_megatron.training.config import AdapterConfig
 
 _FLAGS = {
     "rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "rslora": "use_rslora", "dora": "use_dora",
+    "layers": "lora_layers", "sites": "lora_sites",
 }  # fmt: skip
+_PLACES = ("lora_targets", "lora_layers", "lora_sites")
 _DROPOUT, _BASE = "lora_dropout", "lora_base_dtype"
 
 
@@ -48,11 +50,14 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
 
 
 def _new(args: Arguments, spec: ModelSpec) -> ModelSpec:
+    from hetero_megatron.spec.adapter_places import chosen
+
     alpha = args["lora_alpha"] if args["lora_alpha"] is not None else float(args["lora_rank"])
     try:
-        targets = tuple(args["lora_targets"] or all_linear(spec.gated))
         dropout, dora = args[_DROPOUT] or 0.0, args["use_dora"]
-        return adapted(spec, Lora(args["lora_rank"], alpha, targets, args["use_rslora"], dropout, dora=dora))
+        lora = Lora(args["lora_rank"], alpha, all_linear(spec.gated), args["use_rslora"], dropout, dora=dora)
+        where = (args["lora_targets"], args["lora_layers"], args["lora_sites"], args["lora_alpha"])
+        return adapted(spec, chosen(spec, lora, *where))
     except UserError as error:
         key = (_FLAGS | {"dropout": _DROPOUT})[error.field]
         raise flag_error(key, error.value, error.problem, error.accepted) from None
@@ -66,9 +71,9 @@ def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:
         problem = f"adapters of {lora.residual} count beside what they began with, taken out of the base's weights"
         raise flag_error("load_adapter", args["load_adapter"], problem, "--load-hf with their base")
     for name, key in _FLAGS.items():
-        said = tuple(args[key]) if key == "lora_targets" and args[key] else args[key]
-        if key in args.given and said != getattr(lora, name):
+        if key in args.given and key not in _PLACES and args[key] != getattr(lora, name):
             raise flag_error(key, args[key], f"the adapter says {getattr(lora, name)}", "leave the flag out")
+    _same_places(args, spec, lora)
     try:
         if args[_DROPOUT] is not None:  # a setting of the run, where all others are the adapter's
             lora = replace(lora, dropout=args[_DROPOUT])
@@ -77,6 +82,22 @@ def _loaded(args: Arguments, spec: ModelSpec) -> ModelSpec:
         if error.field == "dropout":
             raise flag_error(_DROPOUT, error.value, error.problem, error.accepted) from None
         raise flag_error("load_adapter", args["load_adapter"], f"{error.value}: {error.problem}") from None
+
+
+def _same_places(args: Arguments, spec: ModelSpec, lora: Lora) -> None:
+    """UserError: flags say that other projections have adapters than in the loaded one."""
+    given = [key for key in _PLACES if key in args.given]
+    if not given:
+        return
+    from hetero_megatron.spec.adapter_places import chosen
+
+    try:
+        said = chosen(spec, lora, *(args[key] for key in _PLACES))
+    except UserError as error:
+        raise flag_error(_FLAGS[error.field], error.value, error.problem, error.accepted) from None
+    if (said.targets, said.site_words()) != (lora.targets, lora.site_words()):
+        has = " ".join(lora.site_words() or lora.targets)
+        raise flag_error(given[0], args[given[0]], f"the adapter says {has}", "leave the flag out")
 
 
 def _check(args: Arguments) -> None:
@@ -99,8 +120,10 @@ def add_lora(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--lora-rank", type=count(1, MAX_RANK), metavar="N",
         help="adapters of this rank are trained beside a frozen base")  # fmt: skip
-    help = "projections with one (all linear layers)"
-    add("--lora-targets", nargs="+", choices=EVERY_TARGET, metavar="NAME", help=help)
+    help = "projections with one, or a regular expression over names of modules (all linear layers)"
+    add("--lora-targets", nargs="+", metavar="NAME", help=help)
+    add("--lora-layers", nargs="+", metavar="N-N", help="layers with adapters, such as 0-3 7 (all)")
+    add("--lora-sites", nargs="+", metavar="SITE", help=f"all adapters, where they differ by layer: {SITE_WORD}")
     add("--lora-dropout", type=SHARE, metavar="RATE", help="with which they drop elements of their inputs (0)")
     add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
     help = "in which the frozen projections are stored (the run's dtype)"
@@ -111,12 +134,13 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
     """The model with the adapters that the arguments ask for; what they leave open is as the plan ``made`` for it has
     it."""
     if made is not None and made.lora is not None:
-        for name, key in LORA_KEYS.items():
+        for key, value in as_flags(made.lora, [key for key in _PLACES if getattr(args, key)]).items():
             if getattr(args, key) is None or getattr(args, key) is False:
-                setattr(args, key, getattr(made.lora, name))
+                setattr(args, key, value)
     if args.lora_rank is None:
         for flag, given in (
-            ("--lora-targets", args.lora_targets), ("--lora-dropout", args.lora_dropout),
+            ("--lora-targets", args.lora_targets), ("--lora-layers", args.lora_layers),
+            ("--lora-sites", args.lora_sites), ("--lora-dropout", args.lora_dropout),
             ("--lora-base-dtype", args.lora_base_dtype), ("--use-dora", args.use_dora or None),
         ):  # fmt: skip
             if given is not None:
@@ -128,12 +152,15 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
             "--fp8-format knows no weights in so few bits", field="--lora-base-dtype", value=args.lora_base_dtype,
             accepted="the command without --fp8-format",
         )  # fmt: skip
+    from hetero_megatron.spec.adapter_places import chosen
+
     try:
-        targets, dropout = tuple(args.lora_targets or all_linear(model.gated)), args.lora_dropout or 0.0
-        kind = {"dropout": dropout, "base_dtype": args.lora_base_dtype, "dora": args.use_dora}
-        return adapted(model, Lora(args.lora_rank, float(args.lora_rank), targets, **kind))
+        kind = {"dropout": args.lora_dropout or 0.0, "base_dtype": args.lora_base_dtype, "dora": args.use_dora}
+        lora = Lora(args.lora_rank, float(args.lora_rank), all_linear(model.gated), **kind)
+        return adapted(model, chosen(model, lora, args.lora_targets, args.lora_layers, args.lora_sites))
     except UserError as error:
-        named = {"targets": "--lora-targets", "dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
+        named = {"dropout": "--lora-dropout", "base_dtype": "--lora-base-dtype"}
+        named |= {name: f"--{_FLAGS[name].replace('_', '-')}" for name in ("targets", "layers", "sites")}
         name = named.get(error.field, "--lora-rank")
         name = "--use-dora" if error.field == "dora" else name
         raise UserError(error.problem, field=name, value=error.value, accepted=error.accepted) from None

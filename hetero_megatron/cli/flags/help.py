@@ -75,9 +75,9 @@ _COMMON = {
 }
 # Of those of fine-tuning.
 _RARELY = {
-    "--sft", "--lora-targets", "--use-rslora", "--shuffle-buffer", "--overlong-samples", "--dpo-beta",
-    "--dpo-label-smoothing", "--dpo-average-log-probs", "--dpo-sft-weight", "--simpo-gamma", "--reference-hf",
-    "--reference-logps",
+    "--sft", "--lora-targets", "--lora-layers", "--lora-sites", "--use-rslora", "--shuffle-buffer",
+    "--overlong-samples", "--dpo-beta", "--dpo-label-smoothing", "--dpo-average-log-probs", "--dpo-sft-weight",
+    "--simpo-gamma", "--reference-hf", "--reference-logps",
 }
 
 

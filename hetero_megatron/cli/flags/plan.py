@@ -12,7 +12,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan, load_plan
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.islands import add_islands, format_added
-from hetero_megatron.plans.made_for import LORA_KEYS, MadeFor, lora_words, made_for_of
+from hetero_megatron.plans.made_for import MadeFor, as_flags, lora_words, made_for_of
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import read_document
@@ -24,7 +24,7 @@ _UNIFORM = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations", "recompute_modules",
     "use_tp_pp_dp_mapping", "schedule", *_FSDP,
 )  # fmt: skip
 _LISTS = (
@@ -39,7 +39,7 @@ _WITH_MESHES = (
     "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations", "recompute_modules",
     "hierarchical_context_parallel_sizes", *_FSDP,
 )  # fmt: skip
 
@@ -150,9 +150,10 @@ def _take_adapters(args: Arguments, made_for: MadeFor) -> None:
     with the plan when the model is known."""
     if made_for.lora is None or args["load_adapter"] is not None:
         return
-    for name, key in LORA_KEYS.items():
+    places = [key for key in ("lora_targets", "lora_layers", "lora_sites") if key in args.given]
+    for key, value in as_flags(made_for.lora, places).items():
         if key not in args.given:
-            args.values[key] = getattr(made_for.lora, name)
+            args.values[key] = value
     if "lora_rank" not in args.given:
         args.notices.append(f"{' '.join(lora_words(made_for.lora))}: the plan was made with it")
 
@@ -178,7 +179,7 @@ def _searched(
         if args[key] is None:
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
-    costs = CostOptions(moments=moments_of(args["optimizer"]), fp8=fp8)
+    costs = CostOptions(moments=moments_of(args["optimizer"]), muon=args["optimizer"] == "muon", fp8=fp8)
     options = SearchOptions(dtype=dtype or "fp32", space=SearchSpace(micro_batch_sizes=sizes), costs=costs)
     if launcher.rank == 0:
         chips = plural(cluster.world_size, "chip")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.flags.parse import Arguments, flag_error, flag_name
 from hetero_megatron.data import DataConfig
@@ -27,6 +28,9 @@ from hetero_megatron.training.config import (
     ScheduleConfig,
 )
 from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossScale, WeightDecay
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec.muon import MuonRates
 
 _BY_ITERATION = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 _BY_SAMPLE = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
@@ -121,6 +125,24 @@ def build_optimizer(args: Arguments) -> OptimizerConfig:
         args["adam_eps"],
         args["sgd_momentum"],
         args["clip_grad"],
+        _build_muon(args) if args["optimizer"] == "muon" else None,
+    )
+
+
+def _build_muon(args: Arguments) -> MuonRates:
+    from hetero_megatron.spec.muon import COEFFICIENTS, MuonRates
+
+    mode, extra, steps = args["muon_scale_mode"], args["muon_extra_scale_factor"], args["muon_num_ns_steps"]
+    sets = len(COEFFICIENTS[args["muon_coefficient_type"]])
+    if steps % sets:
+        raise flag_error(
+            "muon_num_ns_steps", steps, f"{args['muon_coefficient_type']} coefficients are for {sets} steps",
+            f"a multiple of {sets}, or --muon-coefficient-type simple",
+        )  # fmt: skip
+    if extra is None:
+        extra = 0.2 if mode == "spectral" else 1.0
+    return MuonRates(
+        args["muon_momentum"], args["muon_nesterov"], steps, args["muon_coefficient_type"], mode, extra
     )
 
 

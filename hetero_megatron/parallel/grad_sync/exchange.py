@@ -67,7 +67,8 @@ class HopExchange:
         self, arrays: Sequence[torch.Tensor], empty: torch.Tensor, memory: torch.Tensor | None = None
     ) -> None:
         """Send off the parts of my partial sums that others are to add: out of ``memory``, where they lie in ``runs``,
-        or packed; ``empty``: of their dtype."""
+        or packed; ``empty``: [0], of their dtype. ``arrays``: one per source, of its shape;
+        ``memory``: [elements of the bucket]."""
         if self.group.size == 1:
             return
         if self.runs is None:
@@ -91,8 +92,9 @@ class HopExchange:
     def finish(
         self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """The sums, one array per target, partial sums added in rank order, or to this rank's own where the first other
-        one does not send all; ``arrays`` that the routes do not keep may be None.
+        """The sums, one array per target, partial sums added in rank order, or to this rank's own where the first
+        other one does not send all; ``arrays`` that the routes do not keep may be None. ``memory``: [elements of
+        the bucket].
 
         With ``runs`` the sums lie in ``memory``, where my own part was.
         """
@@ -133,7 +135,8 @@ class HopExchange:
         begin: int,
     ) -> None:
         """Add to ``total`` (in pieces: ``views``) what all but ``begin`` sent, and this rank's own part, which is
-        copied there if it is what to begin with."""
+        copied there if it is what to begin with. ``total``: [elements of the targets]; ``received``: [elements that
+        others sent]."""
         take = self.routes.take
         mine = [_part(arrays, i, at) for i, at in self.routes.give.get(self.me, ())]
         here = [views[to][inside] for to, inside in take.get(self.me, ())]
@@ -153,6 +156,7 @@ class HopExchange:
 
     @staticmethod
     def _add(views: list[torch.Tensor], chunk: torch.Tensor, parts: Parts) -> None:
+        """Add ``chunk`` [elements that one rank sent] to parts of the views."""
         start = 0
         for to, inside in parts:
             target = views[to][inside]
@@ -163,7 +167,8 @@ class HopExchange:
         self, arrays: Sequence[torch.Tensor], dtype: torch.dtype, memory: torch.Tensor | None = None
     ) -> None:
         """Send my targets' values (in ``dtype``) to the ranks that have them among their sources; with ``runs`` they
-        are in ``memory`` already, and there what comes is written."""
+        are in ``memory`` already, and there what comes is written. ``arrays``: one per target, of its shape;
+        ``memory``: [elements of the bucket]."""
         if self.group.size == 1:
             return
         if self.runs is None:
@@ -194,7 +199,8 @@ class HopExchange:
         self._handle = self.group.all_to_all(send, self._counts(own, self.size), counts, into)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
-        """Write what came into my sources; the parts that are my own targets are there already."""
+        """Write what came into my sources; the parts that are my own targets are there already. ``arrays``: one per
+        source, of its shape [rows, columns]."""
         if self.group.size == 1:
             return
         received = self._wait()
@@ -206,6 +212,7 @@ class HopExchange:
             torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
 
     def _hold(self, tensor: torch.Tensor) -> None:
+        """Keep a message [elements] until no stream uses it."""
         if self._queued:
             self._used.append(tensor)
 
@@ -214,6 +221,7 @@ class HopExchange:
         self._used.clear()
 
     def _wait(self) -> torch.Tensor:
+        """What came: [elements]."""
         assert self._handle is not None, "finish without start"
         received, self._handle = self._handle.wait(), None
         assert received is not None
@@ -252,7 +260,8 @@ class BucketExchange:
         return self.hops[hop].arrived
 
     def start_reduce(self, hop: int, grads: FlatTensors | None = None) -> None:
-        """Send partial sums a hop towards their owners; ``grads``: the bucket's, for the first hop, kept as needed."""
+        """Send partial sums a hop towards their owners; ``grads``: the bucket's, for the first hop, kept as needed.
+        They are views of one memory [elements of the bucket]."""
         exchange = self.hops[hop]
         if hop == 0:
             assert grads is not None
@@ -263,7 +272,8 @@ class BucketExchange:
         self._arrays = [x if i in exchange.routes.kept else None for i, x in enumerate(self._arrays)]
 
     def finish_reduce(self, hop: int) -> list[torch.Tensor]:
-        """The sums of the hop's targets: after the last hop, of the owned pieces."""
+        """The sums of the hop's targets: after the last hop, of the owned pieces. Each of its piece's shape: [rows,
+        columns]."""
         sums = self.hops[hop].finish(self._arrays, self._memory)
         self._arrays = list(sums) if hop + 1 < len(self.hops) else self._arrays
         return sums
@@ -292,16 +302,18 @@ class BucketExchange:
         exchange.start_back(masters if last else _views(exchange.targets, params), dtype, memory)
 
     def finish_spread(self, hop: int, params: Mapping[str, torch.Tensor]) -> None:
-        """Write what came into the local parameters."""
+        """Write what came into the local parameters, [rows, columns] each."""
         exchange = self.hops[hop]
         exchange.finish_back(_views(exchange.sources, params))
 
 
 def _views(pieces: Sequence[OwnedPiece], params: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Pieces inside the local parameters, [rows, columns] each."""
     return [params[p.name][p.slices] for p in pieces]
 
 
 def _part(arrays: Sequence[torch.Tensor | None], index: int, at: Slices) -> torch.Tensor:
+    """A part of one of them: [rows, columns]."""
     array = arrays[index]
     assert array is not None, "given up before it was summed"
     return array[at]

@@ -110,10 +110,12 @@ class GradientSync:
         return next(name for name, known in self.params.items() if known is param)
 
     def _add_ahead(self, name: str, dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
+        """dy: [tokens, V_local], x: [tokens, h]."""
         kernel(dy, x, self.sums.view(name), float(name in self.sums.filled))
         self.sums.filled.add(name)
 
     def _add_product(self, names: Sequence[str], dy: torch.Tensor, x: torch.Tensor, kernel: WeightKernel) -> None:
+        """dy: [tokens, outputs of all of them], x: [tokens, inputs]."""
         views = [self.sums.view(name) for name in names]
         into = joint_rows(views)
         if into is not None:
@@ -129,6 +131,7 @@ class GradientSync:
         return float(name in self.sums.filled or self._captured is not None)
 
     def _accumulated(self, name: str, param: torch.Tensor) -> None:
+        """Called when autograd has made a parameter's gradient."""
         if param.grad is None:  # its product was taken; torch 2.13 runs the hook all the same
             return
         self.sums.add(name, param.grad)
@@ -185,8 +188,8 @@ class GradientSync:
 
         Args:
             chunk: its number on this stage.
-            products: the weights whose products run next, while the gradients of all others are there; None: those of
-                any of its parameters may come.
+            products: the weights, [outputs, inputs] each, whose products run next, while the gradients of all others
+                are there; None: those of any of its parameters may come.
         """
         assert self._reduction is not None, "before begin"
         names, there = self._chunks[chunk], self._ahead

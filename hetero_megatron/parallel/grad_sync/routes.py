@@ -15,12 +15,24 @@ Parts = list[tuple[int, Slices]]  # (which array, where in it)
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A box of one tensor that this rank sums up. ``slices`` index it inside the local parameter."""
+    """A box of one tensor that this rank sums up.
+
+    Attributes:
+        slices: of what the rank itself holds of it, inside the local parameter: all of it, but of a matrix that it owns
+            whole perhaps only a part; inside: of the same, in the box.
+        offset: of its first element in the bucket's flat gradient.
+    """
 
     name: str
     box: Box
     slices: Slices
-    offset: int  # of its first element in the bucket's flat gradient
+    offset: int
+    inside: Slices = ()
+
+    @property
+    def held(self) -> bool:
+        """Whether the local parameter has all of it."""
+        return not self.inside
 
 
 def local_pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, Box]) -> list[OwnedPiece]:
@@ -28,7 +40,10 @@ def local_pieces(layouts: Mapping[str, Layout], rank: int, boxes: Mapping[str, B
     pieces, offset = [], 0
     for name, layout in layouts.items():
         for box in layout.of(rank):
-            pieces.append(OwnedPiece(name, box, box.slices(boxes[name]), offset))
+            own = box if boxes[name].contains(box) else box.intersect(boxes[name]) or Box(box.lo, box.lo)
+            inside = () if own is box else own.slices(box)
+            here = own.slices(boxes[name]) if own.size else (slice(0, 0),) * len(own.lo)
+            pieces.append(OwnedPiece(name, box, here, offset, inside))
             offset += box.size
     return pieces
 

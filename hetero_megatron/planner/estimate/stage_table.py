@@ -2,7 +2,7 @@
 
 Seconds and bytes of a stage are affine in its layers, and activations in the micro-batches in flight, so a few calls of
 the cost model per kind of stage give every entry. The table also chooses recomputation: for every entry the fastest of
-none, selective, first n layers and full that fits.
+none, selective, elementwise, first n layers and full that fits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetero_megatron.predictor.cost.link_model import LinkPrice
 from hetero_megatron.utils.cached_method import cached_by, cached_method
 
 Floats = NDArray[np.float64]
-RECOMPUTES = ("none", "selective", "full")
+RECOMPUTES = ("none", "selective", "elementwise", "full")
 MANY_REPLICAS = 1e6  # so many that a rank's share of the optimizer states is negligible
 
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
-from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, judged_plan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulated_plan
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.plans import Plan, validate
@@ -58,7 +58,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
         self.problem, self.scorer, self.costs, self.pool = problem, scorer, scorer.costs, scorer.pool
         self.model, self.cluster, self.space = problem.model, problem.cluster, problem.space
         self.batch = problem.global_batch_size
-        self.recompute_kinds = (self.space.recompute,) if self.space.recompute else ("none", "full")
+        self.recompute_kinds = (self.space.recompute,) if self.space.recompute else ("none", "elementwise", "full")
 
     @abstractmethod
     def structures(self) -> Iterable[Structure]: ...
@@ -118,7 +118,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
         return predict(plan, self.model, self.cluster, self.costs.dtype, self.costs)
 
     def simulated(self, plan: Plan, found: Prediction, text: str) -> SimulatedPlan:
-        return judged_plan(self.problem, self.scorer, plan, found, text)
+        return simulated_plan(self.problem, self.scorer, plan, found, text)
 
 
 @dataclass(frozen=True)

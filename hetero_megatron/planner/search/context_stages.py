@@ -27,9 +27,9 @@ from hetero_megatron.planner.template.plan_template import in_flight
 from hetero_megatron.planner.template.search_space import why_no_context
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.plans import Pipeline, Plan, Stage, supports
-from hetero_megatron.plans.canonical import KeyValues
+from hetero_megatron.plans.canonical import KeyValues, Recompute
 from hetero_megatron.plans.fields import first_layers
-from hetero_megatron.plans.memory.of_plan import plan_activations
+from hetero_megatron.plans.memory.of_plan import MemoryBytes, plan_activations
 from hetero_megatron.predictor.simulate.ring_attention import ContextSeconds
 from hetero_megatron.predictor.simulate.step import Prediction
 
@@ -117,7 +117,8 @@ class _ContextSearch(StagedSearch):
         """The layout of a stage with the fastest recompute that fits; None: none fits."""
         last, chips = structure.stages - 1, self.alike(structure.ranks[0][s])
         alive = in_flight("1f1b", structure.stages, self.rounds(structure))[s]
-        for recompute in self.recompute_kinds:
+        for kind in self.recompute_kinds:
+            recompute = "none" if kind == "elementwise" else kind  # which is settled when the layout is
             key = (chips, structure.tp, layers, s == 0, s == last, alive, recompute, structure.pipelines)
             if key not in self._known:
                 options = ContextOptions(
@@ -138,7 +139,7 @@ class _ContextSearch(StagedSearch):
         _, plan, text = made
         plan = self.checked(plan)
         found = self.predict(plan)
-        for change in (self._blocks, self._recompute_less):
+        for change in (self._blocks, self._recompute_less, self._elementwise):
             other = change(plan, found)
             if other is not None:
                 again = self.predict(other)
@@ -161,6 +162,8 @@ class _ContextSearch(StagedSearch):
             for p, ranks in enumerate(structure.ranks):
                 new = dict(zip(known, ranks[s], strict=True))
                 stage = plan_stage(problem, layout, start, new)
+                if self.space.recompute == "elementwise" and layers:
+                    stage = replace(stage, recompute=Recompute("elementwise"))
                 stages[p].append(replace(stage, chip=self.chip(ranks[s])))
             start += layers
         rounds = self.rounds(structure)
@@ -181,14 +184,26 @@ class _ContextSearch(StagedSearch):
             low, high = 0, layers  # high fits
             while low < high:
                 count = (low + high) // 2
-                trial = _with_first(plan, s, count)
-                needs = plan_activations(trial, self.model, self.costs.item, fp8=self.costs.options.fp8)
-                fits = all(
-                    replace(others[r], activations=m.activations).total <= found.limits[r] for r, m in needs.items()
-                )
+                fits = self._fits(_with(plan, s, first_layers(count, layers)), others, found)
                 low, high = (low, count) if fits else (count + 1, high)
-            plan = _with_first(plan, s, high)
+            plan = _with(plan, s, first_layers(high, layers))
         return plan
+
+    def _elementwise(self, plan: Plan, found: Prediction) -> Plan | None:
+        """Recompute only elementwise results where that suffices, instead of layers; None: nothing to change."""
+        if self.space.recompute is not None or found.over:
+            return None
+        changed, others = plan, {r: replace(m, activations=0) for r, m in found.memory.items()}
+        for s, stage in enumerate(plan.pipelines[0].stages):
+            trial = _with(changed, s, Recompute("elementwise"))
+            if stage.recomputed and self._fits(trial, others, found):
+                changed = trial
+        return None if changed is plan else changed
+
+    def _fits(self, plan: Plan, others: dict[int, MemoryBytes], found: Prediction) -> bool:
+        """``others``: by rank, all but activations."""
+        needs = plan_activations(plan, self.model, self.costs.item, fp8=self.costs.options.fp8)
+        return all(replace(others[r], activations=m.activations).total <= found.limits[r] for r, m in needs.items())
 
     def _blocks(self, plan: Plan, _: Prediction) -> Plan | None:
         """The plan with the fastest of some block sizes in each ring stage; None: unchanged."""
@@ -219,12 +234,12 @@ def _scheduled(problem: ContextProblem) -> _Layout | None:
     return problem, choice.layout, choice.seconds
 
 
-def _with_first(plan: Plan, s: int, count: int) -> Plan:
-    """The plan with the first ``count`` layers of stage ``s`` of every pipeline recomputed."""
+def _with(plan: Plan, s: int, recompute: Recompute) -> Plan:
+    """The plan with another recompute of stage ``s`` of every pipeline."""
     pipelines = []
     for pipeline in plan.pipelines:
         stages = list(pipeline.stages)
-        stages[s] = replace(stages[s], recompute=first_layers(count, stages[s].num_layers))
+        stages[s] = replace(stages[s], recompute=recompute)
         pipelines.append(replace(pipeline, stages=tuple(stages)))
     return replace(plan, pipelines=tuple(pipelines))
 

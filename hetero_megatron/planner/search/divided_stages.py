@@ -62,10 +62,11 @@ class DividedStages:
 
 
 def _cannot(problem: PlanningProblem) -> bool:
-    """What :mod:`hetero_megatron.plans.weights` refuses beside divided weights, or the question rules out."""
+    """What :mod:`hetero_megatron.plans.weights` or Muon refuses beside divided weights, or the question rules out."""
     model, space = problem.model, problem.space
     dora = model.lora is not None and model.lora.dora
-    beside = model.moe is not None or dora or model.in_nf4 or problem.options.costs.fp8 is not None
+    costs = problem.options.costs
+    beside = model.moe is not None or dora or model.in_nf4 or costs.fp8 is not None or costs.muon
     return beside or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 

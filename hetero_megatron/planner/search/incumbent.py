@@ -172,7 +172,7 @@ class SimulatedPlan:
         return self.prediction.step_seconds
 
 
-def judged_plan(
+def simulated_plan(
     problem: PlanningProblem, scorer: TemplateScorer, plan: Plan, found: Prediction, text: str
 ) -> SimulatedPlan:
     """A plan that was not made from a template; ``text`` describes it."""

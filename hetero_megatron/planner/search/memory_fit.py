@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hetero_megatron.planner.estimate.stage_table import RECOMPUTES
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
@@ -149,7 +150,9 @@ class MemoryFit:
             # Neither recompute nor the number of micro-batches changes states.
             pipelines = tuple((_plain(x), 1, units) for (x, _, _), units in zip(placed.pipelines, layout, strict=True))
             plan = to_plan(replace(placed, pipelines=pipelines), costs.cluster, costs.seq_length, costs.model.num_heads)
-            self._known[layout, what] = estimate_memory(plan, costs.model, costs.dtype, costs.options.moments)
+            self._known[layout, what] = estimate_memory(
+                plan, costs.model, costs.dtype, costs.options.moments, muon=costs.options.muon
+            )
         known, found = self._known[layout, what], {}
         for rank, i in number.items():
             chip, needs = costs.cluster.ranks[rank].chip, known[i]
@@ -169,7 +172,7 @@ class MemoryFit:
     def levels(self, x: _PlacedStage) -> list[Level]:
         """All recompute levels of a stage, fastest first."""
         stage, tables, costs = x.stage, self.scorer.tables, self.scorer.costs
-        kinds = [("none", 0), ("selective", 0), ("full", 0)]
+        kinds = [(kind, 0) for kind in RECOMPUTES]
         if tables.first:
             kinds += [("first", n) for n in range(1, stage.layers)]
         if self.recompute is not None:

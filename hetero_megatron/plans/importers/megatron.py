@@ -149,6 +149,26 @@ def micro_batches(global_batch_size: int | None, per_step: int) -> int:
     return global_batch_size // per_step
 
 
+ELEMENTWISE = ("layernorm", "mlp_act")
+
+
+def _selective(modules: Sequence[str] | None) -> str:
+    """The plan's name of what selective recompute covers."""
+    chosen, accepted = set(modules or ("core_attn",)), "core_attn, or layernorm with mlp_act (moe_act)"
+    if chosen == {"core_attn"}:
+        return "selective"
+    problem = None
+    if chosen - {"core_attn", *ELEMENTWISE, "moe_act"}:
+        problem = "other modules are recomputed with their layer (--recompute-granularity full)"
+    elif "core_attn" in chosen:
+        problem = "a stage recomputes attention or elementwise results, not both"
+    elif "layernorm" not in chosen or len(chosen) == 1:
+        problem = "outputs of norms and of activations are recomputed together"
+    if problem is not None:
+        raise flag_error("recompute_modules", " ".join(modules or ()), problem, accepted)
+    return "elementwise"
+
+
 def recompute(flags: MegatronParallel, num_layers: int) -> Recompute:
     """The recompute flags for a stage of ``num_layers``: ``block`` recomputes the first n layers of
     every stage."""
@@ -163,7 +183,8 @@ def recompute(flags: MegatronParallel, num_layers: int) -> Recompute:
             raise flag_error(
                 "recompute_method", flags.recompute_method, "it needs --recompute-granularity full", "leave it out"
             )
-        return Recompute("selective") if num_layers else Recompute()
+        kind = _selective(flags.recompute_modules)
+        return Recompute(kind) if num_layers else Recompute()
     if granularity != "full":
         raise flag_error("recompute_granularity", granularity, "unknown granularity", "selective or full")
     count = flags.recompute_num_layers

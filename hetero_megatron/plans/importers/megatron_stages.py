@@ -43,6 +43,7 @@ class MegatronParallel:
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     recompute_activations: bool = False
+    recompute_modules: Sequence[str] | None = None
     use_tp_pp_dp_mapping: bool = False
     use_torch_fsdp2: bool = False
     torch_fsdp2_no_reshard_after_forward: bool = False

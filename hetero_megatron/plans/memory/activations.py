@@ -51,13 +51,14 @@ class RankWork:
 
     Attributes:
         layers, embed, head: of the stage. A stage without embedding receives activations, one without head sends them.
-        recompute: none | selective | full | first; ``first`` layers are recomputed whole where it says so.
+        recompute: none | selective | elementwise | full | first, which has ``first`` layers recomputed whole.
         tokens: rows x sequence length on this rank's unit; item: bytes per element.
         tp: the rank has 1/tp of heads and columns; shards: and an equal part of the tokens, of so many.
         limit: of the bytes of logits, where the stage's head goes through chunks (:func:`chunk_limit`), else None.
         load: of routed experts, in an average layer of these; None: of a plain TP group.
         fp8: recipe of the fp8 that linear modules compute in; None: the dtype of the weights.
         rows: sequences of the tokens.
+        untrained: the first layers, to which no gradient goes, so that they keep nothing.
     """
 
     layers: int
@@ -73,6 +74,7 @@ class RankWork:
     load: ExpertLoad | None = None
     fp8: str | None = None
     rows: int = 1
+    untrained: int = 0
 
     @property
     def full(self) -> int:
@@ -107,10 +109,11 @@ def boundary_bytes(spec: ModelSpec, held: RankWork) -> int:
 def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from forward to backward: in its layers, for all of them the rotary
     tables, and in the head, or the output that the next stage gets."""
-    rest = "selective" if held.recompute == "selective" else "none"
+    rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
     sizes = (held.item, held.tp, held.shards)
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
-    total += (held.layers - held.full) * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
+    keeping = held.layers - max(held.full, held.untrained)
+    total += keeping * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
     total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
     if held.head:
         return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
@@ -121,15 +124,19 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes beside what is kept, at the worst moment of a backward.
 
     That is in the head, or in the last layer when what the head kept is gone; all other layers are still there then.
-    Where all layers are recomputed whole, the last one is there as if it had kept everything; where only the first ones
-    are, the last one is not run again, and gone when they are. On top: receives that are posted, and gradients on
-    their way to the stage before.
+    Where all layers are recomputed, whole or their elementwise results, the last one is there as if it had kept
+    everything; where only the first ones are, the last one is not run again, and gone when they are. On top: receives
+    that are posted, and gradients on their way to the stage before.
     """
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
+    if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
+        forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
+        return forward + LOOKAHEAD * boundary_bytes(spec, held)
     layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
-    if held.full == held.layers > 0:
+    if held.layers and (held.full == held.layers or held.recompute == "elementwise"):
+        kept = "full" if held.full else "elementwise"
         layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
-        layer -= layer_activation_bytes(spec, tokens, "full", *sizes, held.load)
+        layer -= layer_activation_bytes(spec, tokens, kept, *sizes, held.load)
     if held.head:
         head = head_activation_bytes(spec, tokens, *sizes, held.limit)
         in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None)
@@ -180,7 +187,7 @@ def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[He
         # Recomputed whole, a layer takes the sum of its input: a copy, and two tensors of output where one was kept.
         hidden = 3 * chunk.layers + 2 * chunk.full + 4
         total += flying * (hidden * boundary_bytes(spec, chunk) + whole)
-        again = whole if chunk.full or chunk.recompute == "selective" else 0
+        again = whole if chunk.full or chunk.recompute in ("selective", "elementwise") else 0
         worked = layer_backward_bytes(spec, chunk.tokens, *sizes, linear_bytes(spec, chunk))
         backward = max(backward, worked + again)
     return total + backward
@@ -200,7 +207,8 @@ class ContextLayers:
     """Layers of a stage with context groups; bytes are of one sequence.
 
     Args:
-        full: how many of the ``layers`` are recomputed whole; ``selective``: of all, the attention core is.
+        full: how many of the ``layers`` are recomputed whole; ``selective``: of all, the attention core is;
+            ``elementwise``: of all, what norms and activations put out.
         item: bytes of an activation; wide: of a gradient of keys and values.
     """
 
@@ -210,14 +218,21 @@ class ContextLayers:
     selective: bool
     item: int
     wide: int
+    elementwise: bool = False
 
     def per_own_token(self, tp: float, alone: bool) -> KeptWorking:
         """Of what a rank with 1/tp of a layer has for every token of its member; ``alone``: it is its whole group."""
         queries, _, keys, _ = self._core(self.spec.num_heads, self.spec.num_kv_heads)
-        outside = layer_activation_bytes(self.spec, 4096, "none", self.item, tp) / 4096 - (queries + keys) / tp
-        whole = outside + self._home(alone) / tp
-        inputs = self.full * self.spec.hidden_size * self.item / tp
-        return inputs + (self.layers - self.full) * whole, whole if self.full else 0.0
+
+        def whole(recompute: str) -> float:
+            outside = layer_activation_bytes(self.spec, 4096, recompute, self.item, tp) / 4096
+            return outside - (queries + keys) / tp + self._home(alone) / tp
+
+        plain, inputs = whole("none"), self.full * self.spec.hidden_size * self.item / tp
+        if self.elementwise:
+            kept = whole("elementwise")
+            return self.layers * kept, plain - kept
+        return inputs + (self.layers - self.full) * plain, plain if self.full else 0.0
 
     def per_core_token(self, q: Any, kv: Any) -> tuple[KeptWorking, KeptWorking]:
         """Of the attention core on a rank with ``q`` query heads and ``kv`` KV heads: for every query token of its
@@ -280,8 +295,9 @@ def _tokens(member: Member) -> int:
 def _member(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
     """(kept, working) bytes of one sequence on one rank, all layers of a chunk; without the head."""
     layers = ContextLayers(
-        context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4)
-    )
+        context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
+        chunk.recompute == "elementwise",
+    )  # fmt: skip
     gather = context.transport == "gather"
     seen = sum(b - a for a, b in seen_tokens(group.tokens)) if gather else group.num_tokens
     q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))

@@ -29,20 +29,20 @@ from hetero_megatron.plans.program import held_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.spec.tensors import stored_bytes
+from hetero_megatron.spec.tensors import stored_bytes, untrained_layers
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2
 
 
 def moments_of(optimizer: str) -> int:
-    """What ``--optimizer`` keeps per element, beside the master."""
-    return ADAM_MOMENTS if optimizer == "adam" else 1
+    """What ``--optimizer`` keeps per element, beside the master: Muon of all but matrices, of which it keeps 1."""
+    return 1 if optimizer == "sgd" else ADAM_MOMENTS
 
 
-def cannot_offload(moments: int, dtype: str) -> tuple[str, str] | None:
+def cannot_offload(moments: int, dtype: str, muon: bool = False) -> tuple[str, str] | None:
     """(why an optimizer cannot be in host memory, flags of what can), None where it can."""
-    if moments != ADAM_MOMENTS:
+    if moments != ADAM_MOMENTS or muon:
         return "only Adam runs in host memory", "--optimizer adam"
     if dtype == "fp64":
         return "the update in host memory is fp32", "--bf16, --fp16 or fp32"
@@ -125,16 +125,19 @@ Ints = NDArray[np.int64]
 def estimate_memory(
     plan: Plan, spec: ModelSpec, dtype: str, moments: int = 2, buckets: tuple[Bucket, ...] | None = None,
     logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN, fp8: Fp8 | None = None, graphs: bool = False,
+    muon: bool = False,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
     """Memory of every rank in bytes, without the framework's overhead and communicators.
 
     Args:
-        moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
+        moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum; of Muon's matrices, which buckets
+            know, it is 1 in any case.
         buckets: those of the plan, if already made.
         logits_bytes: size of a micro-batch's logits on a rank above which head and loss run in chunks of tokens.
         routing: how tokens divide over experts, which what they keep depends on.
         fp8: what linear modules compute in, where their stage does not say otherwise.
         graphs: layers run as device graphs.
+        muon: the optimizer is Muon, where ``buckets`` are still to be made.
     """
     item = ITEM_BYTES[dtype]
     out = plan_activations(plan, spec, item, logits_bytes, routing, fp8, graphs)
@@ -144,10 +147,15 @@ def estimate_memory(
     recent = np.zeros((2, IN_FLIGHT, len(index)), np.int64)
     places: dict[tuple[int, ...], Ints] = {}
     known: dict[object, tuple[Ints, Ints, Ints]] = {}  # held, owned, [2, ranks] as in recent, of a bucket
-    buckets = buckets if buckets is not None else make_buckets(plan, spec)
+    buckets = buckets if buckets is not None else make_buckets(plan, spec, muon=muon)
     base = frozen_buckets(plan, spec)
     divided, elsewhere = divided_bytes(plan, spec.tied, (*buckets, *base), item), frozen_bytes(base, item)
     kept = np.zeros(len(index), np.int64)
+    matrices = None
+    if any(bucket.matrices for bucket in buckets):
+        from hetero_megatron.plans.memory.matrices import MatrixBytes
+
+        matrices = MatrixBytes(len(index), item)
     for bucket in buckets:
         key = bucket.layout_key
         if key not in known:
@@ -161,6 +169,8 @@ def estimate_memory(
             continue
         held[at] += whole
         owned[at] += mine
+        if bucket.matrices and matrices is not None:
+            moving = matrices.add(bucket, at, whole, mine)
         last = np.concatenate([recent[:, 1:, at], moving[:, None]], axis=1)
         recent[:, :, at] = last
         first_added = last[:, 0].max(axis=0) + last[0, 1:].sum(axis=0)
@@ -174,6 +184,10 @@ def estimate_memory(
         weights += parts.weights - elsewhere.get(rank, 0)
         gradients += parts.gradients + keeps * max(item, 4)
         optimizer += keeps * max(item, 4) * (moments + 1)  # masters are copies in any dtype
+        if matrices is not None:
+            i = index[rank]
+            optimizer += int(matrices.more[i]) - int(matrices.owned[i]) * (moments - 1) * max(item, 4)
+            gradients, most = gradients + int(matrices.sums[i]), max(most, int(matrices.update[i]))
         host = 0
         if rank in plan.offloading:
             optimizer, host = 0, host_bytes(owns + keeps, moments)
@@ -270,7 +284,7 @@ def stage_work(
     limit, dtype = logits_limit(stage, spec, item, logits_bytes), stage_fp8(stage, fp8)
     recipe = dtype.recipe if dtype is not None else None
     loads = [mean_loads(spec, stage, range(*chunk), routing, islands) for chunk in stage.chunks]
-    chunks = [(*chunk, load) for chunk, load in zip(_chunks(stage), loads, strict=True)]
+    chunks = [(*chunk, load) for chunk, load in zip(_chunks(stage, untrained_layers(spec)), loads, strict=True)]
     found = {}
     for unit in stage.units:
         tokens, rows = unit.micro_batch_tokens, unit.sequences[1] - unit.sequences[0]
@@ -278,18 +292,19 @@ def stage_work(
             found[rank] = tuple(
                 RankWork(
                     layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
-                    unit.tp, limit if head else None, load[rank], recipe, rows,
-                ) for layers, embed, head, first, load in chunks
+                    unit.tp, limit if head else None, load[rank], recipe, rows, untrained,
+                ) for layers, embed, head, first, untrained, load in chunks
             )  # fmt: skip
     return found
 
 
-def _chunks(stage: Stage) -> Iterator[tuple[int, bool, bool, int]]:
-    """Of each run of layers (how many, embedding, head, how many of the stage's first recomputed layers)."""
+def _chunks(stage: Stage, untrained: int) -> Iterator[tuple[int, bool, bool, int, int]]:
+    """Of each run of layers (how many, embedding, head, how many of the stage's first recomputed layers, how many are
+    before all that is trained)."""
     before, last = 0, len(stage.chunks) - 1
     for c, (a, b) in enumerate(stage.chunks):
         first = min(max(stage.recompute.layers - before, 0), b - a)
-        yield b - a, stage.embed and c == 0, stage.head and c == last, first
+        yield b - a, stage.embed and c == 0, stage.head and c == last, first, min(untrained, b) if a == 0 else 0
         before += b - a
 
 

@@ -42,9 +42,8 @@ def replica_bytes(
     owned = dict.fromkeys(sorted(plan.ranks), 0)
     for bucket in buckets:
         for rank, count in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
-            owned[rank] += count
-    element = max(ITEM_BYTES[dtype], 4) * (1 + moments)
-    ranks, sizes = list(owned), [count * element for count in owned.values()]
+            owned[rank] += count * (moments if bucket.matrices else 1 + moments)
+    ranks, sizes = list(owned), [count * max(ITEM_BYTES[dtype], 4) for count in owned.values()]
     if len(ranks) == 1:
         return {ranks[0]: (0, 0)}
     held = list(sizes)

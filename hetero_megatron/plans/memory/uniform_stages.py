@@ -13,6 +13,7 @@ from hetero_megatron.plans.memory.activations import RankWork, chunk_limit, kept
 from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS, saved_in_few_bits, state_bytes
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.tensors import evenly_adapted
 from hetero_megatron.utils.cached_method import cached_method
 
 AVERAGED = 16  # layers over which buckets are averaged: those of small layers have several
@@ -25,12 +26,15 @@ class UniformStageMemory:
     Args:
         item: bytes of a weight; moments: optimizer moments per element.
         logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
+        muon: matrices have one moment, and with TP masters that are copies in any dtype.
     """
 
     def __init__(
-        self, spec: ModelSpec, item: int, moments: int = ADAM_MOMENTS, logits_bytes: int = LOGITS_BYTES
-    ) -> None:
-        self.spec, self.item, self.moments, self.logits_bytes = spec, item, moments, logits_bytes
+        self, spec: ModelSpec, item: int, moments: int = ADAM_MOMENTS, logits_bytes: int = LOGITS_BYTES,
+        muon: bool = False,
+    ) -> None:  # fmt: skip
+        self.spec, self.item, self.moments, self.logits_bytes, self.muon = spec, item, moments, logits_bytes, muon
+        self._even = evenly_adapted(spec)  # of which buckets are
 
     @cached_method
     def held(self, tp: int, layers: int, embed: bool, head: bool) -> int:
@@ -60,7 +64,25 @@ class UniformStageMemory:
     def states(self, tp: int, layers: int, embed: bool, head: bool, owned: float) -> tuple[int, int, int]:
         """Bytes of (weights, gradients, optimizer); ``owned``: elements whose optimizer states the rank keeps."""
         cut, saved = (tp, layers, embed, head), int(layers * self.saved_per_layer(tp))
-        return state_bytes(self.held(*cut), owned, self.item, self.moments, self.trained(*cut), saved)
+        held, trained = self.held(*cut), self.trained(*cut)
+        found = state_bytes(held, owned, self.item, self.moments, trained, saved)
+        if not self.muon:
+            return found
+        matrices = owned * layers * self._matrices_per_layer(tp) / trained
+        copies = self.item if tp > 1 and self.item != 2 else 0
+        return *found[:2], found[2] - round(matrices * ((self.moments - 1) * max(self.item, 4) - copies))
+
+    @cached_method
+    def _matrices_per_layer(self, tp: int) -> float:
+        """Elements of Muon's matrices of an average layer, on the rank with most of a layer."""
+        from hetero_megatron.plans.matrices import is_matrix
+
+        def elements(share: Share, every: bool) -> float:
+            return _mean_over_layers(
+                self.spec, lambda tensors: _size((t for t in tensors if every or is_matrix(t)), share, True)
+            )
+
+        return elements(max(_equal_shares(self.spec, tp), key=lambda share: elements(share, True)), False)
 
     @property
     def whole(self) -> tuple[int, int, int]:
@@ -71,7 +93,7 @@ class UniformStageMemory:
     @cached_method
     def mean_bucket(self, tp: int) -> float:
         """Elements of a bucket of decoder layers on average; whole tensors do not fill all of them."""
-        spec, least = self.spec, min(self.spec.num_layers, AVERAGED)
+        spec, least = self._even, min(self.spec.num_layers, AVERAGED)
         rows = [_bucket_sizes(spec, False, False, share, least) for share in _equal_shares(spec, tp)]
         return max(sum(row) / len(row) for row in rows)
 
@@ -82,7 +104,7 @@ class UniformStageMemory:
         each, most, wide = _equal_shares(self.spec, tp), BUCKET_BYTES // 4, False
         rows: list[tuple[int, int, bool]] = []
         done: set[int] = set()
-        for segment in backward_order(t for t in stage_tensors(self.spec, range(layers), embed, head) if t.trained):
+        for segment in backward_order(t for t in stage_tensors(self._even, range(layers), embed, head) if t.trained):
             for tensor in segment:
                 size, last = max(tensor_box(tensor, share).size for share in each), tensor.layer == "embed"
                 done |= {tensor.layer} if isinstance(tensor.layer, int) else set()
@@ -95,13 +117,13 @@ class UniformStageMemory:
     @cached_method
     def last_bucket(self, tp: int) -> int:
         """Elements of the last bucket of decoder layers in backward."""
-        return max(_bucket_sizes(self.spec, False, False, share)[-1] for share in _equal_shares(self.spec, tp))
+        return max(_bucket_sizes(self._even, False, False, share)[-1] for share in _equal_shares(self.spec, tp))
 
     @cached_method
     def buckets(self, tp: int, embed: bool, head: bool) -> tuple[int, int]:
         """Elements of (those buckets that are under way at once, the largest one) on a rank with decoder layers."""
         # More layers fill buckets that are not full here.
-        rows = [_bucket_sizes(self.spec, embed, head, share) for share in _equal_shares(self.spec, tp)]
+        rows = [_bucket_sizes(self._even, embed, head, share) for share in _equal_shares(self.spec, tp)]
         rows = [[max(size, BUCKET_BYTES // 4) for size in row] for row in rows]
         return max(sum(row[i : i + IN_FLIGHT]) for row in rows for i in range(len(row))), max(map(max, rows))
 
@@ -115,7 +137,9 @@ class UniformStageMemory:
         if copies <= 1 and tp == 1:
             return 0 * trained
         # Without TP all of them hold the same elements.
-        moving, adding = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1)
+        moving, adding = buffer_bytes(1.0, 1 / copies, copies, self.item, tp == 1 and not self.muon)
+        if self.muon and tp > 1:  # nearly all that is held is given, and as much is taken
+            moving, adding = max(self.item, 4) * 2.0, max(self.item, 4) * (1 + 1 / copies)
         together, largest = self.buckets(tp, embed, head)
         return np.maximum(moving * np.minimum(trained, together), adding * np.minimum(trained, largest))
 
@@ -153,10 +177,12 @@ def _layer_elements(spec: ModelSpec, share: Share, trained: bool) -> float:
 
 
 def _mean_over_layers(spec: ModelSpec, size: Callable[[Iterable[LogicalTensor]], int]) -> float:
-    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones."""
-    kinds: dict[str, list[int]] = {}
+    """Of the tensors of an average layer; dense MLPs and mixtures of experts have unlike ones, and layers may have
+    adapters of their own."""
+    sites = spec.lora.sites if spec.lora is not None else ()
+    kinds: dict[object, list[int]] = {}
     for layer, kind in enumerate(spec.layers):
-        kinds.setdefault(kind.mlp, []).append(layer)
+        kinds.setdefault((kind.mlp, *(layer in site.layers for site in sites)), []).append(layer)
     sizes = [len(alike) * size(stage_tensors(spec, alike[:1], False, False)) for alike in kinds.values()]
     return sum(sizes) / spec.num_layers
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.canonical import Pipeline, Plan, Stage
-from hetero_megatron.plans.importers.megatron import from_megatron
+from hetero_megatron.plans.importers.megatron import ELEMENTWISE, from_megatron
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def _flags(plan: Plan, spec: ModelSpec) -> MegatronParallel:
     # The first layers of a stage: "full" is as many as the fullest stage has.
     recomputed = max(stage.recomputed for stage in stages)
     whole = all(stage.recomputed == stage.num_layers for stage in stages)
-    granularity = None if recompute is None else "selective" if recompute.kind == "selective" else "full"
+    partly = ("selective", "elementwise")  # of every layer
+    granularity = None if recompute is None else "selective" if recompute.kind in partly else "full"
     even = chunks == 1 and len(set(layers)) == 1
     return MegatronParallel(
         world_size=plan.world_size, seq_length=plan.seq_length, micro_batch_size=max(1, size),
@@ -127,6 +128,7 @@ def _flags(plan: Plan, spec: ModelSpec) -> MegatronParallel:
         recompute_granularity=granularity,
         recompute_method=None if granularity != "full" else "uniform" if whole else "block",
         recompute_num_layers=None if granularity != "full" else 1 if whole else recomputed,
+        recompute_modules=ELEMENTWISE if recompute is not None and recompute.kind == "elementwise" else None,
         use_torch_fsdp2=weights is not None and weights.gather == "layer",
         torch_fsdp2_no_reshard_after_forward=weights is not None and not weights.reshard_after_forward,
         schedule=None if plan.schedule in ("1f1b", "interleaved") else plan.schedule,
@@ -148,7 +150,8 @@ def _unnumbered(plan: Plan) -> tuple[Any, ...]:
     for pipeline in plan.pipelines:
         stages = []
         for stage in pipeline.stages:
-            recomputed = "selective" if stage.recompute.kind == "selective" and stage.num_layers else stage.recomputed
+            kind = stage.recompute.kind
+            recomputed = kind if kind in ("selective", "elementwise") and stage.num_layers else stage.recomputed
             stages.append({
                 "layers": stage.chunks, "embed": stage.embed, "head": stage.head,
                 "units": tuple(replace(unit, ranks=(0,) * unit.tp) for unit in stage.units),

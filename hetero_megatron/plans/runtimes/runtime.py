@@ -129,7 +129,7 @@ class ForeignRuntime:
             UserError: names the flag.
         """
         kind = {None: "none", "full": "full" if flags.recompute_method != "block" else "first"}.get(
-            flags.recompute_granularity, "selective"
+            flags.recompute_granularity, "selective" if flags.recompute_modules is None else "elementwise"
         )
         sharded = None if not flags.use_torch_fsdp2 else not flags.torch_fsdp2_no_reshard_after_forward
         held = "every replica has all weights" if sharded is None else "each replica has its part of the weights"

@@ -19,7 +19,7 @@ class StageChoice:
         tp: tensor-parallel degree (equal split).
         dp: inner data-parallel degree, which divides the micro-batch's rows.
         embed, head: the stage has the embedding; the output head and loss.
-        recompute: none | selective | full | first (the first ``first`` layers whole, the rest none).
+        recompute: none | selective | elementwise | full | first (the first ``first`` layers whole, the rest none).
         offload: optimizer states live in host memory.
         home: node group of the ranks, which determines links and node size; empty: the one with the chip and the
             largest nodes.
@@ -55,6 +55,7 @@ class CostOptions:
     Args:
         margin: share of a chip's memory kept free (fragmentation, kernels' workspaces).
         moments: optimizer moments per element: 2 for Adam, 1 for SGD with momentum.
+        muon: the optimizer is Muon, which keeps one moment of each matrix, ``moments`` of all others.
         routing: how tokens divide over experts; by default evenly.
         fp8: what the linear modules of stages compute in, where their ``dtype`` does not say otherwise; None: the dtype
             of the run.
@@ -76,6 +77,7 @@ class CostOptions:
 
     margin: float = 0.06
     moments: int = 2
+    muon: bool = False
     routing: Routing = EVEN
     fp8: Fp8 | None = None
     logits_bytes: int = LOGITS_BYTES

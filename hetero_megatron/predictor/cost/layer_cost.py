@@ -95,7 +95,7 @@ class CostModel:
         self.item, self.wide = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
         self.rates: Rates = rates or load_rates(cluster, dtype, options.fp8.recipe if options.fp8 is not None else None)
         self.links = LinkModel(self.rates)
-        self.memory = UniformStageMemory(model, self.item, options.moments, options.logits_bytes)
+        self.memory = UniformStageMemory(model, self.item, options.moments, options.logits_bytes, options.muon)
         self._home = {
             c: max((g for g in cluster.nodes if g.chip == c), key=lambda g: g.chips_per_node) for c in cluster.chips
         }
@@ -200,6 +200,8 @@ class CostModel:
         )
         whole = operators.layer(share, rows, length, load=load)[1]
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
+        if recompute == "elementwise":  # with the gathers of what attention and MLP read
+            again = operators.elementwise(share, rows, length, load) + count / 2 * forward
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + forward, embed[1] + backward),
@@ -283,7 +285,22 @@ class CostModel:
         if offload:  # gradients out, new weights in
             host = owned * UPDATE_BYTES * home.chips_per_node / self.options.host_memory_bandwidth
             seconds = max(seconds, host) + owned * (4 + self.item) / self.options.host_bandwidth
+        if self.options.muon:
+            seconds += owned * self._muon_products() / self._products_per_second(home.chip)
         return seconds + self.chip_rates(home.chip).step_seconds
+
+    @cached_method
+    def _muon_products(self) -> float:
+        """FLOPs of Muon's updates per element that is trained, on average."""
+        from hetero_megatron.plans.matrices import mean_flops
+
+        return mean_flops(self.model)
+
+    @cached_method
+    def _products_per_second(self, chip: str) -> float:
+        """FLOP/s of products of square matrices as wide as the model."""
+        h = self.model.hidden_size
+        return 2 * h**3 / self.operators(chip).gemm(h, h, h)
 
     def first_backward_saved(self, chip: str, held: float) -> float:
         """Seconds by which a step's first backward is shorter on a rank that holds so many trained elements: it writes

@@ -15,13 +15,14 @@ from hetero_megatron.predictor.cost.expert_cost import expert_seconds
 from hetero_megatron.predictor.cost.product_cost import Fp8Products, Products, in_all, nearest, product_seconds
 from hetero_megatron.predictor.cost.rates import ChipRates, LayerRow, model_fingerprint
 from hetero_megatron.spec import ModelSpec, logical_tensors
-from hetero_megatron.spec.expert_load import ExpertLoad, moe_layers, plain_load
+from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, moe_layers, plain_load
 from hetero_megatron.spec.flops import (
     LOGITS_BYTES,
-    adapter_shapes,
+    adapter_products,
     common_columns,
     layer_attention_flops,
     mean_attention_pairs,
+    norm_outputs,
     visible_pairs,
 )
 from hetero_megatron.utils.cached_method import cached_method
@@ -221,6 +222,18 @@ class Operators:
         work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))
         return flops / work * row[3], flops / work * row[4]
 
+    def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
+        """Norms before products and activations of an average layer, in forward: what reads and writes 4 h on the token
+        shard, and gate, up and their product. ``load``: of its routed experts; None: of a plain TP group."""
+        model, tokens = self.model, rows * length
+        load = load or self.plain(share, tokens)
+        routed = load.layers if load is not None else 0.0
+        moved = tokens * 2 * norm_outputs(model) * model.hidden_size * (share if self.sequence_parallel else 1.0)
+        moved += tokens * share * (3 if model.gated else 2) * common_columns(model, routed)
+        if load is not None:
+            moved += routed * load.rows * ROUTED_WIDTHS * load.columns
+        return moved * self.item / self.rates.bytes_per_second
+
     def gemm(self, m: float, n: float, k: float) -> float:
         """[m, k] x [k, n]: FLOPs at the rate for products of this size, or the memory traffic if that takes longer."""
         if min(m, n, k) <= 0:
@@ -374,12 +387,12 @@ class Operators:
         if lora is None:
             return 0.0
         seconds = 0.0
-        for outputs, inputs in adapter_shapes(self.model):
+        for outputs, inputs, rank, layers in adapter_products(self.model):
             cut_rows = inputs == self.model.hidden_size  # else the columns
             n, k = (share * outputs, inputs) if cut_rows else (outputs, share * inputs)
-            seconds += self.gemm(tokens, lora.rank, k) + self.gemm(tokens, n, lora.rank)
             moved = 3 * n + (2 * k if lora.dropout else 0) + (2 * n if lora.dora else 0)
-            seconds += self.item * tokens * moved / self.rates.bytes_per_second
+            moving = self.item * tokens * moved / self.rates.bytes_per_second
+            seconds += layers * (self.gemm(tokens, rank, k) + self.gemm(tokens, n, rank) + moving)
         return seconds
 
     def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:

@@ -170,7 +170,8 @@ class AskedLink:
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan was made or predicted for. ``moments``: of the optimizer, per element."""
+    """What a plan was made or predicted for. ``moments``: of the optimizer, per element; ``muon``: it is
+    Muon."""
 
     model: ModelSpec
     seq_length: int
@@ -180,9 +181,12 @@ class Question:
     moments: int
     margin: float
     links: tuple[AskedLink, ...]
+    muon: bool = False
 
     @property
     def optimizer(self) -> str:
+        if self.muon:
+            return "muon"
         return "adam" if self.moments == ADAM_MOMENTS else "sgd"
 
     def rows(self) -> list[tuple[str, str]]:
@@ -224,7 +228,7 @@ def question(costs: CostModel, global_batch_size: int) -> Question:
     options = costs.options
     return Question(
         costs.model, costs.seq_length, global_batch_size, costs.dtype, options.fp8, options.moments, options.margin,
-        _links(costs),
+        _links(costs), options.muon,
     )  # fmt: skip
 
 

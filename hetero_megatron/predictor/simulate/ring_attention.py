@@ -70,12 +70,14 @@ class ContextSeconds:
 
     @cached_method
     def layer(self, stage: Stage) -> Pair:
-        """(forward, backward) seconds of one layer; backward includes selective recompute."""
+        """(forward, backward) seconds of one layer; backward includes recompute of a part of it."""
         found = []
         for traffic, rows in zip(self.traffic(stage), stage.replicas, strict=True):
             units = [u for u in stage.units if u.sequences == rows]
             fp8 = self.model.computes_in_fp8(stage)
-            found.append(_Layer(self, traffic, units, rows[1] - rows[0], fp8).seconds(stage.recompute.kind))
+            kind = stage.recompute.kind
+            layer = _Layer(self, traffic, units, rows[1] - rows[0], fp8, kind == "elementwise")
+            found.append(layer.seconds(kind))
         return max(f for f, _ in found), max(b for _, b in found)
 
     def _chip(self, rank: int) -> str:
@@ -96,8 +98,9 @@ def heads_and_columns(spec: ModelSpec, tp_split: tuple[int, ...], t: int) -> tup
 
 class _Layer:
     def __init__(
-        self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int, fp8: bool
-    ) -> None:
+        self, prices: ContextSeconds, traffic: LayerTraffic, units: list[Unit], rows: int, fp8: bool,
+        elementwise: bool,
+    ) -> None:  # fmt: skip
         self.prices, self.traffic, self.rows = prices, traffic, rows
         self.context: StageContext = traffic.context
         model = prices.model
@@ -114,7 +117,10 @@ class _Layer:
                 columns = heads_and_columns(model.model, unit.tp_split, t)[1]
                 linear, ratio = operators.split(columns, rows, unit.num_tokens)
                 there, back = operators.exchange(columns, rows, unit.num_tokens, collective)
-                self.linear[rank] = (linear[0] + TP_COLLECTIVES * there, linear[1] + TP_COLLECTIVES * back)
+                again = operators.elementwise(columns, rows, unit.num_tokens) + TP_COLLECTIVES / 2 * there
+                self.linear[rank] = (
+                    linear[0] + TP_COLLECTIVES * there, linear[1] + TP_COLLECTIVES * back + elementwise * again
+                )  # fmt: skip
                 self.floor = (
                     max(self.floor[0], rates.layer_seconds + TP_COLLECTIVES * posting),
                     max(self.floor[1], rates.layer_backward_seconds + TP_COLLECTIVES * posting),

@@ -74,7 +74,7 @@ class StageCosts:
     def __init__(self, plan: Plan, model: CostModel, prepared: PreparedPlan | None = None) -> None:
         self.plan, self.model = plan, model
         self.network = model.links
-        self.prepared = prepared or PreparedPlan(CompiledPlan(plan, model.model))
+        self.prepared = prepared or PreparedPlan(CompiledPlan(plan, model.model, muon=model.options.muon))
         self.context = ContextSeconds(model, self.prepared.context)
         self.sharing = self._sharing()
         self._known: dict[tuple[object, ...], PipelineCosts] = {}

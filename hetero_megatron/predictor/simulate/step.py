@@ -158,7 +158,7 @@ class StepSimulator:
         self, plan: Plan, costs: CostModel, prepared: PreparedPlan | None = None, sync: GradSync | None = None
     ) -> None:
         self.plan, self.costs = plan, costs
-        self.prepared = prepared or PreparedPlan(CompiledPlan(plan, costs.model))
+        self.prepared = prepared or PreparedPlan(CompiledPlan(plan, costs.model, muon=costs.options.muon))
         if plan.ranks[-1] >= costs.cluster.world_size:
             raise UserError(
                 f"the cluster has {plural(costs.cluster.world_size, 'chip')}", field="ranks", value=plan.ranks[-1],

@@ -48,7 +48,7 @@ class SyncStructure:
 
     def __init__(self, plan: Plan, model: CostModel, buckets: tuple[Bucket, ...] | None = None) -> None:
         self.model, self.cluster = model.model, model.cluster
-        self.buckets = make_buckets(plan, model.model) if buckets is None else buckets
+        self.buckets = make_buckets(plan, model.model, muon=model.options.muon) if buckets is None else buckets
         self.places = PortIndex(plan.ranks, model.cluster)
         self.owned = np.zeros(len(plan.ranks), np.int64)
         self.held = np.zeros(len(plan.ranks), np.int64)

@@ -147,3 +147,39 @@ def test_what_peft_wrote_is_where_training_begins(base: Path, tmp_path: Path) ->
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours")
     assert close(logits(again), expected)
     assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected)
+
+
+def test_adapters_of_some_layers_go_to_peft_and_come_from_it(base: Path, tmp_path: Path) -> None:
+    """peft's, of layers, patterns and ranks that differ, is where training begins; what a plan of unequal ranks writes,
+    stopped and gone on, loads in peft and merges as there."""
+    config = peft.LoraConfig(
+        r=2, lora_alpha=8, target_modules=r".*layers\.([12]\.self_attn\.(q|v)|2\.mlp\.down)_proj",
+        rank_pattern={r"layers\.2\.self_attn\.q_proj": 3}, alpha_pattern={"v_proj": 5},
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if "lora_" in name:
+                param.normal_(0, 0.2)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    expected = logits(wrapped)
+    words = f"--load-hf {base} {SIZES} --load-adapter {tmp_path}/theirs"
+    ends = f"--save-adapter {tmp_path}/ours --save-hf {tmp_path}/merged --merge-lora"
+    run(words, f"--train-iters 1 --lr 0 --min-lr 0 {ends}")
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours")
+    assert close(logits(again), expected)
+    assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected)
+
+    (tmp_path / "plan.yaml").write_text(TWO)
+    run(words, f"--train-iters 3 --lr-decay-style constant --exit-interval 1 --save {tmp_path}/run")
+    plan = f"--load-hf {base} --lr 1e-2 --mock-data --log-interval 1 --seed 5 --plan {tmp_path}/plan.yaml"
+    plan += f" --train-iters 3 --lr-decay-style constant --load-adapter {tmp_path}/theirs"
+    plan += f" --load {tmp_path}/run --save {tmp_path}/run"
+    ends = f" --save-adapter {tmp_path}/two --save-hf {tmp_path}/two-hf --merge-lora"
+    ranks = start_ranks(4, (plan + ends).split())
+    assert [p.communicate(240)[1] for p in ranks if p.wait(240)] == []
+    trained = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "two")
+    found = logits(trained)
+    assert not close(found, expected)
+    assert close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "two-hf")), found)

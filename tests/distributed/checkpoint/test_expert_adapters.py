@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_megatron.checkpoint.adapter import AdapterWeights, merged, save_adapter
-from hetero_megatron.checkpoint.adapter_config import CONFIG, WEIGHTS, read_config
+from hetero_megatron.checkpoint.adapter_config import CONFIG, WEIGHTS, adapter_config, read_config
 from hetero_megatron.comm import Comm
 from hetero_megatron.errors import UserError
 from hetero_megatron.layout import Box
@@ -171,14 +171,33 @@ def test_ranks_of_gate_that_count_for_up_are_refused(tmp_path: Path) -> None:
     ({"target_parameters": "down_proj"}, "target_parameters"),
     ({"rank_pattern": {"gate_up_proj": 3}}, "rank_pattern"),
     ({"rank_pattern": {".*\\.gate_up_proj": 4}}, "alpha_pattern"),
-    ({"alpha_pattern": {"q_proj": 5}}, "rank_pattern"),
+    ({"alpha_pattern": {"experts.*": 5}}, "alpha_pattern"),
+    ({"exclude_modules": ".*experts"}, "exclude_modules"),
+    ({"target_modules": ["q_proj", "experts.0.up_proj"], "layers_to_transform": [1]}, "layers_to_transform"),
 ])  # fmt: skip
 def test_other_parameters_and_ranks_are_refused(change: dict[str, Any], field: str, tmp_path: Path) -> None:
-    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | change
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    said |= {"target_parameters": ["mlp.experts.gate_up_proj"]} | change
     (tmp_path / CONFIG).write_text(json.dumps(said))
     with pytest.raises(UserError) as raised:
         read_config(str(tmp_path), "x", from_hf_config(MOE_FAMILIES["qwen3_moe"]))
     assert raised.value.field == field
+
+
+def test_attention_beside_experts_has_layers_and_ranks_of_its_own(tmp_path: Path) -> None:
+    """peft finds the same adapters by the file that is read and by the one that is written."""
+    hf, plain = make_hf(MOE_FAMILIES["qwen3_moe"], 3)
+    said = {"r": 2, "lora_alpha": 3.0, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]}
+    said |= {"rank_pattern": {"o_proj": 3}, "target_parameters": ["mlp.experts.down_proj"]}
+    peft.LoraConfig(**said).save_pretrained(tmp_path)
+    spec = adapted(plain, read_config(str(tmp_path), "x", plain))
+    assert spec.lora is not None and spec.lora.site_words() == ("1:q_proj:2", "1:o_proj:3")
+    theirs = peft.get_peft_model(hf, peft.LoraConfig(**said))
+    wanted = {name: tuple(p.shape) for name, p in theirs.named_parameters() if "lora_" in name}
+    assert len(wanted) == 2 * len([t for t in trained_tensors(spec) if t.name.endswith("lora_A.weight")])
+    written = {k: v for k, v in adapter_config(spec, None).items() if k not in ("peft_type", "inference_mode")}
+    again = peft.get_peft_model(make_hf(MOE_FAMILIES["qwen3_moe"], 3)[0], peft.LoraConfig(**written))
+    assert {name: tuple(p.shape) for name, p in again.named_parameters() if "lora_" in name} == wanted
 
 
 def test_experts_know_no_dropout() -> None:

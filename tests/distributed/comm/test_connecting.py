@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 import pytest
 
 from hetero_megatron.comm import Comm, CommError
-from hetero_megatron.comm.work import in_time, within
+from hetero_megatron.comm.work import with_timeout, within
 from tests.support.pool import PRELOAD
 from tests.support.ports import free_port
 
@@ -77,11 +77,11 @@ def test_a_rank_that_dies_while_others_connect_to_it_is_named(vendor: str, momen
 
 
 def test_a_call_has_its_time_and_no_more() -> None:
-    assert in_time(60, lambda: 3) == 3
+    assert with_timeout(60, lambda: 3) == 3
     with pytest.raises(KeyError):
-        in_time(60, lambda: {}[1])
+        with_timeout(60, lambda: {}[1])
     never = threading.Event()
     with pytest.raises(RuntimeError, match="not connected after 0.01 s"):
-        in_time(0.01, never.wait)
+        with_timeout(0.01, never.wait)
     assert within(0.01, never.wait) is None
     never.set()

@@ -214,7 +214,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], *w
 def test_ranks_are_numbered_over_islands(monkeypatch: pytest.MonkeyPatch, mpi: dict[str, str], local: int) -> None:
     made = launched(monkeypatch, mpi, "--base-rank", "2", "--world-size", "5", *MEETING)
     read = read_launcher(made)  # which refuses tasks of mpiexec without RANK
-    assert (read.rank, read.world_size, read.local_rank, read.meeting_point) == (3, 5, local, ("127.0.0.1", 29500))
+    assert (read.rank, read.world_size, read.local_rank, read.rendezvous_address) == (3, 5, local, ("127.0.0.1", 29500))
     alone = launched(monkeypatch, {}, "--base-rank", "4", "--world-size", "5", *MEETING)
     assert (alone["RANK"], alone["LOCAL_RANK"]) == ("4", "0")
 

@@ -104,6 +104,7 @@ CASES = {
     "data parallel": (case_of(LLAMA, [ONE, [{"ranks": [1], "layers": [0, 4]}]]), [1, 1]),
     "recompute": (case_of(LLAMA, [recomputed(TWO, "full")]), [2, 1]),
     "recompute attention": (case_of(LLAMA, [recomputed(ONE, "selective")]), [1]),
+    "recompute elementwise": (case_of(LLAMA, [recomputed(TWO, "elementwise")]), [2, 1]),
     "bf16": (case_of(LLAMA, [TWO], "bf16"), [2, 1]),
     "fp16": (case_of(LLAMA, [ONE], "fp16"), [1]),
     "biases and layer norms": (case_of(GPT2, [ONE]), [1]),

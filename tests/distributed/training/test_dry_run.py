@@ -123,7 +123,7 @@ def test_a_dry_rank_sends_and_holds_what_a_real_one_does(dtype: str, tmp_path: P
         assert 0.75 * dry.peak <= estimate.total <= 1.6 * dry.peak
 
 
-@pytest.mark.parametrize("way", quick(range(6), [0, 1]))
+@pytest.mark.parametrize("way", quick(range(6), [0]))
 def test_divided_weights_are_in_the_estimate_to_the_byte(way: int, tmp_path: Path) -> None:
     """Shares 5:1 and with TP 2:1:0:3; ten micro-batches, of which a dry run repeats most."""
     kind, schedule, dtype = [
@@ -266,9 +266,7 @@ def _without_offload(chosen: Plan) -> Plan:
     return replace(chosen, pipelines=tuple(replace(p, stages=stages(p)) for p in chosen.pipelines))
 
 
-@pytest.mark.parametrize(
-    "schedule", quick(["1f1b", "gpipe", "zero-bubble", "interleaved"], ["zero-bubble", "interleaved"])
-)
+@pytest.mark.parametrize("schedule", quick(["1f1b", "gpipe", "zero-bubble", "interleaved"], ["interleaved"]))
 def test_micro_batches_that_are_not_run_count_as_those_that_are(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,24 +24,25 @@ def uneven_tp(layers: int, heads: int) -> dict[str, Any]:
 
 
 def pipeline(layers: int, heads: int) -> dict[str, Any]:
-    """Three stages, TP beside none; the middle one recomputes attention."""
+    """Three stages, TP beside none; they recompute elementwise results, attention, and elementwise results."""
     return plan(
         [
             pipe(
-                2, 3, stage([0, 1], [0, 1], tp=2, tp_split=[3, 1]), stage([2], [1, 2], recompute="selective"),
-                stage([3], [2, layers]),
+                2, 3, stage([0, 1], [0, 1], tp=2, tp_split=[3, 1], recompute="elementwise"),
+                stage([2], [1, 2], recompute="selective"), stage([3], [2, layers], recompute="elementwise"),
             )
         ]
     )  # fmt: skip
 
 
 def context(layers: int, heads: int) -> dict[str, Any]:
-    """Context groups of unlike size, one member a TP group, keys passing by in small blocks."""
+    """Context groups of unlike size, one member a TP group, keys passing by in small blocks; elementwise results are
+    recomputed."""
     return plan(
         [
             pipe(
                 1, 2,
-                stage([0, 1, 2, 3], [0, layers], kv={"block": 2}, context=[
+                stage([0, 1, 2, 3], [0, layers], kv={"block": 2}, recompute="elementwise", context=[
                     {"ranks": [3, 0], "tokens": [4, 3], "heads": [1, heads - 1]},
                     {"ranks": [1, 2], "tokens": [2, 1], "heads": [heads, 0]},
                 ]),

@@ -13,9 +13,10 @@ from tests.support.small_plans import LLAMA, pipe, plan, stage
 WIDE = LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "head_dim": 32,
                 "num_key_value_heads": 8, "intermediate_size": 256, "max_position_embeddings": 512}  # fmt: skip
 TP = plan([pipe(2, 1, stage([0, 1], [0, 2], tp=2)), pipe(1, 2, stage([2], [0, 1]), stage([3], [1, 2]))])
-UNEVEN = plan([pipe(2, 2, stage([2, 0, 1], [0, 3], tp=3, tp_split=[1, 1, 2]))])
+UNEVEN = plan([pipe(2, 2, stage([2, 0, 1], [0, 3], tp=3, tp_split=[1, 1, 2], recompute="elementwise"))])
 SPLIT = plan(
-    [pipe(2, 3, stage([0, 1], [0, 1], tp=2, recompute="full"), stage([2], [1, 2]))], schedule="zero-bubble"
+    [pipe(2, 3, stage([0, 1], [0, 1], tp=2, recompute="full"), stage([2], [1, 2], recompute="elementwise"))],
+    schedule="zero-bubble",
 )
 CONTEXT = plan([pipe(2, 1, stage([0, 1, 2, 3], [0, 2], tp=2, tp_split=[1, 1], order="contiguous", context=[
     {"ranks": [[0, 1]], "tokens": [128], "heads": [8]}, {"ranks": [[2, 3]], "tokens": [140], "heads": [8]}

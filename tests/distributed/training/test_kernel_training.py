@@ -204,4 +204,4 @@ def test_a_run_prints_its_kernels_and_refuses_what_it_cannot_have() -> None:
     assert ["rms_norm", "reference", "requested"] in rows and ["swiglu", "aten"] in rows
     assert ["not", "triton:"] in [row[:2] for row in rows], "with what was passed over and why"
     _, bad = run_ranks(1, [*flags, "rope=tritn"], code=2)
-    assert "no such provider of rope; did you mean triton?" in bad
+    assert "no such provider of rope (did you mean triton?)" in bad

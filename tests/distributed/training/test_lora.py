@@ -14,7 +14,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted, logical_tensors
-from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS
+from hetero_megatron.spec.lora import MLP_TARGETS, TARGETS, Sites
 from hetero_megatron.training.rank_platform import plan_for
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
@@ -227,3 +227,21 @@ def test_stages_without_a_layer_have_nothing_to_train(schedule: str) -> None:
         made = plan([pipe(1, 4, stage([0], [[0, 0], [1, 2]]), stage([1, 2], [[0, 1], [2, 3]], tp=2))])
     made |= {"schedule": schedule}
     check(LLAMA, made, Lora(4, 8.0), Case(1, 4, LLAMA, made))
+
+
+@pytest.mark.parametrize("case", ["stages", "zero-bubble", "divided", "dora", "recompute"])
+def test_layers_with_adapters_of_their_own(case: str) -> None:
+    """Ranks and alphas that differ, layers with none below, between and above, stages that train nothing, whose weights
+    may be divided."""
+    sites = (Sites((1,), ("q_proj", "down_proj"), 2, 3.0), Sites((2,), ("v_proj",), 5, 4.0))
+    stages = [stage([0], [0, 1]), stage([1, 2], [1, 2], tp=2, tp_split=[2, 1]), stage([3], [2, 3])]
+    if case == "stages":  # the last ones have none
+        sites = (Sites((0,), ("o_proj", "up_proj"), 3, 3.0), Sites((0,), ("k_proj",), 1, 9.0))
+    elif case == "divided":
+        stages = [stage([0, 1], [0, 1], dp_split=[1, 1]), stage([2, 3], [1, 3], tp=2)]
+        stages[0]["weights"] = {"shard": [2, 1], "gather": "layer"}
+    elif case == "recompute":
+        stages = [stage([0, 1], [0, 2], tp=2, recompute="full"), stage([2], [2, 3], recompute="selective")]
+    made = plan([pipe(2, 3, *stages)], schedule=case if case == "zero-bubble" else "1f1b")
+    lora = Lora(4, 8.0, sites=sites, targets=(), rslora=case == "stages", dora=case == "dora")
+    check(LLAMA, made, lora, Case(4, 4, LLAMA, made))

@@ -74,7 +74,8 @@ def test_random_experts_equal_one_process(index: int) -> None:
 
 HAND_WRITTEN = {
     # A shared gate and a router see the tokens of their own rank only: a sum over all ranks, counted once each.
-    "router_under_tensor_parallelism": plan([pipe(2, 2, stage([0, 1, 2], [0, 3], tp=3, tp_split=[1, 2, 1]))]),
+    "router_under_tensor_parallelism": plan([
+        pipe(2, 2, stage([0, 1, 2], [0, 3], tp=3, tp_split=[1, 2, 1], recompute="elementwise"))]),
     "unequal_experts_over_replicas": plan([pipe(2, 3, stage([0, 1], [0, 3], tp=1, dp_split=[1, 1], experts=[
         {"ranks": [1, 0], "experts": [[0, 4], [4, 5]]}]))]),
     "a_rank_without_experts_and_one_that_shares": plan([pipe(3, 2, stage([2, 0, 1], [0, 3], tp=1, experts=[
@@ -83,8 +84,9 @@ HAND_WRITTEN = {
         {"ranks": [0, 1], "experts": [[0, 3], [1, 5]]}]))]),
     "two_groups_in_pipelines_with_deferred_weights": plan([
         pipe(2, 4, stage([0, 1], [0, 1], tp=2, experts=[{"ranks": [1, 0], "experts": [[0, 1], [1, 5]]}]),
-             stage([2, 3], [1, 3], tp=1, experts=[{"ranks": [2, 3], "experts": [[0, 2], [2, 5]]}])),
-        pipe(1, 1, stage([4], [0, 3])),
+             stage([2, 3], [1, 3], tp=1, recompute="elementwise", experts=[
+                 {"ranks": [2, 3], "experts": [[0, 2], [2, 5]]}])),
+        pipe(1, 1, stage([4], [0, 3], recompute="elementwise")),
     ], schedule="zero-bubble"),
     "context_groups_and_experts": plan([pipe(1, 2, stage([0, 1, 2, 3], [0, 3], kv={"block": 2}, context=[
         {"ranks": [3, 0], "tokens": [4, 3], "heads": [1, 3]}, {"ranks": [1, 2], "tokens": [2, 1], "heads": [4, 0]},

@@ -22,6 +22,7 @@ from hetero_megatron.layout import Box
 from hetero_megatron.spec import adapted, load_model, logical_tensors, trained_tensors
 from tests.support.families import DENSE
 from tests.support.hf_reference import make_hf
+from tests.support.small_plans import LLAMA
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -42,12 +43,12 @@ def test_every_key_of_pefts_configuration_is_in_the_table(tmp_path: Path) -> Non
 
 REFUSED: dict[str, Any] = {
     "peft_type": "ADALORA", "bias": "lora_only", "fan_in_fan_out": True, "modules_to_save": ["lm_head"],
-    "layers_to_transform": [0], "layers_pattern": "layers", "exclude_modules": ["k_proj"], "lora_bias": True,
+    "layers_to_transform": [6], "layers_pattern": "layers", "exclude_modules": 3, "lora_bias": True,
     "layer_replication": [[0, 2], [1, 2]], "trainable_token_indices": [3], "megatron_config": {"a": 1},
     "use_qalora": True, "use_bdlora": {"nblocks": 2}, "alora_invocation_tokens": [1], "arrow_config": {"top_k": 1},
     "kasa_config": {"beta": 1}, "velora_config": {"scale": 1}, "monteclora_config": {"num_samples": 2},
-    "enable_lora": [True, False], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "use_rslora": "no",
-    "use_dora": 1, "r": 0, "lora_alpha": True, "lora_dropout": 1.5, "target_modules": ".*q_proj",
+    "enable_lora": [True, False], "rank_pattern": {"q_proj": 0}, "alpha_pattern": {"q_proj": "2"}, "use_rslora": "no",
+    "use_dora": 1, "r": 0, "lora_alpha": True, "lora_dropout": 1.5, "target_modules": ".*q_prj",
     "target_parameters": ["gate.weight"],
 }  # fmt: skip
 
@@ -154,3 +155,83 @@ def test_projections_have_the_familys_names_in_files(family: str, tmp_path: Path
         stored = name_table(plain)[f"{module}.weight"].name.removesuffix(".weight")
         want = theirs[f"base_model.model.{stored}.lora_{adapter[0]}.default.weight"]
         assert torch.equal(weights.read(tensor, Box.whole(tensor.shape)), want), tensor.name
+
+
+MODELS = DENSE | {"llama": LLAMA}
+CHOICES: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "lay.*"]},
+        {"target_modules": r".*layers\.[12]\.(self_attn\.(q|v)_proj|mlp\.up_proj)"},
+        {"target_modules": ["layers.1.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "o_proj"]},
+        {"target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"], "layers_to_transform": [1]},
+        {"target_modules": "all-linear", "exclude_modules": ["k_proj", "layers.1.self_attn.v_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.0\..*"},
+        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 2, r"layers\.1\..*": 5},
+         "alpha_pattern": {"layers.0.self_attn.v_proj": 3}, "use_rslora": True},
+        {"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}, "layers_pattern": None},
+        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0, 1], "init_lora_weights": "olora",
+         "rank_pattern": {r"model.layers.0.self_attn.q_proj": 2}},
+    ],
+    "gptj": [
+        {"target_modules": ["fc_in"], "layers_to_transform": [0], "layers_pattern": "h"},
+        {"target_modules": r"transformer\.h\.1\..*_proj"},
+    ],
+    "falcon_three_heads": [{"target_modules": ["dense_h_to_4h"], "rank_pattern": {r"h\.1\.mlp\.dense_h_to_4h": 1}}],
+}  # fmt: skip
+
+
+def adapters_of(model: Any) -> dict[str, tuple[tuple[int, ...], float]]:
+    """Shape and scale of each A and B of peft's model, by its name in files."""
+    found = {}
+    for name, module in model.named_modules():
+        for part in ("lora_A", "lora_B"):
+            if part in getattr(module, "_modules", {}):
+                shape = tuple(getattr(module, part)["default"].weight.shape)
+                found[f"{name}.{part}.weight"] = shape, module.scaling["default"]
+    return found
+
+
+def test_the_same_modules_have_the_same_adapters_as_in_peft(tmp_path: Path) -> None:
+    """As it reads its file, and as it reads ours."""
+    for family, choices in CHOICES.items():
+        for number, choice in enumerate(choices):
+            folder = tmp_path / f"{family}{number}"
+            hf, plain = make_hf(MODELS[family], seed=1, dtype=torch.float32)
+            peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **choice).save_pretrained(folder)
+            theirs = peft.get_peft_model(hf, peft.LoraConfig.from_pretrained(folder))  # the file's order of patterns
+            theirs.save_pretrained(folder)
+            wanted = adapters_of(theirs)
+            spec = adapted(plain, read_config(str(folder), "--load-adapter", plain))
+            assert spec.lora is not None
+            found = {}
+            for tensor in trained_tensors(spec):
+                module, adapter = tensor.name.split(".lora_")
+                stored = name_table(plain)[f"{module}.weight"].name.removesuffix(".weight")
+                found[f"base_model.model.{stored}.lora_{adapter}"] = tensor.shape, spec.lora.scale(module)
+            assert found == wanted, (family, choice)
+            AdapterWeights(str(folder), spec)
+            said = {k: v for k, v in adapter_config(spec, None).items() if k not in ("peft_type", "inference_mode")}
+            again = make_hf(MODELS[family], seed=1, dtype=torch.float32)[0]
+            assert adapters_of(peft.get_peft_model(again, peft.LoraConfig(**said))) == wanted, (family, choice, said)
+
+
+def test_choices_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
+    for key, words, changed in (
+        ("target_modules", "model.embed_tokens may have no adapter", {"target_modules": ".*"}),
+        ("target_modules", "lm_head may have no adapter", {"target_modules": r"lm_head|.*q_proj"}),
+        ("target_modules", "no regular expression", {"target_modules": "(("}),
+        ("target_modules", "takes longer than", {"target_modules": r"(?:(.|..)+)+\1\1\1"}),
+        ("target_modules", "tiny has no such module", {"target_modules": ["layers.9.self_attn.q_proj", "v_proj"]}),
+        ("target_modules", "choose no projection", {"exclude_modules": ["q_proj", "v_proj"]}),
+        ("layers_to_transform", "says which layers itself", {"target_modules": ".*q_proj", "layers_to_transform": [0]}),
+        ("layers_to_transform", "no layer of tiny", {"layers_to_transform": [True]}),
+        ("layers_pattern", "without layers_to_transform", {"layers_pattern": ["layers"]}),
+        ("rank_pattern", "is no object", {"rank_pattern": [3]}),
+        ("rank_pattern", "no such rank", {"rank_pattern": {"q_proj": 2.5}}),
+        ("alpha_pattern", "no such alpha", {"alpha_pattern": {"q_proj": 1e300}}),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words) as caught:
+            read(tmp_path, **changed)
+        assert caught.value.field == key, changed

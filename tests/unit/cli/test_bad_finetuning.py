@@ -32,7 +32,7 @@ FILES = {
     "plain.jsonl": '{"text": "a"}\n', "ia3/adapter_config.json": '{"peft_type": "IA3"}',
     "torn/adapter_config.json": '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}',
     "ranks/adapter_config.json":
-        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 2}}',
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 0}}',
     "router/adapter_config.json":
         '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [], "target_parameters": ["gate.weight"]}',
     "dora/adapter_config.json":

@@ -109,10 +109,10 @@ def test_where_all_ranks_are_on_one_host() -> None:
         return read_launcher({**TWO, "MASTER_ADDR": address, **more}, joins=False)
 
     assert read("localhost").one_host and read("127.3.2.1").one_host and not read("10.0.0.1").one_host
-    assert read("10.0.0.1", LOCAL_WORLD_SIZE="2").meeting_point == ("127.0.0.1", 29500)
+    assert read("10.0.0.1", LOCAL_WORLD_SIZE="2").rendezvous_address == ("127.0.0.1", 29500)
     agent = read("10.0.0.1", LOCAL_WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
-    assert agent.one_host and agent.meeting_point == ("10.0.0.1", 29500)  # it listens where torchrun says
-    assert read("10.0.0.1", LOCAL_WORLD_SIZE="1").meeting_point == ("10.0.0.1", 29500)
+    assert agent.one_host and agent.rendezvous_address == ("10.0.0.1", 29500)  # it listens where torchrun says
+    assert read("10.0.0.1", LOCAL_WORLD_SIZE="1").rendezvous_address == ("10.0.0.1", 29500)
 
 
 # Other launchers

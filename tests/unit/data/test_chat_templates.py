@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hetero_megatron.checkpoint.companions import from_checkpoint, from_directory
+from hetero_megatron.checkpoint.model_files import from_checkpoint, from_directory
 from hetero_megatron.data.chat.build import read_template
 from hetero_megatron.data.chat.conversation import read_conversation
 from hetero_megatron.data.chat.encode import ChatEncoder

@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
-def test_companions_are_left_out_and_named(suffix: str, tmp_path: Path) -> None:
+def test_side_files_are_left_out_and_named(suffix: str, tmp_path: Path) -> None:
     data = [f"data/train-0000{i}-of-00002.{suffix}" for i in range(2)]
     fill(tmp_path, *data, *BESIDE)
     corpus = find_corpus(str(tmp_path))

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hetero_megatron.checkpoint.companions import from_directory
+from hetero_megatron.checkpoint.model_files import from_directory
 from hetero_megatron.cli.generate_settings import filters_of, find_settings
 from hetero_megatron.generation.settings import Filters
 
@@ -37,7 +37,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.path, self._found = folder, from_directory(folder)
 
-    def companions(self) -> Any:
+    def model_files(self) -> Any:
         return self._found
 
 

@@ -92,7 +92,7 @@ def test_a_fused_kernel_with_another_for_the_rest_conforms(rest: str) -> None:
         return other.forward(*args)
 
     kernel = fused_attention("fused", on_cpu(calls), replace(other, forward=counted), Capability(), lambda _: [])
-    for dtypes in ((torch.float32,), (torch.bfloat16,)):
+    for dtypes in ((torch.float32,), (torch.bfloat16,))[: 1 if rest == "triton" else 2]:  # Triton is interpreted here
         asked = lambda d: Signature("attention", "cpu", d, "cpu")  # noqa: E731
         found = list(check_kernel(SPECS["attention"], kernel, CPU, asked, dtypes, quick=True))
         assert [f for f in found if f.status == FAIL] == [] and len(found) > 100

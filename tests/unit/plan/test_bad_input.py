@@ -213,6 +213,18 @@ MEGATRON = {
         "--pipeline-model-parallel-layout",
         "absurd",
     ),
+    "recompute of whole modules": (
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "shared_experts"]},
+        "--recompute-modules", "other modules are recomputed with their layer",
+    ),
+    "recompute of norms alone": (
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        "--recompute-modules", "recomputed together",
+    ),
+    "recompute of both kinds": (
+        {"recompute_activations": True, "recompute_modules": ["core_attn", "layernorm", "mlp_act"]},
+        "--recompute-modules", "not both",
+    ),
     "granularity": ({"recompute_granularity": "some"}, "--recompute-granularity", "unknown granularity"),
     "method alone": (
         {"recompute_method": "block"},

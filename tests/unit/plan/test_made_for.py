@@ -187,6 +187,35 @@ def test_adapters_of_a_plan_are_those_of_a_run(tmp_path: Path, capsys: Any) -> N
         assert f"{field} = " in (told := capsys.readouterr().err) and asked in told
 
 
+def test_adapters_of_some_layers_are_in_a_plan(tmp_path: Path, capsys: Any) -> None:
+    """However they were asked for; what they count is the run's, and predictions are those of the flags."""
+    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text(CLUSTER.replace("MEMORY", "1 GiB"))
+    words = f"plan --model tiny --cluster {cluster} --seq-length 64 --global-batch-size 4 --dtype fp32 --lora-rank 8"
+    for asked in (
+        ["--lora-targets", r".*layers\.[45]\.self_attn\.[qv]_proj"],
+        ["--lora-targets", "q_proj", "v_proj", "--lora-layers", "4-5"],
+        ["--lora-sites", "4:q_proj,v_proj", "5:v_proj,q_proj:8"],
+    ):
+        assert hetero_megatron([*words.split(), *asked, "--quiet", "--no-baselines", "--out", str(plan)]) == 0
+        made = load_plan(plan, load_model("tiny")).made_for
+        assert made is not None and made.lora is not None
+        wanted = "--lora-rank 8 --lora-targets q_proj v_proj --lora-sites 4-5:q_proj,v_proj:8"
+        assert lora_words(made.lora) == wanted.split()
+        assert dry(plan).spec.lora == made.lora
+        own = dry(plan, "--lora-rank 8 --lora-alpha 3").spec.lora
+        assert own is not None and {site.alpha for site in own.sites} == {3.0} and own.shape() == made.lora.shape()
+        capsys.readouterr()
+        predict = ["predict", "--plan", str(plan), "--cluster", str(cluster), "--json"]
+        assert hetero_megatron(predict) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert hetero_megatron([*predict, "--lora-rank", "8", *asked]) == 0
+        assert json.loads(capsys.readouterr().out) == alone
+        assert dry(plan, "--lora-targets q_proj v_proj --lora-layers 4 5").spec.lora == made.lora
+    with pytest.raises(UserError, match="the plan was made with"):
+        dry(plan, "--lora-layers 0-1")
+
+
 def test_a_plan_without_adapters_refuses_them_by_their_flag(written: Path) -> None:
     with pytest.raises(UserError) as caught:
         dry(written, "--lora-rank 8")
@@ -198,7 +227,9 @@ def test_a_plan_without_adapters_refuses_them_by_their_flag(written: Path) -> No
     ["lora_rank: 8", "lora_targets: [q_proj]", "lora_rank: 0, lora_targets: [q_proj]", "use_dora: true",
      "lora_rank: 8, lora_targets: [x]", "lora_rank: 8, lora_targets: []",
      "lora_rank: 8, lora_targets: [q_proj], lora_dropout: 1", "lora_rank: 8, lora_targets: [q_proj], use_dora: 3",
-     "lora_rank: 8, lora_targets: [q_proj], lora_base_dtype: int4"],
+     "lora_rank: 8, lora_targets: [q_proj], lora_base_dtype: int4",
+     "lora_rank: 8, lora_targets: [q_proj], lora_sites: [x]", "lora_sites: [0:q_proj]",
+     "lora_rank: 8, lora_targets: [q_proj], lora_sites: [0:q_proj:0]"],
 )  # fmt: skip
 def test_damaged_adapters_of_a_section_are_refused(written: Path, keys: str) -> None:
     written.write_text(written.read_text().replace("made_for: {", f"made_for: {{{keys}, ", 1))

@@ -67,7 +67,8 @@ def random_plan(seed: int) -> dict[str, Any]:
             stage["dp_split"] = [hi - lo for lo, hi in zip([0, *marks], [*marks, size])]
             if rng.random() < 0.4:
                 stage["tp_split"] = [rng.randint(1, 3) for _ in range(tp)]
-            stage["recompute"] = rng.choice(["none", "selective", "full", {"first": rng.randint(0, b - a)}])
+            kinds = ["none", "selective", "elementwise", "full", {"first": rng.randint(0, b - a)}]
+            stage["recompute"] = rng.choice(kinds)
             stages.append(stage)
         total += size * count
         pipelines.append({"micro_batch_size": size, "num_micro_batches": count, "stages": stages})
@@ -364,6 +365,11 @@ def test_megatron_layers(num_layers: int, pp: int, more: dict[str, Any], expecte
         ({}, [Recompute(), Recompute()]),
         ({"recompute_activations": True}, [Recompute("selective")] * 2),
         ({"recompute_granularity": "selective"}, [Recompute("selective")] * 2),
+        ({"recompute_activations": True, "recompute_modules": ["core_attn"]}, [Recompute("selective")] * 2),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp_act", "layernorm", "moe_act"]},
+            [Recompute("elementwise")] * 2,
+        ),
         ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         [Recompute("full")] * 2), (
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},

@@ -125,6 +125,12 @@ def test_time_grows_with_work() -> None:
     backward = [model.backward_seconds(replace(base, recompute=r), 2) for r in ("none", "selective", "full")]
     assert backward == sorted(backward)
     assert model.backward_seconds(replace(base, recompute="first", first=3), 2) < backward[2]
+    for tp in (1, 2):  # without a gather, elementwise results cost little
+        alone = replace(base, tp=tp)
+        none, again, full = (
+            model.backward_seconds(replace(alone, recompute=r), 2) for r in ("none", "elementwise", "full")
+        )
+        assert none < again < none + (0.25 if tp > 1 else 0.1) * (full - none)
     slow = CostModel(LLAMA, dgx(), 2048).tp_link(dgx().nodes[0], 16)  # leaves the node
     assert slow.beta > model.tp_link(dgx().nodes[0], 8).beta
 
@@ -320,6 +326,7 @@ def test_memory_follows_the_choice() -> None:
     assert model.memory_bytes(replace(base, offload=True), 1, 1, 1).optimizer == 0
     many = [model.memory_bytes(replace(base, recompute=r), 1, 8, 1).activations for r in ("none", "selective", "full")]
     assert many == sorted(many, reverse=True)
+    assert many[1] > 1.25 * model.memory_bytes(replace(base, recompute="elementwise"), 1, 8, 1).activations > many[2]
     assert model.memory_limit("A100-80-SXM") < 80 * 2**30
 
 

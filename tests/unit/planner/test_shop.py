@@ -67,7 +67,7 @@ def test_new_hosts(desk: Cluster) -> None:
         ("currency: EUR\ncards: {RTX4090: 1800 USD}", "every price in EUR"),
         ("currency: EUR\ncards: {RTX4090: -1}", "out of range"),
         ("cards: {RTX4090: 1}", "'currency' is missing"),
-        ("currency: EUR\ncards: {RTX4090: 1}\nhosts: 1", "did you mean 'host'?"),
+        ("currency: EUR\ncards: {RTX4090: 1}\nhosts: 1", "did you mean host?"),
         ("currency: EUR\ncards: [RTX4090]", "a mapping was expected"),
     ],
 )

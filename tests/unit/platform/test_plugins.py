@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 import types
@@ -262,10 +263,10 @@ def test_choosing_a_platform(stub: tuple[Accelerator, StubDevice], monkeypatch: 
     assert choose_platform(known, "cpu", None, 0) == Platform(torch.device("cpu"), "gloo", chosen_cpu(known))
     assert choose_platform(known, None, "gloo", 0).name == "cpu"
     for name, backend, says in (
-        ("ascnd", None, "no such platform; did you mean ascend?"), ("mthreads", None, "torch_musa is not installed"),
+        ("ascnd", None, "no such platform (did you mean ascend?)"), ("mthreads", None, "torch_musa is not installed"),
         ("ascend", "nccl", "ascend does not speak it"), ("cpu", "mpi", "cpu does not speak it"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=says.replace("?", r"\?")):
+        with pytest.raises(UserError, match=re.escape(says)):
             choose_platform(known, name, backend, 0)
     with pytest.raises(UserError, match="this machine has 2 ascend devices"):
         stub[0].device(2)
@@ -355,8 +356,8 @@ def test_list_marks_what_was_never_run(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["check", "acmee"], "no such plugin"), (["check", "aten", "--dtypes", "fp12"], "no such dtype; did you mean"),
-        (["check", "aten", "--operators", "sofmax"], "no such operator; did you mean softmax?"),
+        (["check", "acmee"], "no such plugin"), (["check", "aten", "--dtypes", "fp12"], "no such dtype (did you mean"),
+        (["check", "aten", "--operators", "sofmax"], "no such operator (did you mean softmax?)"),
         (["check", "aten", "--platform", "ascend"], "torch_npu is not installed"), (["chekc"], "invalid choice"),
         (["new", "Acme-1"], "no package name"), ([], "required"),
     ],

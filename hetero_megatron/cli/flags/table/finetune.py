@@ -2,7 +2,7 @@
 
 from hetero_megatron.cli.flags.flag import count, needs, switch, value
 from hetero_megatron.data.config import OVERLONG
-from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MAX_RANK, MOST_ALPHA
+from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MAX_RANK, MOST_ALPHA, SITE_WORD
 from hetero_megatron.spec.preference import LOSSES
 
 _PAIRS = needs("--preference")
@@ -75,8 +75,16 @@ FLAGS = (
         least=LEAST_ALPHA, most=MOST_ALPHA, needs=_LORA,
     ),
     value(
-        "--lora-targets", str, None, "projections with an adapter; all linear layers if left out", choices=EVERY_TARGET,
-        nargs="+", needs=_LORA,
+        "--lora-targets", str, None, f"projections with an adapter ({', '.join(EVERY_TARGET)}), or one regular "
+        "expression over whole names of modules in the model's files; all linear layers if left out", nargs="+",
+        needs=_LORA,
+    ),
+    value(
+        "--lora-layers", str, None, "layers with adapters, such as 0-3 7; all if left out", nargs="+", needs=_LORA,
+    ),
+    value(
+        "--lora-sites", str, None, f"adapters that differ by layer: all that there are, each {SITE_WORD}", nargs="+",
+        needs=_LORA,
     ),
     value(
         "--lora-dropout", float, None, "dropout of adapters' inputs; if left out --load-adapter's, or 0", below=1.0,

@@ -7,7 +7,8 @@ _ONE_RATE = "all weights have one learning rate"
 _SCALED = needs("--dtype fp16", harmless=True)  # launch lines keep these when they change from --fp16 to --bf16
 _DYNAMIC = _SCALED + needs("a dynamic loss scale")
 _WARMS = needs("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
-_ADAM = needs("--optimizer adam")
+_ADAM = needs("--optimizer adam", "--optimizer muon")
+_MUON = needs("--optimizer muon")
 _MOST_SEQUENCES = 2**20  # of a step: its micro-batches are actions of the schedule, which are built
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -28,7 +29,10 @@ TRAINING = (
     ),
     count("--train-iters", None, "steps"),
     count("--train-samples", None, "sequences, instead of --train-iters"),
-    value("--optimizer", str, "adam", "adam is AdamW", choices=("adam", "sgd")),
+    value(
+        "--optimizer", str, "adam", "adam is AdamW; muon: of weight matrices, with AdamW for all others",
+        choices=("adam", "sgd", "muon"),
+    ),
     value("--lr", float, None, "learning rate after warm-up", least=0.0, most=1e6),
     value(
         "--min-lr", float, 0.0, "learning rate at the end", least=0.0, most=1e6,
@@ -78,6 +82,38 @@ TRAINING = (
         "--sgd-momentum", float, 0.9, "momentum of --optimizer sgd",
         least=0.0, below=1.0, needs=needs("--optimizer sgd"),
     ),
+    value("--muon-momentum", float, 0.95, "momentum of matrices", least=0.0, below=1.0, needs=_MUON),
+    switch(
+        "--muon-nesterov", "the update looks ahead by one step of momentum", aliases=("--muon-use-nesterov",),
+        needs=_MUON,
+    ),
+    count("--muon-num-ns-steps", 5, "Newton-Schulz steps of an update", most=99, needs=_MUON),
+    value(
+        "--muon-coefficient-type", str, "quintic", "their coefficients: the same ones in each (simple) or five sets",
+        choices=("quintic", "simple"), needs=_MUON,
+    ),
+    value(
+        "--muon-scale-mode", str, "spectral",
+        "what an update is multiplied by: root of the larger side; of rows / columns; of that, at least 1",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"), needs=_MUON,
+    ),
+    value(
+        "--muon-extra-scale-factor", float, None,
+        "and by this; if left out 0.2 with spectral, which makes updates as large as AdamW's, else 1", above=0.0,
+        most=1e6, differs="1 in Megatron; with 0.2 learning rates are those of AdamW", needs=_MUON,
+    ),
+    only(
+        "--muon-tp-mode", str, ("duplicated", "distributed"),
+        "every update is that of the whole matrix, whatever the TP degree", "duplicated, or leave the flag out",
+    ),
+    only(
+        "--muon-scalar-optimizer", str, ("adam",), "all but matrices have AdamW", "adam, or leave the flag out",
+    ),
+    notice(
+        "--muon-fp32-matmul-prec",
+        "Newton-Schulz runs in bf16 where weights have 16 bits, else in their own dtype", nargs=1,
+    ),
+    refused("--muon-no-split-qkv", "Q, K and V are matrices of their own, as in Hugging Face's checkpoints"),
     switch(
         "--override-opt_param-scheduler", "with --load: the flags' learning rate and weight decay count",
         aliases=("--override-opt-param-scheduler",), needs=needs("--load"),
@@ -132,10 +168,7 @@ TRAINING = (
             "--global-batch-size that divides, or a plan with unequal shares"),
     *family(refused, "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type=",
             "biases and norms have no weight decay"),
-    *family(refused, "--muon-momentum= --muon-no-split-qkv --muon-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= "
-            "--muon-coefficient-type= --muon-num-ns-steps= --muon-tp-mode= --muon-extra-scale-factor= "
-            "--muon-scalar-optimizer= --lion-beta1= --lion-beta2=",
-            "there is no such optimizer", "--optimizer adam or sgd"),
+    *family(refused, "--lion-beta1= --lion-beta2=", "there is no such optimizer", "--optimizer adam, sgd or muon"),
     *family(refused,
             "--optimizer-offload-fraction= --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
             "--no-pin-cpu-grads --no-pin-cpu-params",
@@ -234,9 +267,10 @@ RECOMPUTE = (
     only(
         "--recompute-modules",
         str,
-        ("core_attn",),
-        "selective recompute means attention here",
-        "core_attn, or leave the flag out",
+        ("core_attn", "layernorm", "mlp_act", "moe_act"),
+        "selective recompute covers attention, or the outputs of norms and activations; other modules are recomputed "
+        "with their layer",
+        "core_attn, or layernorm with mlp_act or moe_act, or --recompute-granularity full",
         nargs="+",
         needs=needs("--recompute-granularity selective", "--recompute-activations"),
     ),

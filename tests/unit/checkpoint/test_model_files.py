@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from hetero_megatron.checkpoint.companions import HUB_PATTERNS, from_checkpoint, from_directory, is_known
 from hetero_megatron.checkpoint.manifest import read_sums
+from hetero_megatron.checkpoint.model_files import HUB_PATTERNS, from_checkpoint, from_directory, is_known
 from hetero_megatron.cli.main import main
 from tests.distributed.checkpoint.test_hf_load import MODELS
 from tests.support.programs import inside
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def same_companions(source: Path, target: Path, **changed: object) -> None:
+def same_model_files(source: Path, target: Path, **changed: object) -> None:
     """Every companion byte for byte; config.json with nothing but ``changed`` changed."""
     names = [p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()]
     along = [n for n in names if n != "config.json" and not n.startswith("model")]
@@ -99,7 +99,7 @@ def test_convert_there_and_back_and_again(model: Path, tmp_path: Path, capsys: p
     for source, target in zip(places, places[1:]):
         assert convert(capsys, source, target) == ""
     for target in (places[2], places[4]):
-        same_companions(model, target, dtype="float32")
+        same_model_files(model, target, dtype="float32")
 
 
 def test_through_trainings(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,12 +113,12 @@ def test_through_trainings(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
         [*RUN, "--model", "in", "--load", "a", "--save", "b", "--save-hf", "hf_b", *more],
         [*RUN, "--model", "in", "--load", "converted", "--save-hf", "hf_c"],
     )
-    same_companions(model, tmp_path / "hf_a", max_position_embeddings=512, dtype="float32")
-    same_companions(model, tmp_path / "hf_b", dtype="float32")
-    same_companions(model, tmp_path / "hf_c", dtype="float32")
+    same_model_files(model, tmp_path / "hf_a", max_position_embeddings=512, dtype="float32")
+    same_model_files(model, tmp_path / "hf_b", dtype="float32")
+    same_model_files(model, tmp_path / "hf_c", dtype="float32")
     for name, positions in (("a", 512), ("b", 64)):
         convert(capsys, tmp_path / name, tmp_path / f"out_{name}")
-        same_companions(model, tmp_path / f"out_{name}", max_position_embeddings=positions, dtype="float32")
+        same_model_files(model, tmp_path / f"out_{name}", max_position_embeddings=positions, dtype="float32")
     total = sum(p.stat().st_size for p in (tmp_path / "hf_a").rglob("*") if p.is_file())
     count = sum(p.is_file() for p in (tmp_path / "hf_a").rglob("*"))
     line = f"saved a Hugging Face qwen3 model with its tokenizer to hf_a: {count} files, {total:,} bytes"
@@ -178,7 +178,7 @@ def test_the_tokenizer_that_is_exported_is_the_one_that_was_trained_with(model: 
     )
     for out in (own, back):
         assert "data: tokenizer HuggingFaceTokenizer in (of --model)" in out
-    same_companions(model, tmp_path / "hf_own", dtype="float32")
+    same_model_files(model, tmp_path / "hf_own", dtype="float32")
     for name, folder in (("hf_back", "in"), ("hf_other", "tok"), ("hf_named", "tok")):
         assert (tmp_path / name / "tokenizer.json").read_bytes() == (tmp_path / folder / "tokenizer.json").read_bytes()
         assert (tmp_path / name / "vocab.txt").exists() == (folder == "in")

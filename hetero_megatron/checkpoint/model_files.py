@@ -70,7 +70,7 @@ def is_known(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Companions:
+class ModelFiles:
     """Files by their names in a Hugging Face directory; ``notices``: files that were left out, with reasons."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -90,21 +90,21 @@ class Companions:
             raise UserError("not a JSON object", where=CONFIG, accepted='{"model_type": ...}')
         return found
 
-    def over(self, base: Companions) -> Companions:
+    def over(self, base: ModelFiles) -> ModelFiles:
         """These files, and those of ``base`` that are missing here; files of different tokenizers are not mixed."""
         mine = any(map(is_tokenizer, self.files))
         kept = {name: content for name, content in base.files.items() if not (mine and is_tokenizer(name))}
-        return Companions({**kept, **self.files}, (*base.notices, *self.notices))
+        return ModelFiles({**kept, **self.files}, (*base.notices, *self.notices))
 
-    def tokenizer(self) -> Companions:
+    def tokenizer(self) -> ModelFiles:
         """Only the files of the tokenizer."""
-        return Companions({n: c for n, c in self.files.items() if is_tokenizer(n)}, self.notices)
+        return ModelFiles({n: c for n, c in self.files.items() if is_tokenizer(n)}, self.notices)
 
-    def without_tokenizer(self, why: str) -> Companions:
+    def without_tokenizer(self, why: str) -> ModelFiles:
         """All but the tokenizer's files; adds a notice with the reason ``why``."""
         kept = {n: c for n, c in self.files.items() if not is_tokenizer(n)}
         told = [f"the model's tokenizer does not travel along: {why}"] if len(kept) < len(self.files) else []
-        return Companions(kept, (*self.notices, *told))
+        return ModelFiles(kept, (*self.notices, *told))
 
     def native(self) -> dict[str, bytes]:
         """Content by file name in a native checkpoint."""
@@ -125,7 +125,7 @@ def write_new(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def from_directory(directory: str | Path) -> Companions:
+def from_directory(directory: str | Path) -> ModelFiles:
     """The files to copy from a Hugging Face directory; others with known names are left out with a notice."""
     root = Path(directory)
     try:
@@ -140,14 +140,14 @@ def from_directory(directory: str | Path) -> Companions:
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         notices.append(f"{root}: not copied, as their names are not known: {', '.join(others[:5])}{more}")
-    return Companions(found, tuple(notices))
+    return ModelFiles(found, tuple(notices))
 
 
-def from_checkpoint(directory: Path, listed: Iterable[str]) -> Companions:
+def from_checkpoint(directory: Path, listed: Iterable[str]) -> ModelFiles:
     """The files to copy from a native checkpoint: known names among those in its SHA256SUMS (``listed``)."""
     names = {_native_name(name): name for name in map(_own_name, listed) if is_known(name)}
     found, notices = _collect(directory, sorted(set(listed) & names.keys()), (directory.resolve(),))
-    return Companions({names[name]: content for name, content in found.items()}, tuple(notices))
+    return ModelFiles({names[name]: content for name, content in found.items()}, tuple(notices))
 
 
 def _collect(root: Path, names: Iterable[str], roots: Iterable[Path]) -> tuple[dict[str, bytes], list[str]]:

@@ -1,4 +1,5 @@
-"""What travels along with the weights of a run: from where they came, and the tokenizer it trains with."""
+"""What a run saves beside its weights (configuration, tokenizer, other files): as where the weights came from had it,
+and the tokenizer that it trains with."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hetero_megatron.checkpoint.companions import CONFIG, GENERATION, Companions, from_directory
+from hetero_megatron.checkpoint.model_files import CONFIG, GENERATION, ModelFiles, from_directory
 from hetero_megatron.checkpoint.native import Checkpoint
 from hetero_megatron.data import Datasets, reads_text
 from hetero_megatron.data.tokenizers import ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer
@@ -22,9 +23,9 @@ from hetero_megatron.utils.text import notice_line
 _END = "<|endoftext|>"
 
 
-def run_companions(
+def run_model_files(
     config: RunConfig, data: Datasets, found: Checkpoint | None, log: Callable[[str], None]
-) -> Companions:
+) -> ModelFiles:
     """For --save and --save-hf; on the rank that writes them, which sees all directories that are named.
 
     Later ones of these replace earlier ones: the directory of --model, that of --load-hf, the checkpoint, and the
@@ -34,11 +35,11 @@ def run_companions(
     Args:
         found: the checkpoint that the weights are from.
     """
-    along = Companions()
+    along = ModelFiles()
     for directory in dict.fromkeys((config.model_directory, config.load_hf)):
         if directory is not None:
             along = from_directory(directory).over(along)
-    carried = found.companions() if found is not None else Companions()
+    carried = found.model_files() if found is not None else ModelFiles()
     along = carried.over(along)
     before = along.tokenizer().files
     if _trains_on_bytes(config, data):
@@ -68,7 +69,7 @@ def special_ids(config: RunConfig, data: Datasets) -> dict[str, int | None]:
     return {key: value if value is not None and 0 <= value < rows else None for key, value in ids.items()}
 
 
-def _from_scratch(along: Companions, spec: ModelSpec, ids: dict[str, int | None], replaced: bool) -> Companions:
+def _from_scratch(along: ModelFiles, spec: ModelSpec, ids: dict[str, int | None], replaced: bool) -> ModelFiles:
     """A config.json that says what the tokenizer's special tokens are; ``replaced``: it is not the source's."""
     files = dict(along.files)
     if replaced:
@@ -76,7 +77,7 @@ def _from_scratch(along: Companions, spec: ModelSpec, ids: dict[str, int | None]
     with suppress(UserError):  # no Hugging Face family has this model: it can be saved, not exported
         content = json.dumps(export_config(spec, along.config) | ids, indent=2) + "\n"
         files[CONFIG] = content.encode()
-    return Companions(files, along.notices)
+    return ModelFiles(files, along.notices)
 
 
 def _trains_on_bytes(config: RunConfig, data: Datasets) -> bool:
@@ -84,20 +85,20 @@ def _trains_on_bytes(config: RunConfig, data: Datasets) -> bool:
     return isinstance(data.tokenizer, ByteTokenizer) and not mock and not config.skip_train
 
 
-def _tokenizer(config: RunConfig, data: Datasets) -> Companions:
+def _tokenizer(config: RunConfig, data: Datasets) -> ModelFiles:
     """The files of the tokenizer that the data are read with; none where that is not known (mock data, token ids)."""
     flags = config.data
     if flags is None:
-        return Companions()
+        return ModelFiles()
     if isinstance(data.tokenizer, GPT2BPETokenizer):
         files = {"vocab.json": flags.vocab_file, "merges.txt": flags.merge_file}
         tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END)
         described = json.dumps({"tokenizer_class": "GPT2Tokenizer", **tokens}, indent=2) + "\n"
         contents = {name: read_bytes(path) for name, path in files.items() if path is not None}
         whole = data.tokenizer.to_json().encode()  # for families whose tokenizer class reads no pair of files
-        return Companions({**contents, "tokenizer.json": whole, "tokenizer_config.json": described.encode()})
+        return ModelFiles({**contents, "tokenizer.json": whole, "tokenizer_config.json": described.encode()})
     if not isinstance(data.tokenizer, HuggingFaceTokenizer) or flags.tokenizer_model is None:
-        return Companions()
+        return ModelFiles()
     directory = Path(flags.tokenizer_model).expanduser()
     if directory.is_dir() and (found := from_directory(directory).tokenizer()).files:
         return found

@@ -15,12 +15,12 @@ from hetero_megatron.errors import UserError
 MARK = "# By hetero-megatron plan, which also removes it: the cluster that the ranks of the plan beside it are of.\n"
 
 
-class Companion:
+class ClusterBesidePlan:
     """Created before the search, so that errors are raised before it.
 
     Args:
         out: the plan file; None: none is written.
-        cluster: the file of --cluster; left alone even if it is the companion of an earlier call.
+        cluster: the file of --cluster; left alone even if it is one that an earlier call wrote.
         may_write: the plan may be for another cluster.
     """
 
@@ -38,7 +38,7 @@ class Companion:
             check_writable(str(self.path), "--out")
 
     def finish(self, text: str | None, quiet: bool) -> None:
-        """Write ``text`` with our mark; None: the plan is for --cluster, and an earlier companion goes."""
+        """Write ``text`` with our mark; None: the plan is for --cluster, and an earlier one goes."""
         if self.path is None:
             return
         said = ""

@@ -1,0 +1,207 @@
+"""The keys of adapter_config.json that choose modules of some layers, or give some of them other ranks and alphas."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_megatron.checkpoint.adapter_experts import GATE_UP, PARAMETERS, doubled
+from hetero_megatron.errors import UserError
+from hetero_megatron.spec import Lora, ModelSpec
+from hetero_megatron.spec.adapter_places import ModuleChoice, modules, other_modules, pattern_value, with_places
+from hetero_megatron.spec.lora import LEAST_ALPHA, MAX_RANK, MLP_TARGETS, MOST_ALPHA, Sites
+from hetero_megatron.utils.foreign_keys import is_one_of
+
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # its experts' modules, as released
+PATTERNS = ("rank_pattern", "alpha_pattern")
+_CHOOSING = ("layers_to_transform", "layers_pattern", "exclude_modules")
+
+
+def site_keys(spec: ModelSpec, sites: tuple[Sites, ...], plain: list[str]) -> dict[str, Any]:
+    """The keys that say which modules have adapters; ``plain``: the family's names of their projections."""
+    assert spec.lora is not None
+    names = modules(spec)
+    places = {(layer, name): site for site in sites for layer in site.layers for name in site.targets}
+    layers, ends = sorted({layer for layer, _ in places}), {name for _, name in places}
+    even = len(places) == len(layers) * len(ends)
+    found: dict[str, Any] = {"target_modules": plain if even else [names[place] for place in sorted(places)]}
+    if even and len(layers) < spec.num_layers:
+        found["layers_to_transform"] = layers
+    for key, usual in (("rank", spec.lora.rank), ("alpha", spec.lora.alpha)):
+        said = {names[place]: getattr(site, key) for place, site in sorted(places.items())}
+        if others := {name: value for name, value in said.items() if value != usual}:
+            found[f"{key}_pattern"] = others
+    return found
+
+
+def with_sites(found: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec) -> Lora:
+    """``lora``, whose targets and usual rank and alpha are the file's, with what its other keys choose, as peft reads
+    them.
+
+    Raises:
+        UserError: a key of another type, layers that the model does not have, modules that may have no adapter.
+    """
+    names, patterns = modules(spec), _patterns(found, where)
+    _check_experts(found, lora, where, spec)
+    said, listed = found.get("target_modules"), _listed(found, spec)
+    by_layer = [name for name in listed if "." in name and any(part.isdigit() for part in name.split("."))]
+    if not (by_layer or isinstance(said, str) and said != "all-linear" or any(found.get(key) not in (None, [], "")
+            for key in _CHOOSING) or any(patterns.values())):  # fmt: skip
+        return lora
+    choice = _choice(found, where, spec, listed)
+    places = [place for place, name in names.items() if choice.takes(name)]
+    if choice.layers is None:
+        _all_known(choice, spec, where)
+    experts = spec.moe is not None and any(t in MLP_TARGETS for t in lora.targets)
+    if not places and (not experts or listed):
+        raise UserError(
+            f"choose no projection of {spec.name}", field="target_modules", value=said, where=where,
+            accepted=f"what is among its modules, such as {next(iter(names.values()), 'none')}",
+        )  # fmt: skip
+    return with_places(spec, lora, {place: _sizes(patterns, names[place], lora, where) for place in places})
+
+
+def _sizes(patterns: Mapping[str, Mapping[str, Any]], name: str, lora: Lora, where: str) -> tuple[int, float]:
+    rank, alpha = (pattern_value(patterns[key], name, key, where) for key in PATTERNS)
+    rank, alpha = lora.rank if rank is None else rank, lora.alpha if alpha is None else alpha
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise UserError("no such rank", field="rank_pattern", value=rank, accepted=f"1 to {MAX_RANK:,}", where=where)
+    if type(alpha) not in (int, float) or not LEAST_ALPHA <= alpha <= MOST_ALPHA:
+        accepted = f"a number from {LEAST_ALPHA:g} to {MOST_ALPHA:g}"
+        raise UserError("no such alpha", field="alpha_pattern", value=alpha, accepted=accepted, where=where)
+    return rank, float(alpha)
+
+
+def _patterns(found: Mapping[str, Any], where: str) -> dict[str, Mapping[str, Any]]:
+    """Of modules, those of experts' parameters left out."""
+    out: dict[str, Mapping[str, Any]] = {}
+    for key in PATTERNS:
+        said = found.get(key) or {}
+        if not isinstance(said, dict):
+            raise UserError("is no object", field=key, value=said, accepted='such as {"q_proj": 4}', where=where)
+        out[key] = {name: value for name, value in said.items() if name.rpartition(".")[2] not in PARAMETERS}
+    return out
+
+
+def experts_patterns(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Of ``rank_pattern`` or ``alpha_pattern``, by parameter of experts."""
+    said = found.get(key)
+    ends = {name.rpartition(".")[2]: value for name, value in said.items()} if isinstance(said, dict) else {}
+    return {name: value for name, value in ends.items() if name in PARAMETERS}
+
+
+def is_even(pattern: Mapping[str, Any], value: Any) -> bool:
+    """Whether a pattern says ``value`` for all that it names."""
+    return all(is_one_of(value, (one,)) for one in pattern.values())
+
+
+def _check_experts(found: Mapping[str, Any], lora: Lora, where: str, spec: ModelSpec) -> None:
+    """Ranks and alphas of experts are the same everywhere, but for gate and up where they are joined to one of twice
+    the rank that counts as much; nothing chooses layers of them."""
+    if spec.moe is None or not any(t in MLP_TARGETS for t in lora.targets):
+        return
+    twice: tuple[Mapping[str, Any], Mapping[str, Any]] = doubled(lora)
+    said = {key: experts_patterns(found, key) for key in PATTERNS}
+    if not (is_even(said["rank_pattern"], lora.rank) and is_even(said["alpha_pattern"], lora.alpha)):
+        for key, wanted in zip(PATTERNS, twice, strict=True):
+            value = said[key].get(GATE_UP) if len(said[key]) == 1 else None
+            if not isinstance(value, int | float) or not math.isclose(value, *wanted.values()):
+                raise UserError(
+                    "all adapters of experts have one rank and alpha here", field=key, value=found.get(key),
+                    accepted=f"none, or rank_pattern {json.dumps(twice[0])}, alpha_pattern {json.dumps(twice[1])}",
+                    where=where,
+                )  # fmt: skip
+    inside = [f"model.layers.{i}.mlp.experts" for i in range(spec.num_layers)]
+    every = [f"{name}.{end}" for name in inside for end in ("", *PARAMETERS, *(f"0.{t}" for t in MLP_TARGETS), *(
+        f"0.{t}" for t in MIXTRAL))]  # fmt: skip
+    every = [name.removesuffix(".") for name in every]
+    for key, patterns in _patterns(found, where).items():
+        usual = lora.rank if key == "rank_pattern" else lora.alpha
+        for name in every:
+            if (value := pattern_value(patterns, name, key, where)) not in (None, usual):
+                raise UserError(
+                    f"all adapters of experts have one rank and alpha here ({name})", field=key, value=value,
+                    accepted=f"patterns of other modules, or {usual:g}", where=where,
+                )  # fmt: skip
+    left_out = ModuleChoice((), _names(found, "exclude_modules", where))
+    modules_named = [name for name in found.get("target_modules") or () if _of_experts(str(name))]
+    if modules_named and _layers(found, where, spec) is not None or any(left_out.excludes(name) for name in every):
+        key = "layers_to_transform" if modules_named else "exclude_modules"
+        raise UserError(
+            "experts have adapters in all layers or none", field=key, value=found.get(key), where=where,
+            accepted="a choice among other modules",
+        )  # fmt: skip
+
+
+def _of_experts(name: str) -> bool:
+    end = name.rpartition(".")[2]
+    return end in MLP_TARGETS or end in MIXTRAL
+
+
+def _listed(found: Mapping[str, Any], spec: ModelSpec) -> tuple[str, ...]:
+    """Ends of names of modules that have adapters, those of experts left out."""
+    said = found.get("target_modules")
+    if said == "all-linear":
+        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules(spec).values()))
+    names = said if isinstance(said, list) else []
+    return tuple(name for name in names if spec.moe is None or not _of_experts(name))
+
+
+def _names(found: Mapping[str, Any], key: str, where: str) -> str | tuple[str, ...]:
+    """A regular expression, or names."""
+    said = found.get(key)
+    if said is None or isinstance(said, str):
+        return said or ()
+    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
+        raise UserError("is no list of names", field=key, value=said, accepted="names, or one pattern", where=where)
+    return tuple(said)
+
+
+def _layers(found: Mapping[str, Any], where: str, spec: ModelSpec) -> tuple[int, ...] | None:
+    said = found.get("layers_to_transform")
+    if said is None or said == []:
+        return None
+    numbers = said if isinstance(said, list) else [said]
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < spec.num_layers:
+            raise UserError(
+                f"is no layer of {spec.name}", field="layers_to_transform", value=number, where=where,
+                accepted=f"0 to {spec.num_layers - 1}",
+            )  # fmt: skip
+    return tuple(numbers)
+
+
+def _choice(found: Mapping[str, Any], where: str, spec: ModelSpec, listed: tuple[str, ...]) -> ModuleChoice:
+    said, layers = found.get("target_modules"), _layers(found, where, spec)
+    containers, left_out = (_names(found, key, where) for key in ("layers_pattern", "exclude_modules"))
+    if containers and layers is None:
+        raise UserError(
+            "says nothing without layers_to_transform", field="layers_pattern", value=containers, where=where,
+            accepted="both, or none",
+        )  # fmt: skip
+    by_pattern = isinstance(said, str) and said != "all-linear"
+    if by_pattern and layers is not None:
+        raise UserError(
+            "a regular expression as target_modules says which layers itself", field="layers_to_transform",
+            value=found["layers_to_transform"], where=where, accepted="null, or a list of names as target_modules",
+        )  # fmt: skip
+    inside = (containers,) if isinstance(containers, str) else containers
+    return ModuleChoice(str(said) if by_pattern else listed, left_out, layers, inside, where)
+
+
+def _all_known(choice: ModuleChoice, spec: ModelSpec, where: str) -> None:
+    """UserError: the choice takes what may have no adapter, or a name of it is nothing's."""
+    if other := next((name for name in other_modules(spec) if choice.takes(name)), None):
+        raise UserError(
+            f"{other} may have no adapter", field="target_modules", value=choice.targets, where=where,
+            accepted=f"projections alone, such as {next(iter(modules(spec).values()), 'none')}",
+        )  # fmt: skip
+    names = modules(spec).values()
+    for end in () if isinstance(choice.targets, str) else choice.targets:
+        if not any(name == end or name.endswith(f".{end}") for name in names):
+            raise UserError(
+                f"{spec.name} has no such module", field="target_modules", value=end, where=where,
+                accepted=f"ends of names such as {next(iter(names), 'none')}",
+            )  # fmt: skip

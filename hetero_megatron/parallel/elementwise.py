@@ -1,0 +1,136 @@
+"""Recompute of elementwise results: outputs of norms and activations are not kept for the products that read them.
+
+What makes them keeps its own inputs, and from these they are made again when backward of a product asks. Under tensor
+parallelism a product reads the tokens of all ranks, which are then gathered again: in the same order on all of them, as
+they go through the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hetero_megatron.model.gpt import MLP, Layer
+from hetero_megatron.model.latent_attention import LatentAttention
+from hetero_megatron.model.layers import Norm
+from hetero_megatron.model.moe import MoEMLP
+from hetero_megatron.parallel.tensor import GatheredInput
+
+Tensor = torch.Tensor
+
+
+def apply_elementwise(layer: Layer) -> None:
+    """Have backward of ``layer`` make the outputs of its norms and activations again, where products read them."""
+    results = Results()
+    for norm in _norms(layer):
+        norm.forward = partial(results.norm, norm.forward)  # type: ignore[method-assign]
+    mlp, blocks = layer.mlp, [layer.self_attn, cast(nn.Module | None, layer.mlp)]
+    if isinstance(mlp, MoEMLP):
+        mlp.experts.activate = partial(results.of, mlp.experts.activate)  # type: ignore[method-assign]
+        blocks.append(mlp.shared_expert)
+    for block in blocks:
+        if isinstance(block, MLP):
+            block.activate = partial(results.of, block.activate)  # type: ignore[method-assign]
+        gathered = getattr(block, "gathered", None)
+        if isinstance(gathered, GatheredInput):
+            gathered.run = partial(results.of, gathered.run)
+    layer.forward = partial(results.during, layer.forward)  # type: ignore[method-assign]
+
+
+def _norms(layer: Layer) -> Iterable[Norm]:
+    """Those whose outputs are inputs of products. Queries and keys are not: attention keeps them turned."""
+    before_attention, _, before_mlp, _ = layer.norms()
+    attention = layer.self_attn
+    latents = (getattr(attention, name, None) for name in ("q_a_layernorm", "kv_a_layernorm"))
+    found = (before_attention, before_mlp, *(latents if isinstance(attention, LatentAttention) else ()))
+    return (norm for norm in found if norm is not None)
+
+
+class _Result:
+    """A tensor that is made again in backward: ``run`` of what is kept anyway, or of another such tensor."""
+
+    def __init__(self, run: Callable[..., Tensor], args: tuple[Tensor | _Result, ...], version: int) -> None:
+        self._run, self._args, self.version = run, args, version
+        self.readers, self._again = 0, list[Tensor]()
+
+    def take(self) -> Tensor:
+        """For one of its readers; it is there from the first of them to the last."""
+        found = self._value()
+        self.readers -= 1
+        self._again = [found] if self.readers > 0 else []
+        return found
+
+    def _value(self) -> Tensor:
+        if self._again:
+            return self._again[0]
+        with torch.no_grad():
+            return self._run(*(arg._value() if isinstance(arg, _Result) else arg for arg in self._args))
+
+
+class Results:
+    """The elementwise results of one layer, of which no operator keeps a copy while the layer runs.
+
+    They are told by their memory, which a weak reference keeps from being another's before the layer has ended.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, _Result]] = {}
+
+    def during(self, forward: Callable[..., Any], *args: Any) -> Any:
+        """``forward(*args)`` of the layer."""
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        try:
+            with saved_tensors_hooks(self._keep, _take):
+                return forward(*args)
+        finally:
+            self._known.clear()
+
+    def of(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """``run(*args)``; it keeps ``args``, or they are such results themselves."""
+        found = run(*args)
+        self._add(found, run, args)
+        return found
+
+    def norm(self, run: Callable[..., Any], x: Tensor, residual: Tensor | None = None) -> Any:
+        """``run(x, residual)`` of a norm, which keeps x or its sum with the residual."""
+        if residual is None:
+            return self.of(run, x)
+        found, total = run(x, residual)
+        self._add(found, run, (total,))
+        return found, total
+
+    def _add(self, found: Tensor, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
+        if not torch.is_grad_enabled() or not found.is_contiguous():
+            return
+        storage = found.untyped_storage()
+        if storage.nbytes() != found.nbytes:  # a part of something
+            return
+        known = (self._find(arg) for arg in args)
+        given = tuple(arg.detach() if made is None else made for arg, made in zip(args, known, strict=True))
+        self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, given, found._version)
+
+    def _find(self, tensor: Tensor) -> _Result | None:
+        """The result whose memory ``tensor`` is, or a view of; None where it was written to since it was made."""
+        _, made = self._known.get(tensor.untyped_storage()._cdata, (None, None))
+        return None if made is None or made.version != tensor._version else made
+
+    def _keep(self, tensor: Tensor) -> Any:
+        made = self._find(tensor)
+        if made is None:
+            return tensor.detach()  # without the graph behind it, which backward does not ask for
+        made.readers += 1
+        return made, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _take(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    made, *view = kept
+    return made.take().as_strided(*view)
