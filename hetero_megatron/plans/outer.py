@@ -80,7 +80,8 @@ def outer_steps_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
         raise source.error(problem, "outer.delay", outer.delay, f"0 to {outer.period - 1}")
     for there, what in ((spec.moe is not None, "a mixture of experts"), (spec.lora is not None, "adapters (LoRA)")):
         if there:
-            raise source.error(f"there are no outer steps for {what}", "outer", None, "a plan without outer")
+            islands = plural(len(outer.islands), "island")
+            raise source.error(f"there are no outer steps for {what}", "outer", islands, "a plan without outer")
 
 
 def _islands_hold_pipelines(plan: Plan, outer: Outer, source: Source) -> None:

@@ -289,7 +289,7 @@ def why_slower(best: SimulatedPlan, other: SimulatedPlan) -> str:
         "pipelines": "its slowest pipeline takes", "jitter": "waiting for unsteady chips takes",
         "gradients": "exposed gradient reduction takes", "optimizer": "the optimizer takes",
         "parameters": "sending parameters takes", "reference": "the forward of the reference takes",
-        "outer": "exchanges between islands take",
+        "outer": "exchanging weights between islands takes",
     }  # fmt: skip
     if grown[part] < 5e-10:  # less than is shown
         return "it takes as long"

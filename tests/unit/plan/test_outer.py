@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from hetero_megatron.plans.outer import bytes_per_exchange, format_outer, fragme
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import StepSimulator
 from hetero_megatron.spec import ModelSpec, logical_tensors
+from hetero_megatron.spec.lora import Lora
 from tests.unit.plan.test_bad_input import small_spec
 
 OUTER = {"islands": ["0-2", [3]], "every": 12, "fragments": 3, "delay": 2, "mixing": 0.25}
@@ -72,6 +74,8 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
         with pytest.raises(UserError) as caught:
             outer_plan(spec, **changes)
         assert says in str(caught.value) and "\n" not in str(caught.value), (changes, str(caught.value))
+    with pytest.raises(UserError, match=re.escape("outer = 2 islands: there are no outer steps for adapters (LoRA)")):
+        outer_plan(replace(spec, lora=Lora(4, 8.0)))
 
 
 def test_a_plan_with_outer_steps_is_another_plan_and_survives_writing() -> None:
