@@ -159,8 +159,7 @@ def _parser() -> ArgumentParser:
         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     add("--time-limit", type=seconds(1e9), metavar="SECONDS",
         help="end the search after this with the best plan so far (as Ctrl-C does)")  # fmt: skip
-    add("--seed", type=count(0, 2**31 - 1), default=0, metavar="N",
-        help="of graph partitioning; the search itself has no randomness")  # fmt: skip
+    add("--seed", type=count(0, 2**31 - 1), default=0, metavar="N", help="of graph partitioning")
     add("--objective", default="tokens", choices=("tokens", "cost", "deadline"),
         help="tokens per second, tokens per currency unit, or the cheapest plan that meets a deadline")  # fmt: skip
     add("--deadline-hours", type=Number(float, 1e-3, 1e9), metavar="H", help="for --objective deadline")
@@ -176,8 +175,8 @@ def _parser() -> ArgumentParser:
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
     add("--for", dest="runtime", choices=tuple(RUNTIMES),
         help="the best plan that this runtime can express, its file, and what that costs")  # fmt: skip
-    add("--shop", metavar="CARD,CARD", help="what more of these cards would buy, beside --prices and --budget")
-    add("--prices", metavar="FILE", help="prices of cards and hosts, for --shop (docs/planner.md)")
+    add("--shop", metavar="CARD,CARD", help="what more of these cards would buy")
+    add("--prices", metavar="FILE", help="for --shop (docs/planner.md)")
     add("--budget", type=Number(float, 1e-6, 1e15), metavar="N", help="for --shop, in the currency of --prices")
     return parser
 
