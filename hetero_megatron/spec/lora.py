@@ -54,7 +54,7 @@ class Sites:
         return f"{rank_ranges(self.layers)}:{','.join(self.targets)}:{self.rank}"
 
 
-SITE_WORD = "LAYERS:NAMES, LAYERS:NAMES:RANK or LAYERS:NAMES:RANK:ALPHA, such as 0-3,7:q_proj,v_proj:16"
+SITE_WORD = "LAYERS:NAMES[:RANK[:ALPHA]], such as 0-3,7:q_proj,v_proj:16"
 
 
 def sites_of(words: Iterable[str], rank: int, alpha: float | None = None) -> tuple[Sites, ...]:

@@ -123,7 +123,7 @@ def add_lora(parser: ArgumentParser) -> None:
     help = "projections with one, or a regular expression over names of modules (all linear layers)"
     add("--lora-targets", nargs="+", metavar="NAME", help=help)
     add("--lora-layers", nargs="+", metavar="N-N", help="layers with adapters, such as 0-3 7 (all)")
-    add("--lora-sites", nargs="+", metavar="SITE", help="all adapters, where they differ: LAYERS:NAMES[:RANK[:ALPHA]], such as 0-3,7:q_proj:16")
+    add("--lora-sites", nargs="+", metavar="SITE", help=f"all adapters, where they differ: {SITE_WORD}")
     add("--lora-dropout", type=SHARE, metavar="RATE", help="with which they drop elements of their inputs (0)")
     add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
     help = "in which the frozen projections are stored (the run's dtype)"
