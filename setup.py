@@ -31,6 +31,7 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=3"],
     "planner": ["scipy>=1.14", "pymetis>=2025.1"],
     "deepspeed": ["deepspeed>=0.18"],
+    "gguf": ["gguf>=0.17"],
     "triton": ["triton>=3.5"],
     "mpi": ["mpich>=4.0", "mpi4py>=4.0"],  # for plugins/mpi_island
     "dev": [

@@ -1,4 +1,5 @@
-"""Hugging Face directory <-> native checkpoint <- Megatron's checkpoint; one tensor at a time, in one process."""
+"""Hugging Face directory <-> native checkpoint <- Megatron's checkpoint; either of the first two -> a GGUF file. One
+tensor at a time, in one process."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hetero_megatron.checkpoint.boxes import BoxedTensor
 from hetero_megatron.checkpoint.directory import CheckpointDirectory, write_synced
 from hetero_megatron.checkpoint.hf_files import SHARD_BYTES
 from hetero_megatron.checkpoint.hf_load import HFWeights
@@ -78,9 +80,8 @@ def from_native(
     names = [tensor.name for tensor in logical_tensors(spec)]
     dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
     along, chunks, nonfinite = checkpoint.model_files(), _chunks(checkpoint, spec), dict[str, None]()
-    alone = Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
     try:
-        save_hf(target, spec, chunks, dtypes, alone, along, nonfinite=None if check_finite else nonfinite)
+        save_hf(target, spec, chunks, dtypes, _alone(), along, nonfinite=None if check_finite else nonfinite)
     except Damaged as error:
         raise damaged_error(error, checkpoint.field) from error
     except UserError as error:
@@ -110,6 +111,56 @@ def _chunks(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, Box,
             box = Box(lo, tuple(a + n for a, n in zip(lo, chunk.sizes, strict=True)))
             place = checkpoint.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             yield tensor.name, box, files.read(place.file, place.key, Box.whole(box.shape).slices())
+
+
+def to_gguf(
+    source: str, target: str, native: bool, dtype: str | None = None, step: int | None = None,
+    check_finite: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Write a Hugging Face directory, or a checkpoint (``native``), as a GGUF file; returns a summary for --json.
+
+    Args:
+        dtype: of matrices; None: that of most of the source's weights.
+        check_finite: reject NaN and Inf, which are otherwise listed as ``nonfinite``.
+    """
+    from hetero_megatron.checkpoint import gguf_file
+
+    if native:
+        checkpoint = open_checkpoint(source, None, step, field="SOURCE")
+        if checkpoint is None:
+            accepted = "a directory that --save wrote"
+            raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted=accepted)
+        spec, along, alone, number = spec_of(checkpoint), checkpoint.model_files(), _alone(), checkpoint.step
+        check_model(checkpoint, spec)
+        dtypes, said = weight_dtypes(checkpoint, spec), along.notices
+
+        def read(tensor: LogicalTensor) -> torch.Tensor:
+            values = torch.empty(tensor.shape, dtype=dtypes[tensor.name])
+            box = Box.whole(tensor.shape)
+            checkpoint.read_into({f"{MODEL}.{tensor.name}": BoxedTensor(tensor.shape, [(box, values)])}, alone)
+            return values
+
+    else:
+        weights, along = HFWeights(source, load_model(source, "SOURCE"), "SOURCE"), from_directory(source)
+        spec, dtypes, said, number = weights.spec, weights.dtypes(), (*weights.notices, *along.notices), 0
+
+        def read(tensor: LogicalTensor) -> torch.Tensor:
+            return weights.read(tensor, Box.whole(tensor.shape))
+
+    chosen = DTYPES[dtype] if dtype else Counter(dtypes.values()).most_common(1)[0][0]
+    if chosen not in gguf_file.DTYPES:
+        accepted = ", ".join(_NAMES[known] for known in gguf_file.DTYPES)
+        raise UserError("GGUF has no such dtype", field="--dtype", value=_NAMES[chosen], accepted=accepted)
+    nonfinite = dict[str, None]()
+    told = gguf_file.write_gguf(target, spec, read, chosen, along.files, None if check_finite else nonfinite)
+    done = {"direction": f"{'native' if native else 'hf'} to gguf", "step": number}
+    done |= {"model": spec.name, "dtype": _NAMES[chosen], "nonfinite": list(nonfinite)}
+    return done | {"notices": (*said, *told), "target": target}
+
+
+def _alone() -> Group:
+    """This process by itself."""
+    return Group(Comm(0, torch.device("cpu"), timedelta(0)), (0,), None)
 
 
 class ImportedWeights(Protocol):

@@ -1,7 +1,9 @@
-"""``hetero-megatron convert SOURCE TARGET``: Hugging Face directory <-> native checkpoint <- Megatron's checkpoint."""
+"""``hetero-megatron convert SOURCE TARGET``: Hugging Face directory <-> native checkpoint <- Megatron's checkpoint; and
+either of the first two -> a GGUF file."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from hetero_megatron.spec import model_folder
 from hetero_megatron.spec.foreign_checkpoints import is_megatron, refuse_foreign
 from hetero_megatron.spec.mistaken import refuse_mistaken
 from hetero_megatron.training.exit import import_torch
-from hetero_megatron.utils.outputs import try_export
+from hetero_megatron.utils.outputs import try_export, try_file
 from hetero_megatron.utils.text import dtype_name, notice_line, plural
 
 USAGE = """\
@@ -28,6 +30,7 @@ usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ck
   SOURCE is a directory that --save wrote: TARGET becomes a Hugging Face directory.
   SOURCE is a checkpoint of Megatron-LM (formats torch and torch_dist; its weights): TARGET becomes a directory
   for --load, and a second convert makes a Hugging Face directory of that.
+  TARGET ends in .gguf: it becomes a file for llama.cpp, of one of the first two kinds of SOURCE (needs gguf).
 
   --dtype         of the written weights; otherwise each tensor's own, bit for bit (what it was before the training,
                   for a checkpoint; of a training from random weights, the training's)
@@ -39,6 +42,7 @@ usage: hetero-megatron convert SOURCE TARGET [--dtype fp32|bf16|fp16|fp64] [--ck
 _VALUES = ("--dtype", "--ckpt-step", "--model")
 _SWITCHES = ("--json", "--check-finite")
 HF, NATIVE, MEGATRON = "Hugging Face", "native", "Megatron-LM"
+SUFFIX = ".gguf"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,7 +53,11 @@ def main(argv: Sequence[str]) -> int:
     (source, target), options = _parse(argv)
     source = model_directory(source, "SOURCE")
     kind = _kind(source)
-    try_export(target, "TARGET")
+    to_gguf = target.endswith(SUFFIX)
+    if to_gguf and kind == MEGATRON:
+        problem = "a checkpoint of Megatron-LM becomes a directory first"
+        raise UserError(problem, field="TARGET", value=target, accepted="a directory for --load, then convert that")
+    (_try_new_file if to_gguf else try_export)(target, "TARGET")
     step, model = options.get("--ckpt-step"), options.get("--model")
     if step is not None and (kind == HF or not (step.isascii() and step.isdigit()) or len(step) > 18):
         accepted = "a step, for a SOURCE of checkpoints"
@@ -67,13 +75,18 @@ def main(argv: Sequence[str]) -> int:
     if dtype is not None and dtype not in DTYPES:
         raise UserError("unknown value", field="--dtype", value=dtype, accepted=", ".join(DTYPES))
     start, finite, number = time.perf_counter(), "--check-finite" in options, None if step is None else int(step)
-    if kind == NATIVE:
+    if to_gguf:
+        from hetero_megatron.checkpoint.convert import to_gguf as write
+
+        done = write(source, target, kind == NATIVE, dtype, number, finite)
+    elif kind == NATIVE:
         done = from_native(source, target, dtype, number, finite)
     elif kind == MEGATRON:
         done = _from_megatron(source, target, model, number, dtype, finite)
     else:
         done = to_native(source, target, dtype, finite)
-    done["bytes"] = sum(p.stat().st_size for p in Path(target).rglob("*") if p.is_file())
+    files = [Path(target)] if to_gguf else Path(target).rglob("*")
+    done["bytes"] = sum(p.stat().st_size for p in files if p.is_file())
     done["seconds"] = round(time.perf_counter() - start, 3)
     told = [f"NaN or Inf in {listed(done['nonfinite'])}"] if done["nonfinite"] else []
     for notice in (*done["notices"], *told):
@@ -83,6 +96,13 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(f"{done['direction']}: {done['model']}, {done['dtype']}, {plural(done['bytes'], 'byte')} in {target}")
     return 0
+
+
+def _try_new_file(name: str, field: str) -> None:
+    """UserError: it is there, or cannot be written."""
+    if os.path.lexists(name):
+        raise UserError("exists", field=field, value=name, accepted="a new file")
+    try_file(name, field)
 
 
 def _parse(argv: Sequence[str]) -> tuple[tuple[str, str], dict[str, str]]:
