@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_megatron.checkpoint.gguf_file import architecture_of
@@ -27,7 +28,8 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-GEMMA3 = {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 16}
+WINDOWS = {"sliding_window": 8, "query_pre_attn_scalar": 16}
+GEMMA3 = {"num_hidden_layers": 7, **WINDOWS}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 70000.0},
@@ -35,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma2": {"model_type": "gemma2", **WINDOWS},
     "gemma3": {"model_type": "gemma3_text", **GEMMA3},
 }
 
@@ -53,7 +55,6 @@ def directory(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize("name", [*MODELS])
 def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     model = directory(tmp_path / "hf", MODELS[name])
     assert main([str(tmp_path / "hf"), str(tmp_path / "model.gguf")]) == 0
     # transformers reads neither frequencies nor, of other families, sizes of heads and softcaps: there it is told.
@@ -65,13 +66,12 @@ def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
 
 
 def test_tensors_are_the_same_bits_from_a_checkpoint_too(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     model = directory(tmp_path / "hf", MODELS["qwen2"], torch.bfloat16)
     assert main([str(tmp_path / "hf"), str(tmp_path / "native")]) == 0
     for source in ("hf", "native"):
         assert main([str(tmp_path / source), str(tmp_path / f"{source}.gguf")]) == 0
     assert (tmp_path / "hf.gguf").read_bytes() == (tmp_path / "native.gguf").read_bytes()
-    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "hf.gguf").tensors}
+    found = {t.name: t for t in GGUFReader(tmp_path / "hf.gguf").tensors}
     weights = model.state_dict()
     for name, wanted in {
         "blk.2.attn_q.weight": "model.layers.2.self_attn.q_proj.weight",
@@ -86,10 +86,9 @@ def test_tensors_are_the_same_bits_from_a_checkpoint_too(tmp_path: Path) -> None
 
 
 def test_frequencies_of_llama3_are_those_of_transformers(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     model = directory(tmp_path / "hf", MODELS["llama3"])
     assert main([str(tmp_path / "hf"), str(tmp_path / "m.gguf")]) == 0
-    found = {t.name: np.asarray(t.data) for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    found = {t.name: np.asarray(t.data) for t in GGUFReader(tmp_path / "m.gguf").tensors}
     plain = 500000.0 ** (-np.arange(0, 16, 2) / 16)
     wanted = model.model.rotary_emb.inv_freq.numpy()  # type: ignore[union-attr]
     np.testing.assert_allclose(plain / found["rope_freqs.weight"], wanted, rtol=1e-5)
@@ -100,7 +99,7 @@ def test_what_cannot_be_said_is_refused(tmp_path: Path) -> None:
         ({"model_type": "mistral", "sliding_window": 8}, "layer 0 sees 8 tokens"),
         ({"model_type": "gemma2", "sliding_window": 8, "layer_types": ["full_attention"] * 4}, "sees all tokens"),
         ({"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 64}, "scores are scaled by 0.125"),
-        ({"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 16, "hidden_activation": "gelu"}, "is geglu"),
+        ({"model_type": "gemma2", **WINDOWS, "hidden_activation": "gelu"}, "its activation is geglu"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0, **GEMMA3}, "no soft caps"),
         ({"model_type": "qwen2", "rope_parameters": LLAMA3}, "stretched by llama3"),
         ({"model_type": "phi", "partial_rotary_factor": 0.5}, "no conversion of phi"),
