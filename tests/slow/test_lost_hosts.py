@@ -195,6 +195,7 @@ def test_hosts_join_an_elastic_run_and_lose_their_power(hosts: NamespaceHosts, t
             time.sleep(0.05)
 
     joining = []
+    until("training starts at step 0")  # whoever asks before the job is there is refused
     for index in range(2):
         enter = ["nsenter", f"--net={hosts.network.path(hosts.network.nodes[index])}"]
         joining.append(subprocess.Popen([*enter, *command, "--join", str(directory), "--node", f"host{index}"]))
