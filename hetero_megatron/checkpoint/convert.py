@@ -63,6 +63,16 @@ def spec_of(checkpoint: Checkpoint) -> ModelSpec:
     return spec
 
 
+def _opened(source: str, step: int | None) -> tuple[Checkpoint, ModelSpec]:
+    """A checkpoint of SOURCE and its model, which it holds whole. UserError: there is none, or it is damaged."""
+    checkpoint = open_checkpoint(source, None, step, field="SOURCE")
+    if checkpoint is None:
+        raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
+    spec = spec_of(checkpoint)
+    check_model(checkpoint, spec)
+    return checkpoint, spec
+
+
 def from_native(
     source: str, target: str, dtype: str | None = None, step: int | None = None, check_finite: bool = False
 ) -> dict[str, Any]:
@@ -72,11 +82,7 @@ def from_native(
         dtype: of the files; None: per tensor, the dtype of the original weights (``weight_dtypes``).
         check_finite: reject NaN and Inf, which are otherwise listed as ``nonfinite``.
     """
-    checkpoint = open_checkpoint(source, None, step, field="SOURCE")
-    if checkpoint is None:
-        raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted="a directory that --save wrote")
-    spec = spec_of(checkpoint)
-    check_model(checkpoint, spec)
+    checkpoint, spec = _opened(source, step)
     names = [tensor.name for tensor in logical_tensors(spec)]
     dtypes = dict.fromkeys(names, DTYPES[dtype]) if dtype else weight_dtypes(checkpoint, spec)
     along, chunks, nonfinite = checkpoint.model_files(), _chunks(checkpoint, spec), dict[str, None]()
@@ -126,12 +132,8 @@ def to_gguf(
     from hetero_megatron.checkpoint import gguf_file
 
     if native:
-        checkpoint = open_checkpoint(source, None, step, field="SOURCE")
-        if checkpoint is None:
-            accepted = "a directory that --save wrote"
-            raise UserError("holds no checkpoint", field="SOURCE", value=source, accepted=accepted)
-        spec, along, alone, number = spec_of(checkpoint), checkpoint.model_files(), _alone(), checkpoint.step
-        check_model(checkpoint, spec)
+        checkpoint, spec = _opened(source, step)
+        along, alone, number = checkpoint.model_files(), _alone(), checkpoint.step
         dtypes, said = weight_dtypes(checkpoint, spec), along.notices
 
         def read(tensor: LogicalTensor) -> torch.Tensor:
