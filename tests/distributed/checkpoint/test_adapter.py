@@ -131,17 +131,21 @@ def test_a_plan_of_unequal_ranks_writes_the_same_and_runs_go_on_under_it(base: P
     assert "lora_A" in json.dumps(held) and "embed_tokens" not in json.dumps(held.get("tensors", held))
 
 
-def test_what_peft_wrote_is_where_training_begins(base: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(base)
-    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["k_proj", "o_proj", "up_proj"], use_rslora=True)
-    wrapped = peft.get_peft_model(model, config)
+def written_by_peft(base: Path, config: peft.LoraConfig, folder: Path) -> np.ndarray:
+    """Save adapters of random values; their logits."""
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, param in wrapped.named_parameters():
             if "lora_" in name:
                 param.normal_(0, 0.2)
-    wrapped.save_pretrained(tmp_path / "theirs")
-    expected = logits(wrapped)
+    wrapped.save_pretrained(folder)
+    return logits(wrapped)
+
+
+def test_what_peft_wrote_is_where_training_begins(base: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["k_proj", "o_proj", "up_proj"], use_rslora=True)
+    expected = written_by_peft(base, config, tmp_path / "theirs")
     words = f"--load-hf {base} {SIZES} --load-adapter {tmp_path}/theirs --train-iters 1 --lr 0 --min-lr 0"
     run(words, f"--save-adapter {tmp_path}/ours --save-hf {tmp_path}/merged --merge-lora")
     again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ours")
@@ -156,14 +160,7 @@ def test_adapters_of_some_layers_go_to_peft_and_come_from_it(base: Path, tmp_pat
         r=2, lora_alpha=8, target_modules=r".*layers\.([12]\.self_attn\.(q|v)|2\.mlp\.down)_proj",
         rank_pattern={r"layers\.2\.self_attn\.q_proj": 3}, alpha_pattern={"v_proj": 5},
     )  # fmt: skip
-    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, param in wrapped.named_parameters():
-            if "lora_" in name:
-                param.normal_(0, 0.2)
-    wrapped.save_pretrained(tmp_path / "theirs")
-    expected = logits(wrapped)
+    expected = written_by_peft(base, config, tmp_path / "theirs")
     words = f"--load-hf {base} {SIZES} --load-adapter {tmp_path}/theirs"
     ends = f"--save-adapter {tmp_path}/ours --save-hf {tmp_path}/merged --merge-lora"
     run(words, f"--train-iters 1 --lr 0 --min-lr 0 {ends}")
