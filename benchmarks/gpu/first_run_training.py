@@ -35,7 +35,7 @@ LR, CLIP, STEPS = 1e-3, 1.0, 20
 LIMITS = {"fp32": 1e-3, "bf16": 3e-2}  # of a loss, relative: AdamW makes steps of rounding noise, 20 times
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = {  # hidden, layers, heads, KV heads, feed-forward, vocabulary, tokens per sequence, sequences per step
-    "full": (2048, 16, 32, 8, 8192, 128256, 4096, 4),  # a Llama of 1.2e9 parameters
+    "full": (2048, 16, 32, 8, 8192, 128256, 4096, 4),  # a Llama of 1.5e9 parameters
     "small": (64, 2, 4, 2, 192, 512, 32, 2),
 }
 PARITY = {"full": (512, 4, 8, 4, 1536, 4096, 512, 4), "small": (32, 2, 4, 2, 96, 128, 16, 2)}
