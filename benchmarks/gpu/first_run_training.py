@@ -219,7 +219,7 @@ def ours(options: argparse.Namespace, graphs: bool = False) -> dict[str, Any]:
     seconds = timed(platform, step, options.seconds / 4)
     found = result(options, platform, "ours, layers as device graphs" if graphs else "ours", seconds)
     found["measured"] = platform.peak_memory() - before
-    found["predicted"] = estimate_memory(plan_of(shape), runtime.spec, "bf16", graphs=graphs)[0].total
+    found["predicted"] = estimate_memory(plan_of(shape), runtime.here.spec, "bf16", graphs=graphs)[0].total
     emit(found)
     return found | profiled(step, options.trace)
 
