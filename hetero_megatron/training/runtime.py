@@ -43,7 +43,7 @@ Veto = Callable[[torch.Tensor, float, float], bool]
 
 
 @dataclass
-class Hooks:
+class StepHooks:
     """What others want to be asked in a step.
 
     Attributes:
@@ -91,7 +91,7 @@ class Runtime:
         options: RuntimeOptions = PLAIN,
     ) -> None:
         spec = compiled.spec
-        self.comm, self.options, self.hooks = comm, options, Hooks()
+        self.comm, self.options, self.hooks = comm, options, StepHooks()
         self.here = here = RankStage(compiled.plan, spec, comm.rank)
         if kernels is None:
             compiles, most = options.compile_backend is not None, options.logits_bytes
