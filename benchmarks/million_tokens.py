@@ -142,7 +142,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
         own = [tokens[i] for i in places]
         hidden = out[0, places].detach()
         head = runtime.stage_model.module.lm_head.matrix.detach()
-        seen["prefix"] = (own, (hidden if runtime.loss.chunk is None else hidden @ head.t()).cpu())
+        seen["prefix"] = (own, (hidden if runtime.loss.head is None else hidden @ head.t()).cpu())
 
     def recording_step(grads: Any, coefficient: float) -> None:
         for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
