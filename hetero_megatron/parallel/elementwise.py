@@ -20,14 +20,16 @@ from hetero_megatron.model.gpt import MLP, Layer
 from hetero_megatron.model.latent_attention import LatentAttention
 from hetero_megatron.model.layers import Norm
 from hetero_megatron.model.moe import MoEMLP
+from hetero_megatron.parallel.recompute import Keep, keep_here, take
 from hetero_megatron.parallel.tensor import GatheredInput
 
 Tensor = torch.Tensor
 
 
-def apply_elementwise(layer: Layer) -> None:
-    """Have backward of ``layer`` make the outputs of its norms and activations again, where products read them."""
-    results = Results()
+def apply_elementwise(layer: Layer, keep: Keep) -> None:
+    """Have backward of ``layer`` make the outputs of its norms and activations again, where products read them;
+    ``keep``: of all else."""
+    results = Results(keep)
     for norm in _norms(layer):
         norm.forward = partial(results.norm, norm.forward)  # type: ignore[method-assign]
     mlp, blocks = layer.mlp, [layer.self_attn, cast(nn.Module | None, layer.mlp)]
@@ -55,7 +57,7 @@ def _norms(layer: Layer) -> Iterable[Norm]:
 class _Result:
     """A tensor that is made again in backward: ``run`` of what is kept anyway, or of another such tensor."""
 
-    def __init__(self, run: Callable[..., Tensor], args: tuple[Tensor | _Result, ...], version: int) -> None:
+    def __init__(self, run: Callable[..., Tensor], args: tuple[Any, ...], version: int) -> None:
         self._run, self._args, self.version = run, args, version
         self.readers, self._again = 0, list[Tensor]()
 
@@ -70,7 +72,7 @@ class _Result:
         if self._again:
             return self._again[0]
         with torch.no_grad():
-            return self._run(*(arg._value() if isinstance(arg, _Result) else arg for arg in self._args))
+            return self._run(*(arg._value() if isinstance(arg, _Result) else take(arg) for arg in self._args))
 
 
 class Results:
@@ -79,7 +81,8 @@ class Results:
     They are told by their memory, which a weak reference keeps from being another's before the layer has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Keep = keep_here) -> None:
+        self._keep_else = keep
         self._known: dict[int, tuple[StorageWeakRef, _Result]] = {}
 
     def during(self, forward: Callable[..., Any], *args: Any) -> Any:
@@ -113,7 +116,7 @@ class Results:
         if storage.nbytes() != found.nbytes:  # a part of something
             return
         known = (self._find(arg) for arg in args)
-        given = tuple(arg.detach() if made is None else made for arg, made in zip(args, known, strict=True))
+        given = tuple(self._keep_else(arg) if made is None else made for arg, made in zip(args, known, strict=True))
         self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, given, found._version)
 
     def _find(self, tensor: Tensor) -> _Result | None:
@@ -124,13 +127,13 @@ class Results:
     def _keep(self, tensor: Tensor) -> Any:
         made = self._find(tensor)
         if made is None:
-            return tensor.detach()  # without the graph behind it, which backward does not ask for
+            return self._keep_else(tensor)
         made.readers += 1
         return made, tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def _take(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
+    if not isinstance(kept, tuple):
+        return take(kept)
     made, *view = kept
     return made.take().as_strided(*view)

@@ -90,6 +90,7 @@ class Runtime:
         model, boxes, scales, row_norms: see :class:`StageModel`.
         balance: of a mixture of experts, else None.
         divided: weights, where the ranks of the stage divide them.
+        offloaded: activations, where the stage has some in host memory.
         graphs: device graphs of the layers, where they are asked for.
         eager_steps: that are still to come before layers run as graphs.
         unwatched: context in which nothing is recorded of what the model does.
@@ -140,6 +141,9 @@ class Runtime:
         self.reader = ScalarReader(comm.accelerator)
         weight_gradients = self.kernels.weight_gradients
         self.executor = build_executor(compiled, self.here, comm, self.model, self.loss, dtype, weight_gradients)
+        if built.offloaded is not None:
+            require_plain(options, f"{self.here.path}.activations", "activations cannot be in host memory", fp8=True)
+        self.executor.activations = self.offloaded = built.offloaded
         self._step_work = StepWork(compiled, self.here, comm)
         self.sync = self._gradient_sync(built)
         self.graphs: LayerGraphs | None = None
@@ -199,7 +203,7 @@ class Runtime:
         trained."""
         if self.stage.weights is None:
             return None
-        require_plain(self.options, f"{self.here.path}.weights")
+        require_plain(self.options, f"{self.here.path}.weights", "weights cannot be divided")
         buckets = [bucket for bucket in self.compiled.divided if self.comm.rank in bucket.ranks]
         params, sync = dict(self.model.named_parameters()), self.sync
         divided = DividedWeights(

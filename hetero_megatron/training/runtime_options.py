@@ -48,8 +48,8 @@ class RuntimeOptions:
 PLAIN = RuntimeOptions()
 
 
-def require_plain(options: RuntimeOptions, field: str) -> None:
-    """Refuse what the weights of a stage cannot be divided beside.
+def require_plain(options: RuntimeOptions, field: str, problem: str, fp8: bool = False) -> None:
+    """Refuse what a stage with ``field`` cannot have; ``fp8``: that is not among it.
 
     Raises:
         UserError: on all ranks alike.
@@ -57,9 +57,9 @@ def require_plain(options: RuntimeOptions, field: str) -> None:
     beside = (
         (options.compile_backend is not None, "compiled layers", "--compile"),
         (options.graphs_after is not None, "layers as device graphs", "--cuda-graph-impl"),
-        (options.fp8 is not None, "products in fp8", "--fp8-format"),
+        (options.fp8 is not None and not fp8, "products in fp8", "--fp8-format"),
     )
     for used, what, flag in beside:
         if used:
             accepted = f"a plan without it, or no {flag}"
-            raise UserError(f"weights cannot be divided beside {what}", field=field, value=flag, accepted=accepted)
+            raise UserError(f"{problem} beside {what}", field=field, value=flag, accepted=accepted)
