@@ -8,14 +8,18 @@ several saved tensors are views of there is one copy.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from hetero_megatron.comm import Comm
+from hetero_megatron.comm.hooks import Clock
 from hetero_megatron.model.gpt import GPTStage, Layer, ResidualStream
 from hetero_megatron.model.layers import Context
 from hetero_megatron.parallel.divided_weights import Border
@@ -27,6 +31,43 @@ from hetero_megatron.platform.accelerator import Accelerator
 
 Tensor = torch.Tensor
 Key = tuple[int, int]  # micro-batch, chunk
+
+
+class PacedStream(SideStream):
+    """Of an emulated chip: copies pass its link to the host one after another, beside its work.
+
+    Args:
+        clock: of the chip; rate: of the link, bytes/s.
+    """
+
+    def __init__(self, clock: Clock, rate: float) -> None:
+        super().__init__(None)
+        self._clock, self._rate = clock, rate
+        self._free, self._inside = 0.0, False
+
+    @contextmanager
+    def current(self) -> Iterator[None]:  # type: ignore[override]
+        with self._clock.aside():
+            self._free, self._inside = max(self._free, time.perf_counter()), True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    def carry(self, size: int) -> None:
+        self._free += size / self._rate
+
+    def moment(self) -> Any:
+        return self._free
+
+    def join(self, moment: Any) -> None:
+        if moment is not None and not self._inside:
+            began = self._clock.wait_begins()
+            while (left := moment - time.perf_counter()) > 0:
+                time.sleep(left)
+            self._clock.wait_ends(began, collective=True)
+        elif moment is not None:
+            self._free = max(self._free, moment)
 
 
 class HostMemory:
@@ -146,6 +187,7 @@ class LayerActivations:
                 memory, moment = host.take(copy.bytes)
                 out.join(moment)
                 copy.to_host(memory)
+                out.carry(copy.bytes)
             self._out = out.moment()
 
     def release(self) -> None:
@@ -176,6 +218,7 @@ class LayerActivations:
             back.join(self._out)
             for copy in self._row:
                 copy.to_device()
+                back.carry(copy.bytes)
             self._back = back.moment()
         self._coming = True
 
@@ -199,18 +242,20 @@ class OffloadedActivations:
 
     Args:
         offload: which layers', and how many layers' copies may be under way at once.
-        accelerator: None: there are no streams, and copies are made in the order of the calls.
+        comm: without an accelerator there are no streams, and copies are made in the order of the calls; those of an
+            emulated chip take the time of its link.
 
     Attributes:
         host: the memory that they are in.
         out, back: streams of the copies.
     """
 
-    def __init__(
-        self, model: GPTStage, offload: ActivationOffload, accelerator: Accelerator | None, device: torch.device
-    ) -> None:
-        self._model, self._layers, self._ahead, self.device = model, offload.layers, offload.ahead, device
+    def __init__(self, model: GPTStage, offload: ActivationOffload, comm: Comm) -> None:
+        self._model, self._layers, self._ahead, self.device = model, offload.layers, offload.ahead, comm.device
+        accelerator, rate = comm.accelerator, comm.hooks.host_rate
         self.host, self.out, self.back = HostMemory(accelerator), SideStream(accelerator), SideStream(accelerator)
+        if accelerator is None and rate is not None:
+            self.out, self.back = PacedStream(comm.clock, rate), PacedStream(comm.clock, rate)
         self._rows: dict[Key, list[LayerActivations]] = {}
         self._row: list[LayerActivations] = []
         self._open: LayerActivations | None = None

@@ -118,7 +118,7 @@ class StageModel:
         else:
             from hetero_megatron.parallel.offload import OffloadedActivations
 
-            self.offloaded = OffloadedActivations(self.module, stage.activations, comm.accelerator, comm.device)
+            self.offloaded = OffloadedActivations(self.module, stage.activations, comm)
             apply_recompute(self.module, stage.recompute, self.offloaded.keep)
             self.offloaded.apply()
 

@@ -324,6 +324,22 @@ def context_activations(
     return found
 
 
+def context_host_layers(
+    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]]
+) -> dict[int, list[list[float]]]:
+    """By rank and chunk, bytes of a micro-batch in host memory of each layer; empty without context groups."""
+    contexts = stage_contexts(spec, stage, seq_length)
+    return {
+        member.rank: [
+            [rows * layer.host for layer in _member_layers(context, group, member, chunk)]
+            for chunk in work[member.rank]
+        ]
+        for context, rows in zip(contexts, stage.dp_split if contexts else ())
+        for group in context.groups
+        for member in group.members
+    }
+
+
 def _member_layers(
     context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
 ) -> tuple[LayerBytes, ...]:
