@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hetero_megatron.cli.configure import configure
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan, dump_yaml, format_plan, load_plan, plan_from_dict
 from hetero_megatron.plans.canonical import ActivationOffload
@@ -64,3 +65,38 @@ def test_compiled_layers_and_graphs_are_refused_and_fp8_is_not() -> None:
         with pytest.raises(UserError, match=f"activations cannot be in host memory beside .*{flag}"):
             require_plain(options, "stage.activations", "activations cannot be in host memory", fp8=True)
     require_plain(RuntimeOptions(fp8=Fp8("e4m3", "tensorwise")), "stage.activations", "", fp8=True)
+
+
+BASE = (
+    "--model", "tiny", "--seq-length", "64", "--micro-batch-size", "1", "--mock-data", "--train-iters", "1", "--lr",
+    "1e-3", "--dry-run",
+)  # fmt: skip
+WHOLE, SOME, MODULES = "--fine-grained-activation-offloading", "--cpu-offloading-num-layers", "--offload-modules"
+ALL_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+
+
+def flagged(*words: str) -> Plan:
+    return configure([*BASE, *words], {"WORLD_SIZE": "2"}).plan
+
+
+def test_megatrons_flags_become_such_plans() -> None:
+    pipelined = ("--pipeline-model-parallel-size", "2")
+    inflight = "--fine-grained-offloading-max-inflight-offloads"
+    for words, layers, ahead in (
+        ((WHOLE,), 3, 1), ((WHOLE, inflight, "2"), 3, 2), ((WHOLE, MODULES, *ALL_MODULES), 3, 1),
+        ((SOME, "2"), 2, 1), ((SOME, "2", "--cpu-offloading"), 2, 1), ((SOME, "9"), 3, 1), ((SOME, "0"), 0, 1),
+        ((WHOLE, "--recompute-granularity", "full"), 3, 1), ((WHOLE, "--min-offloaded-tensor-size", "7"), 3, 1),
+    ):  # fmt: skip
+        expected = ActivationOffload(layers, ahead) if layers else None
+        assert {s.activations for s in flagged(*pipelined, *words).stages} == {expected}, words
+    for words, flag, accepted in (
+        ((WHOLE, MODULES, "core_attn"), MODULES, "mlp_norm"), ((WHOLE, MODULES, "core_atn"), MODULES, "core_attn"),
+        ((WHOLE, SOME, "1"), SOME, "one of the two"), (("--cpu-offloading",), "--cpu-offloading", SOME),
+        (("--activation-offload-fraction", "0.5"), "--activation-offload-fraction", "offload: {first: n}"),
+        (("--delta-offload-bytes-across-pp-ranks", "1"), "--delta-offload-bytes-across-pp-ranks", "{first: n}"),
+        (("--delay-offload-until-cuda-graph",), "--delay-offload-until-cuda-graph", "leave"),
+        ((*pipelined, "--num-layers-per-virtual-pipeline-stage", "1", SOME, "1"), SOME, WHOLE),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            flagged(*words)
+        assert flag in str(caught.value) and accepted in str(caught.value), (words, str(caught.value))
