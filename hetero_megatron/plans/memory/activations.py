@@ -16,6 +16,7 @@ from hetero_megatron.plans.memory.offloaded import (
     chunk_layers,
     coming,
     in_host,
+    input_goes,
     layer_bytes,
     worst_layer,
 )
@@ -347,7 +348,8 @@ def _member_layers(
     def kept(kind: str) -> float:
         return _member(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 
-    return chunk_layers(chunk, kept, _tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp)
+    given = _tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
+    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given)
 
 
 def _tokens(member: Member) -> int:

@@ -33,7 +33,8 @@ def chunk_layers(
 
     Args:
         kept: bytes of a layer by kind of recompute.
-        given: bytes of what the stage before sends, which stay, as its gradient belongs to them.
+        given: bytes of a chunk's input, as a layer keeps it: what the stage before sends stays, as its gradient belongs
+            to it; what a frozen embedding gives is not kept.
         lse: bytes of the log-sum-exp of attention where they are too few to go.
     """
     rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
@@ -41,7 +42,7 @@ def chunk_layers(
     for i in range(held.layers):
         whole = i < held.full
         each = 0.0 if held.untrained > i and not whole else kept("full" if whole else rest)
-        goes = each - (0.0 if whole or rest == "selective" else lse) - (given if i == 0 and not held.embed else 0.0)
+        goes = each - (0.0 if whole or rest == "selective" else lse) - (given if i == 0 else 0.0)
         again = kept("none") - each if whole or rest == "elementwise" else 0.0
         found.append(LayerBytes(each, max(goes, 0.0) if i < held.offloaded else 0.0, again))
     return tuple(found)
@@ -51,10 +52,15 @@ def chunk_layers(
 def layer_bytes(spec: ModelSpec, held: RankWork) -> tuple[LayerBytes, ...]:
     """Those of a stage without context groups."""
     sizes = (held.item, held.tp, held.shards, held.load)
-    given = round(held.tokens * spec.hidden_size * held.item / held.shards)
+    given = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
     lse = 4 * held.tokens * spec.num_heads / held.tp
     few = lse if lse < FEW_BYTES * held.tokens / held.shards else 0.0
     return chunk_layers(held, lambda kind: layer_activation_bytes(spec, held.tokens, kind, *sizes), given, few)
+
+
+def input_goes(spec: ModelSpec, held: RankWork) -> bool:
+    """Whether what the first layer of a chunk keeps of its input goes to host memory."""
+    return held.embed and spec.lora is None
 
 
 def in_host(layers: Sequence[LayerBytes]) -> int:

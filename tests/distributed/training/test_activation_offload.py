@@ -3,6 +3,7 @@ stay, less memory, and as much of either as the formulas say."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from dataclasses import replace
@@ -12,9 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetero_megatron.cli.configure import configure
 from hetero_megatron.dry_run.one_rank import run_rank
+from hetero_megatron.plans import dump_yaml, plan_from_dict
+from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.memory.of_plan import estimate_memory
+from hetero_megatron.spec import Lora, adapted, load_model
 from tests.distributed.training.test_dry_run import config
+from tests.distributed.training.test_fp8_parity import WIDE
+from tests.distributed.training.test_lora import check as check_adapters
+from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import Case, check_case, fixed_case, random_case, run_case
 from tests.support.pool import Pool, shared_pool
 from tests.support.selection import quick
@@ -126,3 +134,52 @@ def test_memory_where_operands_wait_or_contexts_meet(schedule: str, tmp_path: Pa
         ((less, estimate, host, known),) = peaks(tmp_path, *args, ranks=(0,))
         assert host == known > 0 and less < peak, (schedule, context)
         assert estimate / less >= 0.99 * total / peak, (schedule, context)
+
+
+ALL = {"activations": {"offload": "all"}}
+
+
+@pytest.mark.parametrize("kind", quick([None, "int8", "nf4", "dora"], ["int8"]))
+def test_a_frozen_base_stays_where_it_is(kind: str | None) -> None:
+    """The result of peft, with adapters on a base of every dtype; the layers are wide enough for blocks of 64."""
+    config = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    stages = stage([0, 1], [0, 2], tp=2, recompute="elementwise", **ALL), stage([2], [2, 3], **ALL)
+    made = plan([pipe(2, 2, *stages)])
+    lora = Lora(3, 6.0, base_dtype=kind if kind in ("int8", "nf4") else None, dora=kind == "dora")
+    check_adapters(config, made, lora, Case(4, 4, config, made))
+
+
+@pytest.mark.parametrize("index", quick(range(3), []))
+def test_experts_and_products_in_fp8_give_the_same_bits(index: int) -> None:
+    def made(away: dict[str, Any]) -> Case:
+        if index == 0:
+            thirds = [{"ranks": [[0, 2], 1], "experts": [[0, 2], [2, 5]], "split": [[2, 1], [1]]}]
+            split: dict[str, Any] = {"tp": 3, "tp_split": [2, 1, 1], "experts": thirds}
+            config = MOE_FAMILIES["qwen3_moe"]
+            return fixed_case(config, plan([pipe(3, 2, stage([0, 1, 2], [0, 2], **split, **away))]))
+        fp8 = Fp8("hybrid", ("blockwise", "tensorwise")[index - 1])
+        stages = stage([0, 1], [0, 1], tp=2, **away), stage([2], [1, 2], **away)
+        return fixed_case(WIDE, plan([pipe(2, 2, *stages)]), fp8=fp8, optimizer="sgd")
+
+    require_equal_bits(made({}), made(ALL), shared_pool())
+
+
+@pytest.mark.parametrize("kind", quick([None, "int8", "experts"], []))
+def test_host_memory_of_adapters_and_experts_is_the_formula(kind: str | None, tmp_path: Path) -> None:
+    """To the byte, but of experts: of these there are a few numbers of each token more."""
+    config = MOE_FAMILIES["mixtral"] if kind == "experts" else LLAMA
+    config = config | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    base = load_model(str(tmp_path / "config.json"))
+    spec = base if kind == "experts" else adapted(base, Lora(4, 8.0, base_dtype=kind))
+    last = spec.num_layers
+    made = plan_from_dict(plan([pipe(2, 4, stage([0], [0, 1], **ALL), stage([1], [1, last], **ALL))], 64), spec)
+    (tmp_path / "plan.yaml").write_text(dump_yaml(made))
+    words = ["--plan", str(tmp_path / "plan.yaml"), "--model", str(tmp_path / "config.json"), "--dry-run"]
+    words += [] if kind == "experts" else ["--lora-rank", "4", "--lora-alpha", "8"]
+    words += ["--lora-base-dtype", "int8"] if kind == "int8" else []
+    run = configure(words, {})
+    estimates = estimate_memory(run.plan, run.spec, run.dtype)
+    for rank in run.plan.ranks:
+        found, known = run_rank(run, rank).activations, estimates[rank].host
+        assert known > 0 and (found == known or kind == "experts" and abs(found - known) < 0.1 * known), (rank, kind)
