@@ -20,10 +20,13 @@ from hetero_megatron.model.gpt import MLP, Layer
 from hetero_megatron.model.latent_attention import LatentAttention
 from hetero_megatron.model.layers import Norm
 from hetero_megatron.model.moe import MoEMLP
-from hetero_megatron.parallel.recompute import Keep, keep_here, take
 from hetero_megatron.parallel.tensor import GatheredInput
 
 Tensor = torch.Tensor
+
+
+# Of a tensor, what is kept of it until backward: the tensor, or something whose ``take()`` gives it again.
+Keep = Callable[[Tensor], Any]
 
 
 def apply_elementwise(layer: Layer, keep: Keep) -> None:
@@ -72,7 +75,7 @@ class _Result:
         if self._again:
             return self._again[0]
         with torch.no_grad():
-            return self._run(*(arg._value() if isinstance(arg, _Result) else take(arg) for arg in self._args))
+            return self._run(*(arg._value() if isinstance(arg, _Result) else _take(arg) for arg in self._args))
 
 
 class Results:
@@ -81,7 +84,7 @@ class Results:
     They are told by their memory, which a weak reference keeps from being another's before the layer has ended.
     """
 
-    def __init__(self, keep: Keep = keep_here) -> None:
+    def __init__(self, keep: Keep = Tensor.detach) -> None:
         self._keep_else = keep
         self._known: dict[int, tuple[StorageWeakRef, _Result]] = {}
 
@@ -133,7 +136,9 @@ class Results:
 
 
 def _take(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
     if not isinstance(kept, tuple):
-        return take(kept)
+        return kept.take()  # type: ignore[no-any-return]
     made, *view = kept
     return made.take().as_strided(*view)

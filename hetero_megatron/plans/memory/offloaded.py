@@ -5,15 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import layer_activation_bytes
 
-if TYPE_CHECKING:
-    from hetero_megatron.plans.memory.activations import RankWork
-
 FEW_BYTES = 16  # per token of its layer: a saved tensor that has fewer stays on the device
+
+
+class ChunkWork(Protocol):
+    """What must be known of a rank's chunk of layers; :class:`~hetero_megatron.plans.memory.activations.RankWork` says
+    what it is."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def embed(self) -> bool: ...
+    @property
+    def recompute(self) -> str: ...
+    @property
+    def full(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def item(self) -> int: ...
+    @property
+    def tp(self) -> float: ...
+    @property
+    def shards(self) -> int: ...
+    @property
+    def load(self) -> ExpertLoad | None: ...
+    @property
+    def untrained(self) -> int: ...
+    @property
+    def offloaded(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +53,7 @@ class LayerBytes:
 
 
 def chunk_layers(
-    held: RankWork, kept: Callable[[str], float], given: float, lse: float = 0.0
+    held: ChunkWork, kept: Callable[[str], float], given: float, lse: float = 0.0
 ) -> tuple[LayerBytes, ...]:
     """The layers of a chunk.
 
@@ -49,7 +75,7 @@ def chunk_layers(
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(spec: ModelSpec, held: RankWork) -> tuple[LayerBytes, ...]:
+def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
     """Those of a stage without context groups."""
     sizes = (held.item, held.tp, held.shards, held.load)
     given = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
@@ -58,7 +84,7 @@ def layer_bytes(spec: ModelSpec, held: RankWork) -> tuple[LayerBytes, ...]:
     return chunk_layers(held, lambda kind: layer_activation_bytes(spec, held.tokens, kind, *sizes), given, few)
 
 
-def input_goes(spec: ModelSpec, held: RankWork) -> bool:
+def input_goes(spec: ModelSpec, held: ChunkWork) -> bool:
     """Whether what the first layer of a chunk keeps of its input goes to host memory."""
     return held.embed and spec.lora is None
 
