@@ -6,20 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.plans.canonical import Recompute, Stage
 from hetero_megatron.plans.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
 from hetero_megatron.plans.fp8 import BLOCK
-from hetero_megatron.plans.memory.offloaded import (
-    LayerBytes,
-    chunk_layers,
-    coming,
-    in_host,
-    input_goes,
-    layer_bytes,
-    worst_layer,
-)
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, shares
@@ -33,6 +24,9 @@ from hetero_megatron.spec.flops import (
     layer_backward_bytes,
     layer_operand_bytes,
 )
+
+if TYPE_CHECKING:
+    from hetero_megatron.plans.memory.offloaded import LayerBytes
 
 
 def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, item: int, trained: bool = True) -> float:
@@ -135,7 +129,11 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
 
 def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in host memory."""
-    return in_host(layer_bytes(spec, held)) if held.offloaded else 0
+    if not held.offloaded:
+        return 0
+    from hetero_megatron.plans.memory.offloaded import in_host, layer_bytes
+
+    return in_host(layer_bytes(spec, held))
 
 
 def working_bytes(spec: ModelSpec, held: RankWork) -> int:
@@ -152,8 +150,12 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
         forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         return forward + LOOKAHEAD * boundary_bytes(spec, held)
     layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
+    coming_back = 0
     if held.offloaded:
+        from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
+
         passed = 0 if held.head else boundary_bytes(spec, held)
+        coming_back = round(coming(layer_bytes(spec, held), held.ahead))
         layer = round(worst_layer(layer_bytes(spec, held), held.ahead, layer, passed))
     elif held.layers and (held.full == held.layers or held.recompute == "elementwise"):
         kept = "full" if held.full else "elementwise"
@@ -161,8 +163,7 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
         layer -= layer_activation_bytes(spec, tokens, kept, *sizes, held.load)
     if held.head:
         head = head_activation_bytes(spec, tokens, *sizes, held.limit)
-        in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None)
-        in_head += round(coming(layer_bytes(spec, held), held.ahead)) if held.offloaded else 0
+        in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None) + coming_back
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
 
@@ -316,6 +317,8 @@ def context_activations(
                     if linear is not None:
                         working = max(working, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
                     if layers:
+                        from hetero_megatron.plans.memory.offloaded import worst_layer
+
                         rest = "selective" if chunk.recompute == "selective" else "none"
                         one = replace(chunk, layers=1, recompute=rest, first=0)
                         backward, passed = _member(context, group, member, one)[1], boundary_bytes(spec, chunk) / rows
@@ -345,6 +348,8 @@ def _member_layers(
     context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
 ) -> tuple[LayerBytes, ...]:
     """Of one sequence, on one rank."""
+    from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes
+
     def kept(kind: str) -> float:
         return _member(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 

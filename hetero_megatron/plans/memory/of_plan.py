@@ -28,7 +28,6 @@ from hetero_megatron.plans.memory.activations import (
     working_bytes,
 )
 from hetero_megatron.plans.memory.divided import DividedBytes, divided_bytes, frozen_bytes
-from hetero_megatron.plans.memory.offloaded import layer_bytes
 from hetero_megatron.plans.program import held_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
@@ -280,6 +279,8 @@ def host_layers(
     stage: Stage, spec: ModelSpec, seq_length: int, item: int, routing: Routing = EVEN, fp8: Fp8 | None = None
 ) -> dict[int, list[list[float]]]:
     """By rank and chunk, bytes of a micro-batch in host memory of each layer."""
+    from hetero_megatron.plans.memory.offloaded import layer_bytes
+
     work = stage_work(stage, spec, item, routing=routing, fp8=fp8)
     found = {rank: [[layer.host for layer in layer_bytes(spec, x)] for x in chunks] for rank, chunks in work.items()}
     return found | context_host_layers(spec, stage, seq_length, work)

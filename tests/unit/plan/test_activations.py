@@ -80,7 +80,7 @@ def flagged(*words: str) -> Plan:
 
 
 def test_megatrons_flags_become_such_plans() -> None:
-    pipelined = ("--pipeline-model-parallel-size", "2")
+    pipelined: tuple[str, ...] = ("--pipeline-model-parallel-size", "2")
     inflight = "--fine-grained-offloading-max-inflight-offloads"
     for words, layers, ahead in (
         ((WHOLE,), 3, 1), ((WHOLE, inflight, "2"), 3, 2), ((WHOLE, MODULES, *ALL_MODULES), 3, 1),
