@@ -153,6 +153,19 @@ class Clock:
                 self._counting = False
 
     @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context in which what runs is not the chip's work: an emulated chip goes on meanwhile."""
+        running = self._running
+        self.pause()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._forget(time.perf_counter() - began)
+            if running:
+                self.resume()
+
+    @contextlib.contextmanager
     def work(self) -> Iterator[None]:
         """Context in which segments are the chip's work, not the host's between two transfers."""
         self._working = True
@@ -162,6 +175,9 @@ class Clock:
         finally:
             self._working = False
             self.settle()
+
+    def _forget(self, seconds: float) -> None:
+        """What ran for ``seconds`` since the last segment is in none."""
 
     def _begin(self, waited: float) -> None:
         pass
@@ -185,9 +201,11 @@ class Hooks:
         clock: timer, paused while a transfer is started or waited for.
         submit: called instead of starting a transfer that sends.
         on_other_cores: context for library calls that create threads; sets their CPU affinity.
-        cut_ranks: ranks that are currently unreachable by emulation."""
+        cut_ranks: ranks that are currently unreachable by emulation.
+        host_rate: bytes/s of an emulated link between chip and host memory; None: none is emulated."""
 
     clock: Clock = field(default_factory=Clock)
     submit: Submit = start_now
     on_other_cores: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     cut_ranks: Callable[[], Collection[int]] = frozenset
+    host_rate: float | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,6 +29,9 @@ from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.training.train import optimizer_factory
 from hetero_megatron.utils.text import rank_ranges
 
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.offload import OffloadedActivations
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -37,6 +41,7 @@ class DryRun:
         parameters, optimizer: bytes of local weights (of divided ones, those that are whole at once), and of owned
             masters (where they are copies) and moments.
         offload: the optimizer's are in the host's memory, and not part of ``peak``.
+        activations: most bytes of activations in the host's memory at once.
         peak: most bytes of live tensors at once, the optimizer's state included from the beginning of the step on.
         sent: bytes by purpose (``pipeline``, ``context parallel``, ``tensor parallel``, ``gradients``, ``weights``) and
             destination rank; routed tokens, of which there are as many as expected, count with the second or third.
@@ -50,6 +55,7 @@ class DryRun:
     peak: int
     sent: Mapping[str, Mapping[int, int]]
     seconds: float
+    activations: int = 0
 
 
 def run_rank(config: RunConfig, rank: int) -> DryRun:
@@ -72,6 +78,7 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         if offload:
             memory.forget(master for masters in runtime.optimizer.masters for master in masters)
         gathered = _observed(runtime.divided, memory)
+        host = _host_memory(runtime.stage_model.offloaded, memory)
         memory.peak = memory.live  # initial values are made, and brought into 8 bits, in the host's memory
         memory.host = offload
         _make_moments(runtime.optimizer.inner, config.optimizer)
@@ -101,7 +108,8 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         if runtime.outer is not None:
             sent["an outer step"] = _exchanged(runtime.outer, comm)
         optimizer = _optimizer_bytes(runtime)
-    return DryRun(rank, parameters + max(gathered), optimizer, offload, memory.peak, sent, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return DryRun(rank, parameters + max(gathered), optimizer, offload, memory.peak, sent, seconds, host())
 
 
 def _exchanged(outer: OuterSteps, comm: FakeComm) -> dict[int, int]:
@@ -127,6 +135,23 @@ def _observed(divided: DividedWeights | None, memory: MemoryTracker) -> list[int
 
         divided.observe(resized)
     return found
+
+
+def _host_memory(offloaded: OffloadedActivations | None, memory: MemoryTracker) -> Callable[[], int]:
+    """Most bytes of activations in the host's memory so far; they do not count in ``memory``."""
+    if offloaded is None:
+        return lambda: 0
+    host = offloaded.host
+
+    def make(size: int) -> torch.Tensor:
+        memory.host = True
+        try:
+            return torch.empty(size, dtype=torch.uint8)
+        finally:
+            memory.host = False
+
+    host.make = make
+    return lambda: host.peak
 
 
 def _frozen_rows(divided: DividedWeights | None) -> list[torch.Tensor]:
@@ -192,6 +217,8 @@ def format_dry_run(run: DryRun, config: RunConfig) -> str:
         f"  peak             {format_bytes(run.peak):>12}   live tensors, optimizer "
         + ("not included" if run.offload else "included"),
     ]
+    if run.activations:
+        lines.append(f"  activations      {format_bytes(run.activations):>12}   at most in host memory, not included")
     for purpose, by_rank in run.sent.items():
         ranks = rank_ranges(tuple(sorted(by_rank)))
         to = f"   to ranks {ranks}" if by_rank else ""

@@ -24,6 +24,7 @@ class Trace:
         sent: bytes by rank.
         shape, dtype: of what a forward put out; same: it is what was put in, of a chunk without layers.
         grad: a backward made a gradient of the chunk's input.
+        host: bytes of activations in host memory, more at its end than at its start.
     """
 
     peak: int
@@ -33,6 +34,7 @@ class Trace:
     dtype: torch.dtype = torch.float32
     same: bool = False
     grad: bool = False
+    host: int = 0
 
 
 class RepeatingExecutor(PipelineExecutor):
@@ -47,7 +49,7 @@ class RepeatingExecutor(PipelineExecutor):
 
     def __init__(self, like: PipelineExecutor, memory: MemoryTracker) -> None:
         super().__init__(like.comm, like.chunks, like.dtype, like.place, like.gradients)
-        self.memory, self.weights = memory, like.weights
+        self.memory, self.weights, self.activations = memory, like.weights, like.activations
         self._real: set[int] = set()  # micro-batches that are run
         self._traced: set[Action] = set()  # those actions of them that stand for others
         self._traces: dict[tuple[str, int], Trace] = {}  # by kind and chunk
@@ -75,12 +77,15 @@ class RepeatingExecutor(PipelineExecutor):
             self._repeats[action.kind](self, action, work, live, result)
             return
         memory, sent = self.memory, dict(self.comm.sent_bytes)
-        start, peak = memory.live, memory.peak
+        start, peak, host = memory.live, memory.peak, self._host_bytes()
         memory.peak = start
         PipelineExecutor._handlers[action.kind](self, action, work, live, result)
+        if self.activations is not None:  # the last ones would otherwise go when another action begins
+            self.activations.settle()
         if action in self._traced:
             bytes_by_rank = {r: n - sent.get(r, 0) for r, n in self.comm.sent_bytes.items() if n > sent.get(r, 0)}
-            trace = Trace(memory.peak - start, memory.live - start, bytes_by_rank)
+            more = self._host_bytes() - host
+            trace = Trace(memory.peak - start, memory.live - start, bytes_by_rank, host=more)
             self._traces[action.kind, action.chunk] = self._completed(trace, action, live)
         memory.peak = max(memory.peak, peak)
 
@@ -94,6 +99,13 @@ class RepeatingExecutor(PipelineExecutor):
             return replace(trace, shape=out.shape, dtype=out.dtype, same=same)
         return replace(trace, grad=action.kind != "W" and put_in is not None and put_in.grad is not None)
 
+    def _host_bytes(self) -> int:
+        return 0 if self.activations is None else self.activations.host.live
+
+    def _hold_host(self, trace: Trace) -> None:
+        if self.activations is not None:
+            self.activations.host.hold(trace.host)
+
     def _repeat_forward(self, action: Action, work: StageWork, live: Live, result: StepResult) -> None:
         trace, batch = self._traces["F", action.chunk], work.batches[action.micro_batch]
         key = (action.micro_batch, action.chunk)
@@ -105,6 +117,7 @@ class RepeatingExecutor(PipelineExecutor):
         self._keep_bytes(key, trace.change - (self.memory.live - start))
         self._go_to(trace.peak - trace.change)
         self._send(trace)
+        self._hold_host(trace)
         live.outputs[key] = out
         if self.chunks[action.chunk].loss is not None:
             result.losses.append(out.detach())
@@ -115,6 +128,7 @@ class RepeatingExecutor(PipelineExecutor):
         key = (action.micro_batch, action.chunk)
         self._go_to(trace.peak)
         self._send(trace)
+        self._hold_host(trace)
         del live.outputs[key], self._kept[key]
         if self.chunks[action.chunk].loss is None:
             self.output_gradient(key, live)

@@ -87,6 +87,11 @@ class EmulatedClock(Clock):
             self._held.acquire()
         self._cpu = time.thread_time()
 
+    def _forget(self, seconds: float) -> None:
+        self._lateness += seconds  # to be made up in the next segment
+        if self.nominal is not None:
+            self.nominal.seconds = 0.0
+
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         with self.nominal or contextlib.nullcontext():

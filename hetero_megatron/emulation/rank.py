@@ -44,6 +44,8 @@ class Emulation:
         self.chips = str(described.get("chips", "none"))
         self.links = str(described.get("links", "none"))
         self._speed = float(described["speeds"][rank] or 1.0) if self.chips != "none" else 1.0
+        rates = described.get("host_rates") if self.chips != "none" else None
+        self._host_rate = None if rates is None or rates[rank] is None else float(rates[rank])
         self._control = Path(described["control"]) if described.get("control") else None
         self._looked, self._faults = 0.0, {}  # type: float, dict[str, Any]
         self._cores = list(described.get("cores", ()))
@@ -75,7 +77,7 @@ class Emulation:
     def hooks(self) -> Hooks:
         """For ``start_comm``."""
         submit = start_now if self.pacer is None else self.pacer.submit
-        return Hooks(self.clock, submit, self.on_other_cores, self.cut_ranks)
+        return Hooks(self.clock, submit, self.on_other_cores, self.cut_ranks, self._host_rate)
 
     def started(self) -> None:
         """Tell the launcher that start-up is over, and what follows is emulated."""

@@ -47,6 +47,8 @@ def _stage(stage: Mapping[str, Any]) -> tuple[int, str, str]:
         more.append(plural(len(stage['context']), 'context group'))
     if (stage.get("optimizer") or {}).get("offload"):
         more.append("optimizer on the host")
+    if stage.get("activations"):
+        more.append("activations on the host")
     return count, f"ranks {rank_ranges(_ranks(stage['ranks']))}, layers {said}", ", ".join(more)
 
 

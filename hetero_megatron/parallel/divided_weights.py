@@ -312,10 +312,10 @@ def _come_to(weights: DividedWeights, step: Step, *_: Any) -> None:
 def _leave(weights: DividedWeights, layer: Layer, _: Any, out: ResidualStream) -> ResidualStream:
     if not torch.is_grad_enabled():
         return out
-    return ResidualStream(*_Border.apply(partial(weights.come_back_to, layer.number), *out))
+    return ResidualStream(*Border.apply(partial(weights.come_back_to, layer.number), *out))
 
 
-class _Border(torch.autograd.Function):
+class Border(torch.autograd.Function):
     """Between two layers: passes everything on, and in backward says that the gradients of the later one are there and
     that the earlier one is next. Autograd runs what was made later first, so all of the later layer has run by then."""
 

@@ -25,9 +25,14 @@ from hetero_megatron.parallel.tensor import GatheredInput
 Tensor = torch.Tensor
 
 
-def apply_elementwise(layer: Layer) -> None:
-    """Have backward of ``layer`` make the outputs of its norms and activations again, where products read them."""
-    results = Results()
+# Of a tensor, what is kept of it until backward: the tensor, or something whose ``take()`` gives it again.
+Keep = Callable[[Tensor], Any]
+
+
+def apply_elementwise(layer: Layer, keep: Keep) -> None:
+    """Have backward of ``layer`` make the outputs of its norms and activations again, where products read them;
+    ``keep``: of all else."""
+    results = Results(keep)
     for norm in _norms(layer):
         norm.forward = partial(results.norm, norm.forward)  # type: ignore[method-assign]
     mlp, blocks = layer.mlp, [layer.self_attn, cast(nn.Module | None, layer.mlp)]
@@ -55,7 +60,7 @@ def _norms(layer: Layer) -> Iterable[Norm]:
 class _Result:
     """A tensor that is made again in backward: ``run`` of what is kept anyway, or of another such tensor."""
 
-    def __init__(self, run: Callable[..., Tensor], args: tuple[Tensor | _Result, ...], version: int) -> None:
+    def __init__(self, run: Callable[..., Tensor], args: tuple[Any, ...], version: int) -> None:
         self._run, self._args, self.version = run, args, version
         self.readers, self._again = 0, list[Tensor]()
 
@@ -70,7 +75,7 @@ class _Result:
         if self._again:
             return self._again[0]
         with torch.no_grad():
-            return self._run(*(arg._value() if isinstance(arg, _Result) else arg for arg in self._args))
+            return self._run(*(arg._value() if isinstance(arg, _Result) else _take(arg) for arg in self._args))
 
 
 class Results:
@@ -79,7 +84,8 @@ class Results:
     They are told by their memory, which a weak reference keeps from being another's before the layer has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Keep = Tensor.detach) -> None:
+        self._keep_else = keep
         self._known: dict[int, tuple[StorageWeakRef, _Result]] = {}
 
     def during(self, forward: Callable[..., Any], *args: Any) -> Any:
@@ -113,7 +119,7 @@ class Results:
         if storage.nbytes() != found.nbytes:  # a part of something
             return
         known = (self._find(arg) for arg in args)
-        given = tuple(arg.detach() if made is None else made for arg, made in zip(args, known, strict=True))
+        given = tuple(self._keep_else(arg) if made is None else made for arg, made in zip(args, known, strict=True))
         self._known[storage._cdata] = StorageWeakRef(storage), _Result(run, given, found._version)
 
     def _find(self, tensor: Tensor) -> _Result | None:
@@ -124,7 +130,7 @@ class Results:
     def _keep(self, tensor: Tensor) -> Any:
         made = self._find(tensor)
         if made is None:
-            return tensor.detach()  # without the graph behind it, which backward does not ask for
+            return self._keep_else(tensor)
         made.readers += 1
         return made, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -132,5 +138,7 @@ class Results:
 def _take(kept: Any) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
+    if not isinstance(kept, tuple):
+        return kept.take()  # type: ignore[no-any-return]
     made, *view = kept
     return made.take().as_strided(*view)

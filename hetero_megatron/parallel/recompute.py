@@ -17,26 +17,42 @@ from hetero_megatron.parallel.context import ContextAttention
 from hetero_megatron.parallel.tensor import RowParallelLinear
 from hetero_megatron.plans import Recompute
 
+# What is kept of a tensor from forward to backward: the tensor itself, or something whose ``take()`` gives it again.
+Keep = Callable[[torch.Tensor], Any]
 
-def apply_recompute(stage: GPTStage, recompute: Recompute) -> None:
+
+def keep_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Where it is; without the graph behind it, which would be held by the graph that comes after it."""
+    return tensor.detach()
+
+
+def take(kept: Any) -> torch.Tensor:
+    """The tensor of which something was kept."""
+    return kept if isinstance(kept, torch.Tensor) else kept.take()
+
+
+def apply_recompute(stage: GPTStage, recompute: Recompute, keep: Keep = keep_here) -> None:
     """Keep only the inputs of the chosen modules in forward; compute them again in backward.
 
     ``selective`` recomputes the attention core, ``elementwise`` what norms and activations put out, ``full`` every
     decoder layer, ``first`` the stage's first n layers.
     Collectives inside a recomputed layer run again, in the same order on every rank of its TP group.
+
+    Args:
+        keep: of what is kept of a layer.
     """
     layers = list(stage.layers())
     if recompute.kind == "selective":
         for layer in layers:
-            _recompute(layer.self_attn.core_attention)
+            _recompute(layer.self_attn.core_attention, keep)
     if recompute.kind == "elementwise":
         from hetero_megatron.parallel.elementwise import apply_elementwise
 
         for layer in layers:
-            apply_elementwise(layer)
+            apply_elementwise(layer, keep)
     for layer in layers[: recompute.whole(len(layers))]:
         layer.takes_sum = False  # two tensors would be kept for it, not one
-        _recompute(layer)
+        _recompute(layer, keep)
 
 
 def keep_inputs(stage: GPTStage) -> None:
@@ -50,11 +66,13 @@ def is_recomputed(module: nn.Module) -> bool:
     return getattr(module.forward, "func", None) is run_again_in_backward
 
 
-def _recompute(module: nn.Module) -> None:
-    module.forward = partial(run_again_in_backward, module.forward)  # type: ignore[method-assign]
+def _recompute(module: nn.Module, keep: Keep) -> None:
+    module.forward = partial(run_again_in_backward, module.forward, keep=keep)  # type: ignore[method-assign]
 
 
-def run_again_in_backward(run: Callable[..., Any], *args: Any, lasting: bool = False) -> Any:
+def run_again_in_backward(
+    run: Callable[..., Any], *args: Any, lasting: bool = False, keep: Keep = keep_here
+) -> Any:
     """``run(*args)``, of which backward keeps the inputs only: the first tensor that it asks for runs ``run`` again.
 
     What ``torch.utils.checkpoint`` does without re-entering autograd, for modules that draw no random numbers (dropout
@@ -65,10 +83,11 @@ def run_again_in_backward(run: Callable[..., Any], *args: Any, lasting: bool = F
         run: deterministic; saves the same tensors each time. It must not write into its inputs.
         args: of tensors, those that gradients are for; what other objects hold has none.
         lasting: hold them longer than the first backward needs them.
+        keep: of tensors among them.
     """
     if not torch.is_grad_enabled():
         return run(*args)
-    kept = _Kept(run, args, lasting)
+    kept = _Kept(run, args, lasting, keep)
     with saved_tensors_hooks(kept.count, kept.take):
         return run(*args)
 
@@ -80,10 +99,9 @@ class _Enough(Exception):
 class _Kept:
     """What one call leaves for backward."""
 
-    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], lasting: bool) -> None:
+    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], lasting: bool, keep: Keep) -> None:
         self._run, self._lasting = run, lasting
-        # Detached, so that the graph behind an input is not held by the graph that comes after it.
-        self._args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        self._args = [keep(a) if isinstance(a, torch.Tensor) else a for a in args]
         self._inputs = [(i, a.requires_grad, a._version) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._again: dict[int, torch.Tensor] | None = None
@@ -109,12 +127,15 @@ class _Kept:
             if len(found) == len(self._saved):
                 raise _Enough
 
-        args = self._args
+        args = list(self._args)
+        for i, wanted, version in self._inputs:
+            kept = args[i]
+            assert not isinstance(kept, torch.Tensor) or kept._version == version, (
+                "an input of a recomputed module was written to"
+            )
+            args[i] = take(kept).requires_grad_(wanted)
         if not self._lasting:
             self._args = []
-        for i, wanted, version in self._inputs:
-            assert args[i]._version == version, "an input of a recomputed module was written to"
-            args[i].requires_grad_(wanted)
         try:
             with torch.enable_grad(), saved_tensors_hooks(keep, _never):
                 self._run(*args)

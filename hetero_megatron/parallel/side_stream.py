@@ -38,6 +38,9 @@ class SideStream:
         """Context in which it is the current stream."""
         return contextlib.nullcontext() if self._accelerator is None else self._accelerator.on_stream(self._stream)
 
+    def carry(self, size: int) -> None:
+        """Copies of so many bytes have been queued here."""
+
     def moment(self) -> Any:
         """For :meth:`join`."""
         if self._accelerator is None:

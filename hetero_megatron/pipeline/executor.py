@@ -16,7 +16,15 @@ from hetero_megatron.comm import Comm, Work
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
 from hetero_megatron.pipeline.boundary import Receive
-from hetero_megatron.pipeline.stage_work import Key, Reducer, StageChunk, StageWork, StepResult, WeightGatherer
+from hetero_megatron.pipeline.stage_work import (
+    ActivationMover,
+    Key,
+    Reducer,
+    StageChunk,
+    StageWork,
+    StepResult,
+    WeightGatherer,
+)
 from hetero_megatron.schedule import Action
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 
@@ -44,6 +52,7 @@ class PipelineExecutor:
 
     Attributes:
         weights: of a stage that divides them; None: they are always there.
+        activations: of a stage that has some in host memory; None: they stay where they are.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class PipelineExecutor:
     ) -> None:
         self.comm, self.chunks, self.dtype, self.place, self.gradients = comm, chunks, dtype, place, gradients
         self.weights: WeightGatherer | None = None
+        self.activations: ActivationMover | None = None
 
     def run(self, work: StageWork, reducer: Reducer | None = None) -> StepResult:
         """Do all actions. ``reducer`` does the REDUCEs, which may start during the last backwards; without one they are
@@ -188,6 +198,8 @@ class PipelineExecutor:
         with self.comm.clock.work():
             if weights is not None:
                 weights.begin_forward(action.chunk)
+            if self.activations is not None:
+                self.activations.begin_forward(key)
             out = chunk.model(x, batch)
             if chunk.loss is not None:
                 out = chunk.loss(out, batch, work.seed)
@@ -216,6 +228,8 @@ class PipelineExecutor:
         if not out.requires_grad:  # nothing of what came before is trained
             return
         with self.comm.clock.work():
+            if self.activations is not None:
+                self.activations.begin_backward(key)
             if weights is not None:
                 weights.begin_backward(action.chunk)
             torch.autograd.backward(out, grad)

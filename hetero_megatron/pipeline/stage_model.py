@@ -32,6 +32,7 @@ from hetero_megatron.utils.text import tracked
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.lora import RowNorms
+    from hetero_megatron.parallel.offload import OffloadedActivations
 
 class RankStage:
     """A rank's stage: what its kernels, its model and its steps are made from.
@@ -95,6 +96,7 @@ class StageModel:
         scales: of frozen weights in few bits, by logical name.
         adapters: turns them off; None: the model has none.
         row_norms: of a model with DoRA; to be refreshed before every step.
+        offloaded: activations, of a stage that has some in host memory.
     """
 
     def __init__(
@@ -121,7 +123,15 @@ class StageModel:
             self.row_norms = RowNorms(self.module, empty.tensors, spec.lora, comm.group(here.unit.ranks))
         _fill(empty, initialize, divided)
         self._divide()
-        apply_recompute(self.module, stage.recompute)
+        self.offloaded: OffloadedActivations | None = None
+        if stage.activations is None:
+            apply_recompute(self.module, stage.recompute)
+        else:
+            from hetero_megatron.parallel.offload import OffloadedActivations
+
+            self.offloaded = OffloadedActivations(self.module, stage.activations, comm)
+            apply_recompute(self.module, stage.recompute, self.offloaded.keep)
+            self.offloaded.apply()
 
     def _divide(self) -> None:
         """Tensor, context and expert parallelism, around the layers."""

@@ -57,6 +57,27 @@ class WeightGatherer(Protocol):
     def pass_backward(self, chunk: int) -> None: ...
 
 
+class HostBytes(Protocol):
+    """How many bytes of host memory are in use, now and at most so far; ``hold``: so many more, or less."""
+
+    live: int
+    peak: int
+
+    def hold(self, size: int) -> None: ...
+
+
+class ActivationMover(Protocol):
+    """Who moves saved activations to host memory and back: told what begins, where there is a backward. ``settle``: all
+    whose forward is over are to be gone from the device."""
+
+    @property
+    def host(self) -> HostBytes: ...
+
+    def begin_forward(self, key: Key) -> None: ...
+    def begin_backward(self, key: Key) -> None: ...
+    def settle(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class StageChunk:
     """What a micro-batch passes at once on this rank.

@@ -103,6 +103,15 @@ class WeightSharding:
 
 
 @dataclass(frozen=True)
+class ActivationOffload:
+    """What a stage keeps in host memory from a layer's forward to its backward: all that its first ``layers`` decoder
+    layers save, but weights and what other layers share; ``ahead``: layers whose copies are under way at once."""
+
+    layers: int
+    ahead: int = 1
+
+
+@dataclass(frozen=True)
 class KeyValues:
     """How keys and values travel between context groups: transport, and tokens per block (0: one block)."""
 
@@ -144,6 +153,7 @@ class Stage:
         kernels: (operator, provider) pairs, sorted.
         dtype: what its linear modules compute in: ``fp8``, or that of the weights; None: as the run says.
         weights: how they are divided over ranks that hold the same; None: each has all that it computes with.
+        activations: which of them are in host memory before backward needs them; None: none.
         experts: groups that divide the experts and tile the stage's ranks; empty: every unit is a group, whose ranks
             share the columns of every expert as they do those of a dense MLP.
     """
@@ -160,6 +170,7 @@ class Stage:
     experts: tuple[ExpertGroup, ...] = ()
     dtype: str | None = None
     weights: WeightSharding | None = None
+    activations: ActivationOffload | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -360,7 +371,7 @@ class Plan:
 def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:
     found = {key: value for key, value in asdict(pipeline).items() if value or key not in ("orders", "in_flight")}
     for stage in found["stages"]:
-        for key in ("experts", "dtype", "weights"):
+        for key in ("experts", "dtype", "weights", "activations"):
             if not stage[key]:
                 del stage[key]
         stage["optimizer"]["shard_weights"] = False  # a key of every fingerprint, by which checkpoints know their plan

@@ -37,6 +37,7 @@ TABLE: dict[str, Capability] = {
     "recompute.full": Capability(True, "full recompute"),
     "recompute.first": Capability(True, "recompute of the first layers"),
     "optimizer.offload": Capability(True, "offload of the optimizer to host memory"),
+    "activations": Capability(True, "activations in host memory between forward and backward"),
     "weights": Capability(True, "weights divided over inner replicas, gathered when they are used"),
     "kernels": Capability(True, "a kernel plan per stage"),
     "islands": Capability(True, "gradients summed, and routed tokens spread, inside islands of ranks"),
@@ -91,6 +92,8 @@ def _stage_features(stage: Stage) -> Iterator[tuple[str, str, object]]:
     yield f"recompute.{stage.recompute.kind}", "recompute", str(stage.recompute)
     if stage.optimizer.offload:
         yield "optimizer.offload", "optimizer.offload", True
+    if stage.activations is not None:
+        yield "activations", "activations.offload", stage.activations.layers
     if stage.weights is not None:
         yield "weights", "weights.shard", list(stage.weights.shard)
     if stage.dtype == "fp8":

@@ -124,6 +124,10 @@ def _stage(pipeline: Pipeline, index: int) -> dict[str, Any]:
         entry["optimizer"] = {k: v for k, v in asdict(stage.optimizer).items() if v != getattr(Optimizer(), k)}
     if stage.weights is not None:
         entry["weights"] = spelled_weights(stage.weights)
+    if stage.activations is not None:
+        whole, ahead = stage.activations.layers == stage.num_layers, stage.activations.ahead
+        entry["activations"] = {"offload": "all" if whole else {"first": stage.activations.layers}}
+        entry["activations"] |= {"ahead": ahead} if ahead != 1 else {}
     if stage.kernels:
         entry["kernels"] = dict(stage.kernels)
     if stage.dtype is not None:
@@ -272,6 +276,8 @@ def _box(
         lines.append(f"products in {stage.dtype}" if stage.dtype else "")
     if any(s.weights is not None for p in plan.pipelines for s in p.stages):
         lines.append(_weights(stage))
+    if any(s.activations is not None for s in plan.stages):
+        lines.append(f"{plural(stage.activations.layers, 'layer')} offloaded" if stage.activations else "")
     if any(len(set(u.tp_split)) > 1 for p in plan.pipelines for s in p.stages for u in s.units):
         lines += _cuts(stage, spec)
     return [_short(line, INNER) for line in lines]

@@ -27,6 +27,7 @@ from hetero_megatron.plans.canonical import (
     SCHEDULES,
     STAGE_DTYPES,
     VERSION,
+    ActivationOffload,
     KeyValues,
     Optimizer,
     Outer,
@@ -67,7 +68,7 @@ PLAN_KEYS = (
 PIPELINE_KEYS = ("micro_batch_size", "num_micro_batches", "schedule", "repeat", "in_flight", "stages")
 STAGE_KEYS = (
     "ranks", "layers", "tp", "tp_split", "dp_split", "context", "embed", "head",
-    "recompute", "optimizer", "kernels", "chip", "kv", "order", "experts", "dtype", "weights",
+    "recompute", "optimizer", "kernels", "chip", "kv", "order", "experts", "dtype", "weights", "activations",
 )  # fmt: skip
 
 
@@ -238,6 +239,7 @@ def _stage(keys: dict[str, Entry], dimensions: Dimensions, embed: bool, head: bo
         experts=read_experts(keys["experts"]) if "experts" in keys else (),
         dtype=keys["dtype"].choice(STAGE_DTYPES) if "dtype" in keys else None,
         weights=read_weights(keys["weights"], sum(unit.tp for unit in units)) if "weights" in keys else None,
+        activations=_activations(keys.get("activations"), sum(b - a for a, b in layers)),
     )
 
 
@@ -317,14 +319,35 @@ def _recompute(entry: Entry | None, num_layers: int) -> Recompute:
     if entry is None:
         return Recompute()
     if isinstance(entry.value, dict):
-        first = entry.mapping(("first",), required=("first",))["first"]
-        count = first.integer(0)
-        if count > num_layers:
-            first.fail(f"the stage has only {plural(num_layers, 'layer')}", accepted=f"0 to {num_layers}")
-        return first_layers(count, num_layers)
+        return first_layers(_first(entry, num_layers), num_layers)
     if entry.value not in ("none", "selective", "elementwise", "full"):
         entry.fail("unknown recompute", accepted=accepted)
     return Recompute(entry.value) if num_layers else Recompute()
+
+
+def _first(entry: Entry, num_layers: int) -> int:
+    """``{first: n}`` of a stage's layers."""
+    first = entry.mapping(("first",), required=("first",))["first"]
+    count = first.integer(0)
+    if count > num_layers:
+        first.fail(f"the stage has only {plural(num_layers, 'layer')}", accepted=f"0 to {num_layers}")
+    return count
+
+
+def _activations(entry: Entry | None, num_layers: int) -> ActivationOffload | None:
+    """None where no layer's are offloaded."""
+    if entry is None:
+        return None
+    keys = entry.mapping(("offload", "ahead"), required=("offload",))
+    offload = keys["offload"]
+    if isinstance(offload.value, dict):
+        layers = _first(offload, num_layers)
+    elif offload.value in ("all", "none"):
+        layers = num_layers if offload.value == "all" else 0
+    else:
+        offload.fail("unknown layers", accepted="all, none or {first: n}")
+    ahead = keys["ahead"].integer(1) if "ahead" in keys else 1
+    return ActivationOffload(layers, ahead) if layers else None
 
 
 def _optimizer(entry: Entry | None) -> Optimizer:

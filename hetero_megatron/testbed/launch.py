@@ -162,6 +162,7 @@ class Launcher:
             "testbed": self._testbed.id, "cluster": os.path.abspath(settings.cluster.file), "chips": settings.chips,
             "links": settings.links, "speeds": list(settings.speeds), "cores": list(settings.cores),
             "control": str(directory / CONTROL), "node_of": list(settings.node_of),
+            "host_rates": [settings.cluster.chip_of(r).host_bandwidth for r in range(settings.cluster.world_size)],
         }  # fmt: skip
         if settings.links == "paced":
             environment["pace"] = settings.pace()

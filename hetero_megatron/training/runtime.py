@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
-from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, require_plain
+from hetero_megatron.training.runtime_options import PLAIN, RuntimeOptions, StepHooks, require_plain
 from hetero_megatron.training.step_numbers import StepNumbers, StepStats
 
 if TYPE_CHECKING:
@@ -40,21 +40,6 @@ if TYPE_CHECKING:
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
 # (loss sum, tokens and squared norm of each rank: fp64 [ranks, 3]; loss; norm) -> whether the step is not to be taken
 Veto = Callable[[torch.Tensor, float, float], bool]
-
-
-@dataclass
-class StepHooks:
-    """What others want to be asked in a step.
-
-    Attributes:
-        before_update: called before weights change: waits for whoever still reads weights or moments.
-        before_commit: called before all ranks hear of each other that their gradients are complete.
-        unwatched: context in which nothing is recorded of what the model does.
-    """
-
-    before_update: Callable[[], None] = lambda: None
-    before_commit: Callable[[], None] = lambda: None
-    unwatched: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Runtime:
@@ -122,6 +107,9 @@ class Runtime:
             options.preference is not None,
         )  # fmt: skip
         self.executor = build_executor(compiled, here, comm, built.module, self.loss, dtype, kernels.weight_gradients)
+        if built.offloaded is not None:
+            require_plain(options, f"{here.path}.activations", "activations cannot be in host memory", fp8=True)
+        self.executor.activations = built.offloaded
         self.step_work = StepWork(compiled, here, comm)
         self.sync = self._gradient_sync(compiled)
         self.graphs: LayerGraphs | None = None
@@ -168,7 +156,7 @@ class Runtime:
         built, sync = self.stage_model, self.sync
         if self.here.stage.weights is None:
             return None
-        require_plain(self.options, f"{self.here.path}.weights")
+        require_plain(self.options, f"{self.here.path}.weights", "weights cannot be divided")
         buckets = [bucket for bucket in compiled.divided if self.comm.rank in bucket.ranks]
         divided = DividedWeights(
             self.here.stage, self.here.spec.tied, buckets, dict(built.module.named_parameters()), sync.divided_sums,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
@@ -48,8 +50,8 @@ class RuntimeOptions:
 PLAIN = RuntimeOptions()
 
 
-def require_plain(options: RuntimeOptions, field: str) -> None:
-    """Refuse what the weights of a stage cannot be divided beside.
+def require_plain(options: RuntimeOptions, field: str, problem: str, fp8: bool = False) -> None:
+    """Refuse what a stage with ``field`` cannot have; ``fp8``: that is not among it.
 
     Raises:
         UserError: on all ranks alike.
@@ -57,9 +59,24 @@ def require_plain(options: RuntimeOptions, field: str) -> None:
     beside = (
         (options.compile_backend is not None, "compiled layers", "--compile"),
         (options.graphs_after is not None, "layers as device graphs", "--cuda-graph-impl"),
-        (options.fp8 is not None, "products in fp8", "--fp8-format"),
+        (options.fp8 is not None and not fp8, "products in fp8", "--fp8-format"),
     )
     for used, what, flag in beside:
         if used:
             accepted = f"a plan without it, or no {flag}"
-            raise UserError(f"weights cannot be divided beside {what}", field=field, value=flag, accepted=accepted)
+            raise UserError(f"{problem} beside {what}", field=field, value=flag, accepted=accepted)
+
+
+@dataclass
+class StepHooks:
+    """What others want to be asked in a step.
+
+    Attributes:
+        before_update: called before weights change: waits for whoever still reads weights or moments.
+        before_commit: called before all ranks hear of each other that their gradients are complete.
+        unwatched: context in which nothing is recorded of what the model does.
+    """
+
+    before_update: Callable[[], None] = lambda: None
+    before_commit: Callable[[], None] = lambda: None
+    unwatched: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -18,6 +18,10 @@ from hetero_megatron.utils.text import plural
 from hetero_megatron.utils.yaml_document import read_document
 
 _FSDP = ("use_torch_fsdp2", "torch_fsdp2_no_reshard_after_forward", "use_megatron_fsdp")
+_OFFLOAD = (
+    "fine_grained_activation_offloading", "offload_modules", "fine_grained_offloading_max_inflight_offloads",
+    "cpu_offloading_num_layers", "cpu_offloading",
+)  # fmt: skip
 _UNIFORM = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
     "hierarchical_context_parallel_sizes", "expert_model_parallel_size", "expert_tensor_parallel_size",
@@ -25,7 +29,7 @@ _UNIFORM = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations", "recompute_modules",
-    "use_tp_pp_dp_mapping", "schedule", *_FSDP,
+    "use_tp_pp_dp_mapping", "schedule", *_FSDP, *_OFFLOAD,
 )  # fmt: skip
 _LISTS = (
     "recompute_granularity_per_stage_micro_batch", "recompute_method_per_stage_micro_batch",
@@ -40,7 +44,7 @@ _WITH_MESHES = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_tp_pp_dp_mapping",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations", "recompute_modules",
-    "hierarchical_context_parallel_sizes", *_FSDP,
+    "hierarchical_context_parallel_sizes", *_FSDP, *_OFFLOAD,
 )  # fmt: skip
 
 MAX_RANKS = 1 << 16

@@ -8,7 +8,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hetero_megatron.plans.canonical import Pipeline, Plan, Recompute, Stage, Unit, WeightSharding
+from hetero_megatron.plans.canonical import (
+    ActivationOffload,
+    Interval,
+    Pipeline,
+    Plan,
+    Recompute,
+    Stage,
+    Unit,
+    WeightSharding,
+)
 from hetero_megatron.plans.experts import has_experts, without_plain_experts
 from hetero_megatron.plans.fields import Blame, FlagSource, first_layers, flag_error
 from hetero_megatron.plans.importers.megatron_stages import (
@@ -79,6 +88,7 @@ def from_megatron(flags: MegatronParallel, spec: ModelSpec) -> Plan:
                 recompute=recompute(flags, held),
                 kv=kv,
                 weights=_weights(flags, units),
+                activations=offload(flags, layers[p], spec),
             )
             built.append(replace(stage, experts=experts.groups(stage.ranks) if has_experts(spec, stage) else ()))
         pipelines.append(Pipeline(size * replicas, count, tuple(built)))
@@ -167,6 +177,34 @@ def _selective(modules: Sequence[str] | None) -> str:
     if problem is not None:
         raise flag_error("recompute_modules", " ".join(modules or ()), problem, accepted)
     return "elementwise"
+
+
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+EXPERT_MODULES = ("expert_fc1", "moe_act")
+
+
+def offload(flags: MegatronParallel, layers: Sequence[Interval], spec: ModelSpec) -> ActivationOffload | None:
+    """The flags about activations in host memory, for a stage with these layers."""
+    count, held = flags.cpu_offloading_num_layers, sum(b - a for a, b in layers)
+    if flags.cpu_offloading and count is None:
+        raise flag_error("cpu_offloading", True, "of how many layers?", "--cpu-offloading-num-layers N beside it")
+    whole, chosen = flags.fine_grained_activation_offloading, flags.offload_modules
+    if whole and count:
+        name = "--fine-grained-activation-offloading"
+        raise flag_error("cpu_offloading_num_layers", count, f"{name} offloads all layers", "one of the two")
+    if chosen is not None:
+        known = (*OFFLOAD_MODULES, *EXPERT_MODULES)
+        needed = OFFLOAD_MODULES if spec.moe is None else known
+        unknown = next((m for m in chosen if m not in known), None)
+        if unknown is not None or not set(needed) <= set(chosen):
+            problem = "all that a layer saves goes together" if unknown is None else f"no module is called {unknown}"
+            accepted = f"{' '.join(needed)}, or leave the flag out"
+            raise flag_error("offload_modules", " ".join(chosen), problem, accepted)
+    if count and len(layers) > 1:
+        problem = "the first layers of every virtual stage cannot be chosen alone"
+        raise flag_error("cpu_offloading_num_layers", count, problem, "--fine-grained-activation-offloading")
+    away = held if whole else min(count or 0, held)
+    return ActivationOffload(away, flags.fine_grained_offloading_max_inflight_offloads or 1) if away else None
 
 
 def recompute(flags: MegatronParallel, num_layers: int) -> Recompute:

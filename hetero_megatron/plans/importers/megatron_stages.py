@@ -44,6 +44,11 @@ class MegatronParallel:
     recompute_num_layers: int | None = None
     recompute_activations: bool = False
     recompute_modules: Sequence[str] | None = None
+    fine_grained_activation_offloading: bool = False
+    offload_modules: Sequence[str] | None = None
+    fine_grained_offloading_max_inflight_offloads: int | None = None
+    cpu_offloading_num_layers: int | None = None
+    cpu_offloading: bool = False
     use_tp_pp_dp_mapping: bool = False
     use_torch_fsdp2: bool = False
     torch_fsdp2_no_reshard_after_forward: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.plans.canonical import Recompute, Stage
 from hetero_megatron.plans.context_plan import ContextGroup, Member, StageContext, seen_tokens, stage_contexts
@@ -24,6 +24,9 @@ from hetero_megatron.spec.flops import (
     layer_backward_bytes,
     layer_operand_bytes,
 )
+
+if TYPE_CHECKING:
+    from hetero_megatron.plans.memory.offloaded import LayerBytes
 
 
 def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, item: int, trained: bool = True) -> float:
@@ -59,6 +62,7 @@ class RankWork:
         fp8: recipe of the fp8 that linear modules compute in; None: the dtype of the weights.
         rows: sequences of the tokens.
         untrained: the first layers, to which no gradient goes, so that they keep nothing.
+        offloaded: the first layers, whose activations are in host memory; ahead: whose copies are under way at once.
     """
 
     layers: int
@@ -75,6 +79,8 @@ class RankWork:
     fp8: str | None = None
     rows: int = 1
     untrained: int = 0
+    offloaded: int = 0
+    ahead: int = 1
 
     @property
     def full(self) -> int:
@@ -107,17 +113,27 @@ def boundary_bytes(spec: ModelSpec, held: RankWork) -> int:
 
 
 def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
-    """Bytes that one micro-batch keeps in a stage from forward to backward: in its layers, for all of them the rotary
-    tables, and in the head, or the output that the next stage gets."""
+    """Bytes that one micro-batch keeps in a stage from forward to backward on the device: in its layers, for all of
+    them the rotary tables, and in the head, or the output that the next stage gets."""
     rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
     sizes = (held.item, held.tp, held.shards)
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
     keeping = held.layers - max(held.full, held.untrained)
     total += keeping * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
     total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
+    total -= host_kept_bytes(spec, held)
     if held.head:
         return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
     return total + boundary_bytes(spec, held)
+
+
+def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes that one micro-batch keeps in host memory."""
+    if not held.offloaded:
+        return 0
+    from hetero_megatron.plans.memory.offloaded import in_host, layer_bytes
+
+    return in_host(layer_bytes(spec, held))
 
 
 def working_bytes(spec: ModelSpec, held: RankWork) -> int:
@@ -125,21 +141,29 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
 
     That is in the head, or in the last layer when what the head kept is gone; all other layers are still there then.
     Where all layers are recomputed, whole or their elementwise results, the last one is there as if it had kept
-    everything; where only the first ones are, the last one is not run again, and gone when they are. On top: receives
-    that are posted, and gradients on their way to the stage before.
+    everything; where only the first ones are, the last one is not run again, and gone when they are. Where some are in
+    host memory, those that come back are there. On top: receives that are posted, and gradients on their way to the
+    stage before.
     """
     tokens, sizes = held.tokens, (held.item, held.tp, held.shards)
     if held.untrained == held.layers > 0 and not held.head:  # forward alone, of one layer at a time
         forward = layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         return forward + LOOKAHEAD * boundary_bytes(spec, held)
     layer, head, in_head = layer_backward_bytes(spec, tokens, *sizes, held.load, linear_bytes(spec, held)), 0, 0
-    if held.layers and (held.full == held.layers or held.recompute == "elementwise"):
+    coming_back = 0
+    if held.offloaded:
+        from hetero_megatron.plans.memory.offloaded import coming, layer_bytes, worst_layer
+
+        passed = 0 if held.head else boundary_bytes(spec, held)
+        coming_back = round(coming(layer_bytes(spec, held), held.ahead))
+        layer = round(worst_layer(layer_bytes(spec, held), held.ahead, layer, passed))
+    elif held.layers and (held.full == held.layers or held.recompute == "elementwise"):
         kept = "full" if held.full else "elementwise"
         layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         layer -= layer_activation_bytes(spec, tokens, kept, *sizes, held.load)
     if held.head:
         head = head_activation_bytes(spec, tokens, *sizes, held.limit)
-        in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None)
+        in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None) + coming_back
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
 
@@ -164,7 +188,12 @@ def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterab
     :func:`~hetero_megatron.schedule.held_states`."""
     kept = [kept_bytes(spec, chunk) for chunk in chunks]
     waiting = [operand_bytes(spec, chunk) for chunk in chunks]
-    return most_held(kept, waiting, states) + max(working_bytes(spec, chunk) for chunk in chunks)
+    working = max(working_bytes(spec, chunk) for chunk in chunks)
+    if not any(chunk.offloaded for chunk in chunks):
+        return most_held(kept, waiting, states) + working
+    states, calm = list(states), max(working_bytes(spec, replace(chunk, offloaded=0)) for chunk in chunks)
+    # Nothing comes back where only weight gradients are left to be computed.
+    return max(most_held(kept, waiting, [state]) + (working if any(state[0]) else calm) for state in states)
 
 
 def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
@@ -263,29 +292,69 @@ class ContextLayers:
 
 def context_activations(
     spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]], states: Iterable[Held]
-) -> dict[int, int]:
-    """By rank, bytes of the activations in flight and of one layer's backward; empty without context groups.
+) -> dict[int, tuple[int, int]]:
+    """By rank, bytes of the activations in flight and of one layer's backward, on the device and in host memory; empty
+    without context groups.
 
     Args:
         work: of the stage's ranks, by chunk. states: what the stage may hold at once.
     """
-    found = {}
+    found, states = {}, list(states)
     contexts = stage_contexts(spec, stage, seq_length)
     for context, rows in zip(contexts, stage.dp_split if contexts else ()):
         for group in context.groups:
             for member in group.members:
                 own, kept, waiting, most = rows * _tokens(member), list[int](), list[int](), 0
+                host = list[int]()
                 for chunk in work[member.rank]:
                     each, working = _member(context, group, member, chunk)
                     head = head_activation_bytes(spec, own, chunk.item, chunk.tp, limit=chunk.limit)
-                    kept.append(round(rows * each) + (head if chunk.head else 0))
+                    layers = _member_layers(context, group, member, chunk) if chunk.offloaded else ()
+                    host.append(round(rows * sum(layer.host for layer in layers)))
+                    kept.append(round(rows * each) + (head if chunk.head else 0) - host[-1])
                     waiting.append(operand_bytes(spec, replace(chunk, tokens=own)))
                     linear = linear_bytes(spec, replace(chunk, tokens=own, rows=rows)) if chunk.layers else None
                     if linear is not None:
                         working = max(working, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
+                    if layers:
+                        from hetero_megatron.plans.memory.offloaded import worst_layer
+
+                        rest = "selective" if chunk.recompute == "selective" else "none"
+                        one = replace(chunk, layers=1, recompute=rest, first=0)
+                        backward, passed = _member(context, group, member, one)[1], boundary_bytes(spec, chunk) / rows
+                        working = worst_layer(layers, chunk.ahead, backward, 0.0 if chunk.head else passed)
                     most = max(most, round(rows * working))
-                found[member.rank] = most_held(kept, waiting, states) + most
+                found[member.rank] = most_held(kept, waiting, states) + most, most_held(host, [0] * len(host), states)
     return found
+
+
+def context_host_layers(
+    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]]
+) -> dict[int, list[list[float]]]:
+    """By rank and chunk, bytes of a micro-batch in host memory of each layer; empty without context groups."""
+    contexts = stage_contexts(spec, stage, seq_length)
+    return {
+        member.rank: [
+            [rows * layer.host for layer in _member_layers(context, group, member, chunk)]
+            for chunk in work[member.rank]
+        ]
+        for context, rows in zip(contexts, stage.dp_split if contexts else ())
+        for group in context.groups
+        for member in group.members
+    }
+
+
+def _member_layers(
+    context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
+) -> tuple[LayerBytes, ...]:
+    """Of one sequence, on one rank."""
+    from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes
+
+    def kept(kind: str) -> float:
+        return _member(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
+
+    given = _tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
+    return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given)
 
 
 def _tokens(member: Member) -> int:

@@ -45,7 +45,8 @@ def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where
     largest = memory[worst.rank].largest
     bytes_ = format_bytes(memory[worst.rank].parts()[largest])
     help_by = {
-        "activations": "recompute: elementwise or full on its stage, a smaller micro_batch_size, or fewer layers there",
+        "activations": "recompute: elementwise or full or activations: {offload: all} on its stage, a smaller "
+        "micro_batch_size, or fewer layers there",
         "graphs": "the run without --cuda-graph-impl local, or fewer micro-batches in flight",
         "overhead": "a chip with more memory",
         "communicators": "fewer ranks in groups and fewer groups, or communicators: of the chip in the cluster file",

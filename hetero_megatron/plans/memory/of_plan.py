@@ -19,8 +19,11 @@ from hetero_megatron.plans.memory.activations import (
     activation_bytes,
     chunk_limit,
     context_activations,
+    context_host_layers,
     graph_bytes,
+    host_kept_bytes,
     kept_bytes,
+    most_held,
     operand_bytes,
     working_bytes,
 )
@@ -62,7 +65,8 @@ class MemoryBytes:
         overhead: of the framework, before the first tensor.
         communicators: buffers of the communication library.
         graphs: memory of device graphs beside the activations, which then are there all step long, too.
-        host: fp32 masters and moments of an offloaded optimizer: in the host's memory, so not part of ``total``.
+        host: fp32 masters and moments of an offloaded optimizer, and offloaded activations: in the host's memory, so
+            not part of ``total``.
     """
 
     weights: int = 0
@@ -188,9 +192,9 @@ def estimate_memory(
             i = index[rank]
             optimizer += int(matrices.more[i]) - int(matrices.owned[i]) * (moments - 1) * max(item, 4)
             gradients, most = gradients + int(matrices.sums[i]), max(most, int(matrices.update[i]))
-        host = 0
+        host = out[rank].host
         if rank in plan.offloading:
-            optimizer, host = 0, host_bytes(owns + keeps, moments)
+            optimizer, host = 0, host + host_bytes(owns + keeps, moments)
         states = {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
         out[rank] = replace(out[rank], buffers=most + parts.messages, **states)
     return out if plan.outer is None else _with_outer_steps(out, plan, spec, buckets, max(item, 4))
@@ -242,7 +246,7 @@ def plan_activations(
     plan: Plan, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES, routing: Routing = EVEN,
     fp8: Fp8 | None = None, graphs: bool = False,
 ) -> dict[int, MemoryBytes]:  # fmt: skip
-    """Only the activations of every rank, and what ``graphs`` take beside them."""
+    """Only the activations of every rank, on the device and in host memory, and what ``graphs`` take beside them."""
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
@@ -252,10 +256,11 @@ def plan_activations(
                 if (chunks, held) not in known:
                     activations = activation_bytes(spec, chunks, held)
                     beside = graph_bytes(spec, chunks, held) if graphs else 0
-                    known[chunks, held] = MemoryBytes(activations=activations, graphs=beside)
+                    host = most_held([host_kept_bytes(spec, x) for x in chunks], [0] * len(chunks), held)
+                    known[chunks, held] = MemoryBytes(activations=activations, graphs=beside, host=host)
                 out[rank] = known[chunks, held]
             with_context = context_activations(spec, stage, plan.seq_length, work, held)
-            out |= {rank: MemoryBytes(activations=size) for rank, size in with_context.items()}
+            out |= {rank: MemoryBytes(activations=size, host=host) for rank, (size, host) in with_context.items()}
     return out
 
 
@@ -268,6 +273,17 @@ def micro_batch_bytes(
         rank: [(kept_bytes(spec, x), operand_bytes(spec, x), working_bytes(spec, x)) for x in chunks]
         for rank, chunks in stage_work(stage, spec, item, routing=routing, fp8=fp8).items()
     }
+
+
+def host_layers(
+    stage: Stage, spec: ModelSpec, seq_length: int, item: int, routing: Routing = EVEN, fp8: Fp8 | None = None
+) -> dict[int, list[list[float]]]:
+    """By rank and chunk, bytes of a micro-batch in host memory of each layer."""
+    from hetero_megatron.plans.memory.offloaded import layer_bytes
+
+    work = stage_work(stage, spec, item, routing=routing, fp8=fp8)
+    found = {rank: [[layer.host for layer in layer_bytes(spec, x)] for x in chunks] for rank, chunks in work.items()}
+    return found | context_host_layers(spec, stage, seq_length, work)
 
 
 def logits_limit(stage: Stage, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES) -> int | None:
@@ -286,25 +302,27 @@ def stage_work(
     loads = [mean_loads(spec, stage, range(*chunk), routing, islands) for chunk in stage.chunks]
     chunks = [(*chunk, load) for chunk, load in zip(_chunks(stage, untrained_layers(spec)), loads, strict=True)]
     found = {}
+    ahead = stage.activations.ahead if stage.activations is not None else 1
     for unit in stage.units:
         tokens, rows = unit.micro_batch_tokens, unit.sequences[1] - unit.sequences[0]
         for rank, weight in zip(unit.ranks, unit.tp_split, strict=True):
             found[rank] = tuple(
                 RankWork(
                     layers, embed, head, stage.recompute.kind, first, tokens, item, sum(unit.tp_split) / weight,
-                    unit.tp, limit if head else None, load[rank], recipe, rows, untrained,
-                ) for layers, embed, head, first, untrained, load in chunks
+                    unit.tp, limit if head else None, load[rank], recipe, rows, untrained, offloaded, ahead,
+                ) for layers, embed, head, first, untrained, offloaded, load in chunks
             )  # fmt: skip
     return found
 
 
-def _chunks(stage: Stage, untrained: int) -> Iterator[tuple[int, bool, bool, int, int]]:
+def _chunks(stage: Stage, untrained: int) -> Iterator[tuple[int, bool, bool, int, int, int]]:
     """Of each run of layers (how many, embedding, head, how many of the stage's first recomputed layers, how many are
-    before all that is trained)."""
+    before all that is trained, how many of the stage's first that are in host memory)."""
     before, last = 0, len(stage.chunks) - 1
+    offloaded = stage.activations.layers if stage.activations is not None else 0
     for c, (a, b) in enumerate(stage.chunks):
-        first = min(max(stage.recompute.layers - before, 0), b - a)
-        yield b - a, stage.embed and c == 0, stage.head and c == last, first, min(untrained, b) if a == 0 else 0
+        first, away = (min(max(count - before, 0), b - a) for count in (stage.recompute.layers, offloaded))
+        yield b - a, stage.embed and c == 0, stage.head and c == last, first, min(untrained, b) if a == 0 else 0, away
         before += b - a
 
 

@@ -72,6 +72,8 @@ def unequal(stage: Stage, seq_length: int) -> Iterator[tuple[str, str]]:
         yield "divided experts", "experts on the ranks of a tensor-parallel group"
     if stage.optimizer.offload:
         yield "an offloaded optimizer", "optimizers on the chips (plan --offload never)"
+    if stage.activations is not None:
+        yield "activations in host memory", "activations on the chips"
     if stage.weights is not None and len(set(stage.weights.shard)) > 1:
         yield "uneven shares of weights", "equal shares"
 

@@ -62,7 +62,8 @@ class CostOptions:
         logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
         reference: before every step all pipelines run forward once more: the reference of preference pairs, which is
             the base without adapters.
-        host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s).
+        host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s), and for
+            activations where the chip's own is not known.
         host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
         overlap: gradients are sent during the last backward, as by our runtime; False: after it.
         sharded: a rank updates what it owns, as in our runtime; False: all that it holds (an all-reduce moves the bytes

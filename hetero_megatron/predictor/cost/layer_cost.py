@@ -24,6 +24,7 @@ from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.utils.cached_method import cached_method
 
+HOST_SHARE = 0.8  # of the bandwidth of a chip's link to its host, that large copies reach
 TP_COLLECTIVES = 4  # gathers and scatters per layer, in forward and in backward: two of attention, two of the MLP
 
 
@@ -301,6 +302,13 @@ class CostModel:
         """FLOP/s of products of square matrices as wide as the model."""
         h = self.model.hidden_size
         return 2 * h**3 / self.operators(chip).gemm(h, h, h)
+
+    def host_rate(self, chip: str) -> float:
+        """Bytes/s of one chip's copies to host memory, or from it: emulated links are exact, others reach a share."""
+        known = self.cluster.chips[chip]
+        if known.host_bandwidth is None:
+            return self.options.host_bandwidth
+        return known.host_bandwidth * (1.0 if known.speed is not None else HOST_SHARE)
 
     def first_backward_saved(self, chip: str, held: float) -> float:
         """Seconds by which a step's first backward is shorter on a rank that holds so many trained elements: it writes

@@ -104,7 +104,7 @@ class StageCosts:
         for stage in pipeline.stages:
             sizes = tuple(b - a for a, b in stage.chunks)
             rows.append((sizes, stage.embed, stage.head, stage.recompute, stage.optimizer, stage.kv, stage.dtype))
-            rows.append(stage.weights)
+            rows.append((stage.weights, stage.activations))
             if self.model.model.moe is not None:
                 rows.append((stage.layer_indices(), _local_groups(stage), _local_islands(stage, self.plan.islands)))
             for unit in stage.units:
@@ -128,6 +128,11 @@ class StageCosts:
              for c, seconds in enumerate(_chunk_seconds(part, stage))]
             for part, stage in zip(parts, pipeline.stages, strict=True)
         ]  # fmt: skip
+        if any(stage.activations is not None for stage in pipeline.stages):
+            from hetero_megatron.predictor.simulate.offload_cost import OffloadCost
+
+            offload = OffloadCost(self.model, self.plan.seq_length)
+            chunks = [offload.added(*row) for row in zip(pipeline.stages, chunks, parts, strict=True)]
         host: list[dict[str, float]] = [{} for _ in pipeline.stages]
         link, back, latency = [], [], []
         for s, (up, down) in enumerate(boundaries(pipeline)):

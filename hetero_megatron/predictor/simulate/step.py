@@ -368,7 +368,7 @@ class StepSimulator:
         memory = {}
         for rank, needs in found.items():
             optimizer = needs.optimizer
-            if not costs.options.sharded and not needs.host:
+            if not costs.options.sharded and rank not in self.plan.offloading:
                 held = self.sync.held[rank]
                 optimizer = state_bytes(held, held, costs.item, costs.options.moments)[2]
             overhead = int(costs.chip_rates(self.chips[rank]).overhead_bytes)

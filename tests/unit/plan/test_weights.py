@@ -156,5 +156,5 @@ def test_what_a_run_cannot_divide_beside() -> None:
         (RuntimeOptions(fp8=Fp8("e4m3", "tensorwise")), "fp8"),
     ):
         with refused("stage.weights", said):
-            require_plain(options, "stage.weights")
-    require_plain(RuntimeOptions(), "stage.weights")
+            require_plain(options, "stage.weights", "weights cannot be divided")
+    require_plain(RuntimeOptions(), "stage.weights", "weights cannot be divided")

@@ -174,11 +174,12 @@ TRAINING = (
             "--no-pin-cpu-grads --no-pin-cpu-params",
             "a plan says, stage by stage, whose optimizer lives in host memory",
             "optimizer: {offload: true} in stages of a --plan"),
-    *family(refused, "--cpu-offloading-num-layers= --cpu-offloading-retain-pinned-cpu-buffers "
-            "--fine-grained-activation-offloading --offload-modules=+ --min-offloaded-tensor-size= "
-            "--delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks= --activation-offload-fraction= "
-            "--fine-grained-offloading-max-inflight-offloads=",
-            "activations stay in the chip's memory", "--recompute-granularity"),
+    notice("--cpu-offloading-retain-pinned-cpu-buffers", "they always serve again"),
+    *family(notice, "--min-offloaded-tensor-size=", "all that a layer saves goes, but a few numbers of each token"),
+    *family(refused, "--delta-offload-bytes-across-pp-ranks= --activation-offload-fraction=",
+            "a plan says, stage by stage, how many layers' activations are in host memory",
+            "activations: {offload: {first: n}} in stages of a --plan"),
+    refused("--delay-offload-until-cuda-graph", "device graphs and activations in host memory exclude each other"),
     *family(refused, "--freeze-all-layers", "all weights are trained", "--skip-train, which only evaluates"),
     *family(refused, "--no-initialization --init-model-with-meta-device",
             "initial weights are drawn rank by rank, or those of --load-hf or --load"),
@@ -262,6 +263,16 @@ RECOMPUTE = (
         "uniform: all layers, one by one; block: the first layers of a stage",
         choices=("uniform", "block"),
     ),
+    switch("--fine-grained-activation-offloading",
+           "what layers save for backward is in host memory from their forward to their backward"),
+    value("--offload-modules", str, None, "of --fine-grained-activation-offloading: all modules of a layer together",
+          nargs="+", needs=needs("--fine-grained-activation-offloading", harmless=True)),
+    count("--fine-grained-offloading-max-inflight-offloads", None,
+          "layers whose activations may be on their way to or from host memory at once: 1 if left out", most=1 << 16,
+          needs=needs("--fine-grained-activation-offloading", harmless=True)),
+    count("--cpu-offloading-num-layers", None, "the same as --fine-grained-activation-offloading, of the first layers "
+          "of every stage; 0: of none", least=0, most=1 << 16),
+    switch("--cpu-offloading", "activations are in host memory, of as many layers as --cpu-offloading-num-layers says"),
     count("--recompute-num-layers", None, "layers of the block method; 1 with uniform"),
     switch("--recompute-activations", "the same as --recompute-granularity selective"),
     only(

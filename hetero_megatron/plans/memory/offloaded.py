@@ -1,0 +1,114 @@
+"""Bytes of activations that are in host memory from a layer's forward to its backward, and of the device meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.flops import layer_activation_bytes
+
+FEW_BYTES = 16  # per token of its layer: a saved tensor that has fewer stays on the device
+
+
+class ChunkWork(Protocol):
+    """What must be known of a rank's chunk of layers; :class:`~hetero_megatron.plans.memory.activations.RankWork` says
+    what it is."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def embed(self) -> bool: ...
+    @property
+    def recompute(self) -> str: ...
+    @property
+    def full(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def item(self) -> int: ...
+    @property
+    def tp(self) -> float: ...
+    @property
+    def shards(self) -> int: ...
+    @property
+    def load(self) -> ExpertLoad | None: ...
+    @property
+    def untrained(self) -> int: ...
+    @property
+    def offloaded(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one micro-batch in a layer: all that is kept, what of it goes to host memory, and what its backward makes
+    again."""
+
+    kept: float
+    host: float
+    again: float = 0.0
+
+
+def chunk_layers(
+    held: ChunkWork, kept: Callable[[str], float], given: float, lse: float = 0.0
+) -> tuple[LayerBytes, ...]:
+    """The layers of a chunk.
+
+    Args:
+        kept: bytes of a layer by kind of recompute.
+        given: bytes of a chunk's input, as a layer keeps it: what the stage before sends stays, as its gradient belongs
+            to it; what a frozen embedding gives is not kept.
+        lse: bytes of the log-sum-exp of attention where they are too few to go.
+    """
+    rest = held.recompute if held.recompute in ("selective", "elementwise") else "none"
+    found = []
+    for i in range(held.layers):
+        whole = i < held.full
+        each = 0.0 if held.untrained > i and not whole else kept("full" if whole else rest)
+        goes = each - (0.0 if whole or rest == "selective" else lse) - (given if i == 0 else 0.0)
+        again = kept("none") - each if whole or rest == "elementwise" else 0.0
+        found.append(LayerBytes(each, max(goes, 0.0) if i < held.offloaded else 0.0, again))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def layer_bytes(spec: ModelSpec, held: ChunkWork) -> tuple[LayerBytes, ...]:
+    """Those of a stage without context groups."""
+    sizes = (held.item, held.tp, held.shards, held.load)
+    given = 0 if input_goes(spec, held) else round(held.tokens * spec.hidden_size * held.item / held.shards)
+    lse = 4 * held.tokens * spec.num_heads / held.tp
+    few = lse if lse < FEW_BYTES * held.tokens / held.shards else 0.0
+    return chunk_layers(held, lambda kind: layer_activation_bytes(spec, held.tokens, kind, *sizes), given, few)
+
+
+def input_goes(spec: ModelSpec, held: ChunkWork) -> bool:
+    """Whether what the first layer of a chunk keeps of its input goes to host memory."""
+    return held.embed and spec.lora is None
+
+
+def in_host(layers: Sequence[LayerBytes]) -> int:
+    """Bytes of one micro-batch."""
+    return round(sum(layer.host for layer in layers))
+
+
+def worst_layer(layers: Sequence[LayerBytes], ahead: int, backward: float, passed: float = 0.0) -> float:
+    """Most bytes beside what is kept on the device of all layers, at the worst moment of the backward of one of them:
+    it has come back, as do ``ahead`` layers before it, and those after it are gone.
+
+    Args:
+        backward: of any layer; passed: the gradient that the last one got, which is there for the others, too.
+    """
+    most, gone, last = 0.0, 0.0, len(layers) - 1
+    for i in reversed(range(len(layers))):
+        there = sum(layer.host for layer in layers[max(i - ahead, 0) : i + 1])
+        most = max(most, backward + layers[i].again + there - gone + (passed if i < last else 0.0))
+        gone += layers[i].kept - layers[i].host
+    return most
+
+
+def coming(layers: Sequence[LayerBytes], ahead: int) -> float:
+    """Bytes that come back while backward is in the head."""
+    return sum(layer.host for layer in layers[max(len(layers) - ahead, 0) :])
