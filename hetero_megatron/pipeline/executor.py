@@ -15,6 +15,7 @@ import torch
 from hetero_megatron.comm import Comm, Work
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
+from hetero_megatron.ops.spec import seeded
 from hetero_megatron.pipeline.boundary import Receive
 from hetero_megatron.pipeline.stage_work import Key, Reducer, StageChunk, StageWork, StepResult, WeightGatherer
 from hetero_megatron.schedule import Action
@@ -218,7 +219,7 @@ class PipelineExecutor:
         with self.comm.clock.work():
             if weights is not None:
                 weights.begin_backward(action.chunk)
-            torch.autograd.backward(out, grad)
+            torch.autograd.backward(seeded([out], [grad]))
             if weights is not None:
                 weights.end_backward(action.chunk)
 
