@@ -110,9 +110,9 @@ def run_side(side: str, layers: int, directory: str) -> None:
         result["save"] = seconds(lambda: dcp.save(flat, checkpoint_id=str(path)), runtime)
         result["load"] = seconds(lambda: dcp.load(flat, checkpoint_id=str(path)), runtime)
     else:
-        group = runtime.comm.background_group(runtime.plan.ranks)
+        group = runtime.comm.background_group(runtime.here.plan.ranks)
         saver = CheckpointSaver(str(path), group, keep=2)
-        runtime.before_update = lambda: result.__setitem__("waited", seconds_of(saver.staged))
+        runtime.hooks.before_update = lambda: result.__setitem__("waited", seconds_of(saver.staged))
         merge = lambda known: {"optimizer": {"numbers": merge_numbers(known)}}  # noqa: E731
 
         def save(number: int) -> None:

@@ -64,20 +64,22 @@ def run_ours(case: str, batch: int, new: int, folder: str) -> None:
     from hetero_megatron.environment.launcher import LauncherEnvironment
     from hetero_megatron.generation import Decoder, Sampling, open_weights
     from hetero_megatron.platform.plugins import load_plugins
+    from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.rank_platform import plan_for, platform_at, position, transport_of
 
     words = ["--load-hf", folder, "--seq-length", "8", "--micro-batch-size", "1", "--dry-run"]
     run = configure(words, {})
-    launcher = LauncherEnvironment()
+    launcher, plugins = LauncherEnvironment(), load_plugins()
     place = position(run.cluster, launcher)
-    platform = platform_at(place, run.cluster, launcher, load_plugins(), run.platform, run.distributed.backend)
+    platform = platform_at(place, run.cluster, launcher, plugins, run.platform, run.distributed.backend)
     transport = transport_of(run.distributed.transport, run.cluster)
     comm = start_comm(platform, 60.0, place, launcher, None, transport)
     comm.create_groups([(0,)])
     plan = plan_for(run.plan, comm.islands)
     comm.create_groups(run.compiled.groups)
     weights = open_weights(run.spec, folder, None, None)
-    decoder = Decoder(plan, run.spec, comm, torch.float32, weights, PROMPT + new)
+    kernels = rank_kernels(plan, run.spec, comm.rank, plugins.registry, platform, torch.float32)
+    decoder = Decoder(plan, run.spec, comm, torch.float32, weights, PROMPT + new, kernels)
     ids = prompts(batch, run.spec.vocab_size)
     report(lambda count: decoder.generate(ids, 0, count, Sampling()), new)
 

@@ -137,11 +137,12 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
 
     def keep_prefix(out: Any) -> None:
         """The logits of the prefix's tokens that this rank owns."""
-        own = [t for a, b in runtime.unit.tokens for t in range(a, min(b, options.prefix))]
-        places = [i for i, t in enumerate(t for a, b in runtime.unit.tokens for t in range(a, b)) if t < options.prefix]
+        tokens = [t for a, b in runtime.here.unit.tokens for t in range(a, b)]
+        places = [i for i, t in enumerate(tokens) if t < options.prefix]
+        own = [tokens[i] for i in places]
         hidden = out[0, places].detach()
-        head = runtime.model.lm_head.matrix.detach()
-        seen["prefix"] = (own, (hidden if runtime.loss_chunk is None else hidden @ head.t()).cpu())
+        head = runtime.stage_model.module.lm_head.matrix.detach()
+        seen["prefix"] = (own, (hidden if runtime.loss.head is None else hidden @ head.t()).cpu())
 
     def recording_step(grads: Any, coefficient: float) -> None:
         for exchange, tensors in zip(runtime.sync.exchanges, grads, strict=True):
@@ -158,7 +159,7 @@ def one_rank_of_the_job(options: argparse.Namespace) -> None:
     seen |= {"seconds": time.perf_counter() - start, "peak": platform.peak_memory() - before, "loss": stats.loss}
     seen |= {"device": str(platform.device), "chip": platform.chip(), "attention": kernels.provider("attention")}
     seen |= {"busy": stats.busy, "communication": stats.communication, "sent": sum(comm.sent_bytes.values())}
-    seen["owned"] = runtime.unit.num_tokens
+    seen["owned"] = runtime.here.unit.num_tokens
     torch.save(seen, Path(options.out) / f"rank-{comm.rank}.pt")
     stop_comm()
 

@@ -103,12 +103,11 @@ def training_lines(found: dict[str, dict[str, Any]]) -> list[str]:
             said, seen = side["predicted"], side["measured"]
             of_it = f"predicted {said / 2**20:,.0f} MiB, measured {seen / 2**20:,.0f} MiB ({said / seen - 1:+.1%})"
             lines += ["", f"Memory of the step, {side['side']}: {of_it}."]
-        if "hosts" in side:
-            took = f"{side['hosts'] * 1e3:.1f} ms of a step of {side['step_ms']:.1f} ms"
-            lines += ["", f"Host, {side['side']}: {took} to queue its work."]
+        if "busy" in side:
+            lines += ["", f"Kernels, {side['side']}: {side['busy'] * 1e3:.1f} ms of a profiled step."]
     ours = found.get("ours", {})
     if "operators" in ours:
-        lines += ["", "| operators that take most | ms per step | calls |", "|---|---:|---:|"]
+        lines += ["", "| what takes most | ms per step | calls |", "|---|---:|---:|"]
         lines += [f"| `{name[:70]}` | {ms:.2f} | {calls} |" for name, ms, calls in ours["operators"]]
     return [*lines, ""]
 

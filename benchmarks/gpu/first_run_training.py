@@ -7,6 +7,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ LR, CLIP, STEPS = 1e-3, 1.0, 20
 LIMITS = {"fp32": 1e-3, "bf16": 3e-2}  # of a loss, relative: AdamW makes steps of rounding noise, 20 times
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = {  # hidden, layers, heads, KV heads, feed-forward, vocabulary, tokens per sequence, sequences per step
-    "full": (2048, 16, 32, 8, 8192, 128256, 4096, 4),  # a Llama of 1.2e9 parameters
+    "full": (2048, 16, 32, 8, 8192, 128256, 4096, 4),  # a Llama of 1.5e9 parameters
     "small": (64, 2, 4, 2, 192, 512, 32, 2),
 }
 PARITY = {"full": (512, 4, 8, 4, 1536, 4096, 512, 4), "small": (32, 2, 4, 2, 96, 128, 16, 2)}
@@ -91,7 +92,9 @@ def hf_model(shape: tuple[int, ...], dtype: torch.dtype, platform: Platform) -> 
     torch.manual_seed(1)
     attention = "sdpa" if of_torch(platform) else "eager"
     config = AutoConfig.for_model(**config_of(shape))
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(platform.device)  # type: ignore[no-any-return]
+    with platform.device if of_torch(platform) else nullcontext():  # random numbers are made where they are used
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model.to(platform.device)  # type: ignore[no-any-return]
 
 
 def batches(shape: tuple[int, ...], count: int) -> list[torch.Tensor]:
@@ -191,7 +194,7 @@ def result(options: argparse.Namespace, platform: Platform, side: str, seconds: 
 
 
 def ours(options: argparse.Namespace, graphs: bool = False) -> dict[str, Any]:
-    """Speed, memory predicted and measured, host seconds, and the operators of a step."""
+    """Speed, memory predicted and measured, and the operators of a step."""
     platform, shape = platform_of(options.platform), SHAPES[options.size]
     if graphs:
         missing = "no plugin knows it" if platform.accelerator is None else platform.accelerator.no_graphs()
@@ -216,31 +219,30 @@ def ours(options: argparse.Namespace, graphs: bool = False) -> dict[str, Any]:
     seconds = timed(platform, step, options.seconds / 4)
     found = result(options, platform, "ours, layers as device graphs" if graphs else "ours", seconds)
     found["measured"] = platform.peak_memory() - before
-    found["predicted"] = estimate_memory(plan_of(shape), runtime.spec, "bf16", graphs=graphs)[0].total
+    found["predicted"] = estimate_memory(plan_of(shape), runtime.here.spec, "bf16", graphs=graphs)[0].total
     emit(found)
-    start = time.perf_counter()
-    work = runtime.work(fetch, 0, size)
-    runtime.executor.run(work, runtime.sync)
-    found["hosts"] = time.perf_counter() - start
-    runtime.sync.finish()
-    platform.synchronize()
     return found | profiled(step, options.trace)
 
 
 def profiled(step: Callable[[], None], trace: str | None) -> dict[str, Any]:
-    """The ten operators of a step that take most; the trace goes to a file."""
+    """The ten kernels of a step that take most (operators, on a CPU), and how long the device was busy; the trace goes
+    to a file."""
+    from torch.autograd import DeviceType
     from torch.profiler import profile, supported_activities
 
     with profile(activities=supported_activities()) as profiler:
         step()
     if trace:
         profiler.export_chrome_trace(trace)
+    rows = list(profiler.key_averages())
+    on_device = [row for row in rows if row.device_type != DeviceType.CPU]
 
     def microseconds(row: Any) -> float:
-        return float(getattr(row, "self_device_time_total", 0) or row.self_cpu_time_total)
+        return float(row.self_device_time_total if on_device else row.self_cpu_time_total)
 
-    rows = sorted(profiler.key_averages(), key=microseconds, reverse=True)[:10]
-    return {"operators": [(row.key, microseconds(row) / 1e3, row.count) for row in rows]}
+    found = sorted(on_device or rows, key=microseconds, reverse=True)
+    busy = {"busy": sum(map(microseconds, on_device)) / 1e6} if on_device else {}
+    return busy | {"operators": [(row.key, microseconds(row) / 1e3, row.count) for row in found[:10]]}
 
 
 def peer(options: argparse.Namespace, name: str) -> dict[str, Any]:

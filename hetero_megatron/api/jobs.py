@@ -22,7 +22,7 @@ from hetero_megatron.environment.launcher import read_launcher
 from hetero_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from hetero_megatron.training.runtime import StepStats
+    from hetero_megatron.training.step_numbers import StepStats
 
 
 @dataclass(frozen=True)

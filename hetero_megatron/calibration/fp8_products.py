@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -14,6 +15,7 @@ from hetero_megatron.calibration.operators import timed
 from hetero_megatron.ops.gemm_fp8 import HYBRID, TENSORWISE, largest_of
 from hetero_megatron.ops.spec import Kernel
 from hetero_megatron.spec import ModelSpec, shares, stage_tensors, tensor_box
+from hetero_megatron.utils.text import notice_line
 
 Fp8Tables = dict[str, dict[str, list[list[float]]]]  # by section of the rates: its tables
 
@@ -28,15 +30,21 @@ def measure_fp8(
         calls: of each product; medians count.
     """
     found: Fp8Tables = {}
+    shapes = [(b, *shape) for shape in linear_shapes(spec, tp) for b in rows]
     for recipe, kernel in job.fp8.items():
         tables: dict[str, list[list[float]]] = {"gemm": [], "gemm_backward": []}
-        for outputs, inputs in linear_shapes(spec, tp):
-            for b in rows:
+        try:
+            for b, outputs, inputs in shapes:
                 measure = partial(_product, job, kernel, b, length, outputs, inputs)
                 forward, *backward = (max(s, LEAST) for s, _ in repeated(measure, calls))
                 size = [b * length, outputs, inputs]
                 tables["gemm"].append([*size, forward])
                 tables["gemm_backward"].append([*size, *backward])
+        except RuntimeError as error:  # a library that refuses these products costs the rest of the rates nothing
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            text = f"{kernel.op}:{kernel.provider} fails, so that products in fp8 ({recipe}) have no rates: {why}"
+            print(notice_line(f"rank {job.comm.rank}: {text}"), file=sys.stderr, flush=True)
+            continue
         found[f"fp8_{recipe}"] = tables
     return found
 

@@ -21,7 +21,8 @@ from hetero_megatron.plans import Plan
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.step_numbers import StepStats
 
 TABLES = ("layers", "embed", "head")
 ByKey = dict[tuple[int, int], dict[str, tuple[float, float]]]  # (TP degree, micro-batch size), table -> seconds
@@ -108,7 +109,7 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
         return None
     train(runtime, run, run.warm_up)
     runtime.use_schedules(CompiledPlan(half_split(run.plan), run.spec))
-    place, stage = runtime.place, runtime.stage
+    place, stage = runtime.here.place, runtime.here.stage
     later = len(run.plan.pipelines[place.pipeline].stages) - 1 - place.stage
     seconds, waited = ({kind: list[float]() for kind in ("F", "B", "B_INPUT", "W")} for _ in range(2))
     saved, outside = list[float](), list[float]()
@@ -127,7 +128,7 @@ def observe(run: Run, chip: str, job: Job, steps: int) -> StageTimes | None:
         whole = [t.computed for t in counted if t.action.kind == "B"]
         saved.append(median(whole) - backwards[0].computed)
     parts = stage.num_layers, int(stage.embed), int(stage.head)
-    held = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
+    held = sum(p.numel() * p.element_size() for p in runtime.stage_model.module.parameters())
     return StageTimes(
         chip, stage.ranks, run.plan.pipelines[0].micro_batch_size, parts,
         median(seconds["F"]), median(seconds["B"]), max(relative_spread(seconds[kind]) for kind in "FB"),

@@ -235,6 +235,7 @@ def _generate(
     from hetero_megatron.plans.shares import pipeline_shares
     from hetero_megatron.platform.platform import DTYPES
     from hetero_megatron.platform.plugins import load_plugins
+    from hetero_megatron.training.kernels import rank_kernels
     from hetero_megatron.training.rank_platform import (
         check_device,
         check_world,
@@ -246,7 +247,8 @@ def _generate(
 
     check_world(config, launcher.world_size)
     place = position(config.cluster, launcher)
-    platform = platform_at(place, config.cluster, launcher, load_plugins(), config.platform, config.distributed.backend)
+    plugins, dtype = load_plugins(), DTYPES[config.dtype]
+    platform = platform_at(place, config.cluster, launcher, plugins, config.platform, config.distributed.backend)
     check_device(platform, launcher)
     transport = transport_of(config.distributed.transport, config.cluster)
     comm = start_comm(platform, 60 * config.distributed.timeout_minutes, place, launcher, None, transport)
@@ -256,7 +258,8 @@ def _generate(
     answers: list[list[int]] = []
     began = time.perf_counter()
     if comm.rank in plan.ranks:
-        decoder = Decoder(plan, config.spec, comm, DTYPES[config.dtype], weights, length)
+        kernels = rank_kernels(plan, config.spec, comm.rank, plugins.registry, platform, dtype)
+        decoder = Decoder(plan, config.spec, comm, dtype, weights, length, kernels)
         each = pipeline_shares(plan, len(prompts))
         start = sum(each[: decoder.place.pipeline])
         mine = range(start, start + each[decoder.place.pipeline]) if decoder.works else range(0)

@@ -31,10 +31,22 @@ def end_rank(error: BaseException, launcher: LauncherEnvironment, environment: M
     if (refusal := out_of_memory(error, launcher.rank)) is not None:
         say_error(str(refusal), environment)
         return USER_ERROR
+    if (refusal := compiler_failed(error)) is not None:
+        say_error(str(refusal), environment)
+        return USER_ERROR
     if not is_lost_peer(error):
         record_error(traceback.format_exc(), environment)
         raise error
     return peer_error(error, launcher, environment)
+
+
+def compiler_failed(error: BaseException) -> UserError | None:
+    """What to tell the user where torch's compiler has no code for these devices, or made wrong ones."""
+    if type(error).__module__ not in ("torch._dynamo.exc", "torch._inductor.exc"):
+        return None
+    why = " ".join(str(error).split("\n\n")[0].split())[:200]
+    problem = f"torch's compiler fails on this rank's device ({type(error).__name__}: {why})"
+    return UserError(problem, field="--compile", accepted="to leave it out, or --compile-backend of another compiler")
 
 
 def peer_error(error: CommError, launcher: LauncherEnvironment, environment: Mapping[str, str]) -> int:

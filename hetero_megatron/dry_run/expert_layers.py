@@ -33,16 +33,16 @@ class ExpectedRoutes(Routes):
 
 def expect_routing(runtime: Runtime) -> None:
     """Let the mixture-of-experts layers of a model under fake tensors route as many tokens as are expected."""
-    spec, rank = runtime.spec, runtime.comm.rank
+    spec, rank = runtime.here.spec, runtime.comm.rank
     if spec.moe is None:
         return
-    loads = layer_loads(spec, runtime.stage, True, islands=runtime.plan.islands)
+    loads = layer_loads(spec, runtime.here.stage, True, islands=runtime.here.plan.islands)
 
     def sort(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = chosen.new_empty(round(loads.of[rank].rows))
         return rows, torch.full_like(chosen, -1), chosen.new_empty(experts)
 
-    for layer in runtime.model.layers():
+    for layer in runtime.stage_model.module.layers():
         if not isinstance(layer.mlp, MoEMLP):
             continue
         layer.mlp.experts.sort = sort

@@ -77,14 +77,15 @@ def run_rank(config: RunConfig, rank: int) -> DryRun:
         _make_moments(runtime.optimizer.inner, config.optimizer)
         memory.host = False
         apart = runtime.divided.names if runtime.divided is not None else ()
-        whole = [p for n, p in runtime.model.named_parameters() if n not in apart]
-        scales = [t for s in runtime.scales.values() for t in ([s] if isinstance(s, torch.Tensor) else s.tensors)]
+        built = runtime.stage_model
+        whole = [p for n, p in built.module.named_parameters() if n not in apart]
+        scales = [t for s in built.scales.values() for t in ([s] if isinstance(s, torch.Tensor) else s.tensors)]
         parameters = _bytes([*whole, *scales, *_frozen_rows(runtime.divided)])
         size = config.plan.global_batch_size
         work = runtime.work(lambda indices: _batch(len(indices), config.plan.seq_length), 0, size)
         # Gradients wait for finish(), so that their bytes are told apart.
         RepeatingExecutor(runtime.executor, memory).run(work)
-        peers, stage = set(runtime.unit.ranks), set(runtime.stage.ranks)
+        peers, stage = set(runtime.here.unit.ranks), set(runtime.here.stage.ranks)
         sent = {
             "pipeline": {r: n for r, n in comm.sent_bytes.items() if r not in stage},
             "context parallel": {r: n for r, n in comm.sent_bytes.items() if r in stage - peers},

@@ -19,7 +19,7 @@ from hetero_megatron.generation.sampling import Sampling
 from hetero_megatron.generation.weights import Weights
 from hetero_megatron.layout import cut
 from hetero_megatron.model import GPTStage, StagePart
-from hetero_megatron.ops import default_kernels
+from hetero_megatron.ops import KernelPlan
 from hetero_megatron.parallel.collectives import gather_tokens
 from hetero_megatron.parallel.empty_stage import empty_stage
 from hetero_megatron.parallel.experts import apply_expert_parallel
@@ -44,14 +44,16 @@ class Decoder:
 
     Args:
         length: most tokens of a prompt with its answer.
+        kernels: of this rank's stage.
 
     Attributes:
         works: this rank takes part; others only wait.
     """
 
     def __init__(
-        self, plan: Plan, spec: ModelSpec, comm: Comm, dtype: torch.dtype, weights: Weights, length: int
-    ) -> None:
+        self, plan: Plan, spec: ModelSpec, comm: Comm, dtype: torch.dtype, weights: Weights, length: int,
+        kernels: KernelPlan,
+    ) -> None:  # fmt: skip
         self.plan, self.spec, self.comm, self.dtype = plan, spec, comm, dtype
         self.place = locate(plan, comm.rank)
         self.pipeline = plan.pipelines[self.place.pipeline]
@@ -66,16 +68,15 @@ class Decoder:
         switches = [rope.switch for rope in spec.ropes if rope.switch is not None]
         self.switch = min(switches, default=None)  # longer rows are turned by the long factors, from their first token
         self.shards: list[int] = [0] * self.unit.tp  # tokens of the current call on each rank of the group
-        self.model = self._build(weights)
+        self.model = self._build(weights, kernels)
         if self.works:
             self._connect()
 
-    def _build(self, weights: Weights) -> GPTStage:
+    def _build(self, weights: Weights, kernels: KernelPlan) -> GPTStage:
         stage, spec = self.stages[self.place.stage], self.spec
         unit = stage.units[self.place.unit]
         every = shares(spec, unit.tp_split)
         share = every[self.place.tp_rank]
-        kernels = default_kernels(spec, share, stage.head, self.dtype, self.comm.device, unit.tp, dict(stage.kernels))
         made = empty_stage(spec, stage, share, self.dtype, self.comm.device, kernels, self.plan.seq_length)
         model, params = made.module, made.parameters()
         with torch.no_grad():

@@ -27,7 +27,8 @@ from hetero_megatron.monitoring.throughput import (
 from hetero_megatron.platform import Platform
 from hetero_megatron.spec.flops import sequence_flops
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.step_numbers import StepStats
 from hetero_megatron.utils.text import notice_line, plural
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Reporter:
         self.first_step, self.emulation, self._events_failed = first_step, emulation, False
         self.config, self.runtime, self.platform = config, runtime, platform
         self.speaks = runtime.comm.rank == config.plan.ranks[0]
-        self.own_peak = measured_peak_flops(platform, runtime.dtype) if own_peak is None else own_peak
+        self.own_peak = measured_peak_flops(platform, runtime.stage_model.dtype) if own_peak is None else own_peak
         self.peak = float(runtime.world.gather_vectors(torch.tensor([self.own_peak], dtype=torch.float64)).sum())
         self.flops = sequence_flops(config.spec, config.plan.seq_length)
         cluster = config.cluster
@@ -233,7 +234,7 @@ class Reporter:
         mine = torch.tensor([self.platform.peak_memory() / 2**20, bool(reason)], dtype=torch.float64)
         peaks, told = self.runtime.world.gather_vectors(mine).T
         if not reason and told.any():
-            reason = f"rank {self.runtime.plan.ranks[int(told.argmax())]} was told to"
+            reason = f"rank {self.runtime.here.plan.ranks[int(told.argmax())]} was told to"
         facts, clock = self.emulation.facts(), self._worst_clock()
         if self.writer is None:
             return

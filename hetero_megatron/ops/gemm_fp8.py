@@ -342,8 +342,9 @@ def _spec(name: str, reference: Fp8Gemm) -> OpSpec:
         flops=lambda x, weight, bias, hybrid: 2 * x.numel() * weight.shape[0], cases=_cases, features=(HYBRID,),
         speed=lambda: Case("1024x512x512", (normal(1, 1024, 512, seed=1), normal(512, 512, seed=2), None, False)),
         schema=None,
-        # What was rounded to fp8 is the same everywhere; sums differ, and results are rounded to 16 bits.
-        bounds=Bounds((1e-5, 1e-5), (1e-3, 1e-3), (5e-3, 5e-3)),
+        # What was rounded to fp8 is the same everywhere; sums differ, of which Hopper's units keep about 14 bits
+        # (4.7e-5 on an H200), and results are rounded to 16 bits.
+        bounds=Bounds((2e-4, 2e-4), (1e-3, 1e-3), (5e-3, 5e-3)),
     )  # fmt: skip
 
 

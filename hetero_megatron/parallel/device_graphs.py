@@ -38,11 +38,14 @@ class LayerGraphs:
     Args:
         chunks: numbers of the layers that a micro-batch passes at once, half-open.
         sync: takes the gradients of the layers' parameters.
+        eager_steps: of training that come before graphs.
     """
 
     def __init__(
-        self, stage: GPTStage, chunks: Sequence[tuple[int, int]], accelerator: Accelerator, sync: GradientSync
-    ) -> None:
+        self, stage: GPTStage, chunks: Sequence[tuple[int, int]], accelerator: Accelerator, sync: GradientSync,
+        eager_steps: int,
+    ) -> None:  # fmt: skip
+        self._eager_steps = eager_steps
         self.accelerator, self.stream, self.sync, self.warmed_up = accelerator, accelerator.stream(), sync, False
         # Backward leaves nothing but the gradients of its layer's input, which the next graph that runs uses up.
         self.backward = GraphPool(accelerator, self.stream)
@@ -54,6 +57,11 @@ class LayerGraphs:
         for layer in stage.layers():
             chunk = next(i for i, (a, b) in enumerate(chunks) if a <= layer.number < b)
             self.layers.append(GraphedLayer(self, layer, chunk, len(self.layers)))
+
+    def begin_step(self) -> None:
+        """A step of training begins."""
+        self.warmed_up = self._eager_steps == 0
+        self._eager_steps = max(self._eager_steps - 1, 0)
 
     def forward(self, chunk: int, place: int) -> GraphPool:
         """Of a chunk's layers for one of the micro-batches in flight. Their graphs run in the order in which they were

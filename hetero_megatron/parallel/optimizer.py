@@ -150,6 +150,7 @@ class ShardedOptimizer:
     ) -> None:  # fmt: skip
         self.sync, self.offload, self._apart, self.updates = sync, offload, frozenset(apart), 0
         self.after_update: Callable[[], bool] = lambda: False
+        self._params = {name: p.detach() for name, p in sync.params.items()}
         self.masters = []
         for exchange in sync.exchanges:
             if exchange.bucket.weights is not None:
@@ -158,6 +159,9 @@ class ShardedOptimizer:
                 self.masters.append([_widened(x) for x in values])
             else:
                 self.masters.append([self._master(piece, divided) for piece in exchange.pieces])
+        # By bucket and piece: its place in the model, and whether the update can write the new values there.
+        self._places = {e.bucket.index: [(self._view(p), self._copied(p)) for p in e.pieces] for e in sync.exchanges
+                        if e.bucket.weights is None}  # fmt: skip
         groups = self._groups()
         self.inner = build(groups) if groups else None
 
@@ -181,7 +185,7 @@ class ShardedOptimizer:
 
     def _view(self, piece: OwnedPiece) -> torch.Tensor:
         """The piece inside the model's parameter, or what that has of it."""
-        return self.sync.params[piece.name].detach()[piece.slices]
+        return self._params[piece.name][piece.slices]
 
     def _copied(self, piece: OwnedPiece) -> bool:
         """Whether the update itself can write the new values there: one piece of memory, beside the master's."""
@@ -242,7 +246,6 @@ class ShardedOptimizer:
     def all_gather(self, copied: bool = False) -> None:
         """Make every holder's parameters equal to the owners' masters, but for divided weights, which are gathered when
         they are used; ``copied``: the update wrote what it can."""
-        params = {name: p.detach() for name, p in self.sync.params.items()}
         masters = {e.bucket.index: m for e, m in zip(self.sync.exchanges, self.masters, strict=True)}
         under_way: deque[Action] = deque()
         for action in self.sync.all_gathers:
@@ -250,24 +253,24 @@ class ShardedOptimizer:
             exchange = self.sync.by_bucket[bucket]
             # A bucket goes on when its hop before has come; others wait for their turn, to bound the memory.
             while any(a.micro_batch == bucket for a in under_way) or len(under_way) >= IN_FLIGHT:
-                self._arrive(under_way.popleft(), params)
+                self._arrive(under_way.popleft())
             if hop + 1 == len(exchange.hops):
                 self._keep_own(exchange, masters[bucket], copied)
-            exchange.start_spread(hop, masters[bucket], params, self.sync.flat.get(bucket))
+            exchange.start_spread(hop, masters[bucket], self._params, self.sync.flat.get(bucket))
             under_way.append(action)
         for action in under_way:
-            self._arrive(action, params)
+            self._arrive(action)
 
     def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:
-        for piece, master in zip(exchange.pieces, masters, strict=True):
-            own = self._view(piece)
+        places = self._places[exchange.bucket.index]
+        for piece, master, (own, written) in zip(exchange.pieces, masters, places, strict=True):
             if not piece.held:
                 own.copy_(master[piece.inside])
-            elif (self.offload or not in_place(own)) and not (copied and self._copied(piece)):
+            elif (self.offload or not in_place(own)) and not (copied and written):
                 own.copy_(master)
 
-    def _arrive(self, action: Action, params: dict[str, torch.Tensor]) -> None:
-        self.sync.by_bucket[action.micro_batch].finish_spread(action.chunk, params)
+    def _arrive(self, action: Action) -> None:
+        self.sync.by_bucket[action.micro_batch].finish_spread(action.chunk, self._params)
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
-from hetero_megatron.comm import Group
+from hetero_megatron.comm import Comm, Group
 from hetero_megatron.data.batch import Batch, Pairs
-from hetero_megatron.pipeline.stage_model import StageLoss
+from hetero_megatron.pipeline.stage_model import RankStage, StageLoss
+from hetero_megatron.plans.experts import sequence_group
 from hetero_megatron.spec.preference import REWARDS, Preference
 
 # (chosen: policy less reference [pairs], rejected: the same, the loss) -> losses [pairs]. Of losses without a reference
@@ -212,3 +213,11 @@ class PairLoss:
         if not self.preference.refers:
             return None
         return torch.zeros_like(policy) if self._rehearsing else self.reference.of(pairs.numbers, policy)
+
+
+def pair_loss(here: RankStage, comm: Comm, preference: Preference, tokens: StageLoss) -> PairLoss:
+    """The loss of a rank's stage, which has the head; ``tokens``: the losses of single tokens."""
+    ranks = sequence_group(here.stage, comm.rank)
+    units = [unit for unit in here.stage.units if unit.sequences == here.unit.sequences]
+    first = {unit.ranks[0] for unit in units}
+    return PairLoss(preference, tokens, comm.group(ranks), [rank in first for rank in ranks], here.unit is units[0])

@@ -14,7 +14,7 @@ from hetero_megatron.model import GPTStage
 from hetero_megatron.model.gpt import MLP
 from hetero_megatron.model.layers import Attention, Linear
 from hetero_megatron.model.moe import GroupedLinear, Router, SharedGate
-from hetero_megatron.ops import KernelPlan
+from hetero_megatron.ops import KernelPlan, default_kernels
 from hetero_megatron.ops.linear_cross_entropy import KnownLoss
 from hetero_megatron.parallel.empty_stage import EmptyStage, empty_stage, fill, owned_values
 from hetero_megatron.parallel.experts import apply_expert_parallel
@@ -63,6 +63,17 @@ class RankStage:
         """Tokens of a micro-batch whose logits exist at once; None: those of all, or no head."""
         return loss_chunk(self.stage, self.place.unit, self.spec, dtype, logits_bytes)
 
+    def kernels(
+        self, dtype: torch.dtype, device: torch.device, compiled: bool, logits_bytes: int, fp8: Fp8 | None,
+        dropout: Dropout,
+    ) -> KernelPlan:  # fmt: skip
+        """Those of torch, as the plan's stage wishes; ``fp8``: of stages that say nothing of it."""
+        chunked = self.loss_chunk(dtype, logits_bytes) is not None
+        return default_kernels(
+            self.spec, self.share, self.stage.head, dtype, device, self.unit.tp, dict(self.stage.kernels),
+            f"{self.path}.kernels", compiled, chunked, self.tiled, stage_fp8(self.stage, fp8), dropout,
+        )  # fmt: skip
+
 
 # (logical tensor, box) -> its values there, of the box's shape, in any dtype, in host memory
 Initialize = Callable[[LogicalTensor, Box], torch.Tensor]
@@ -96,7 +107,7 @@ class StageModel:
         dropout: Dropout,
         divided: Collection[str] = (),
     ) -> None:
-        self.here, self.comm, self.kernels = here, comm, kernels
+        self.here, self.comm, self.dtype, self.kernels = here, comm, dtype, kernels
         stage, spec = here.stage, here.spec
         empty = empty_stage(
             spec, stage, here.share, dtype, comm.device, kernels, here.plan.seq_length, dropout, divided
@@ -183,7 +194,7 @@ class StageLoss:
 
     Args:
         group: the unit's ranks.
-        chunk: see :meth:`RankStage.loss_chunk`.
+        chunk: see :meth:`RankStage.loss_chunk`; kept.
 
     Attributes:
         head: head and loss in one, where logits never exist as a whole; None: the model applies the head.
@@ -192,7 +203,7 @@ class StageLoss:
     def __init__(
         self, here: RankStage, model: GPTStage, kernels: KernelPlan, group: Group, chunk: int | None
     ) -> None:
-        self._model, self._kernels, self._group, self._chunk = model, kernels, group, chunk
+        self._model, self._kernels, self._group, self.chunk = model, kernels, group, chunk
         self._vocab = here.share.vocab
         self.head: KnownLoss | None = None
         if "linear_cross_entropy" in kernels.choices:
@@ -240,7 +251,7 @@ class StageLoss:
                 wide = torch.promote_types(out.dtype, torch.float32)
                 dloss = torch.full(labels.shape, seed, dtype=wide, device=labels.device)
                 dloss = dloss if isinstance(weights, float) else dloss * weights
-            chunk = labels.numel() if self._chunk is None else self._chunk
+            chunk = labels.numel() if self.chunk is None else self.chunk
             head = self._model.lm_head
             with torch.set_grad_enabled(dloss is not None):
                 return in_chunks(self.head, max(chunk, 1), out, head.matrix, labels, dloss, head.bias)

@@ -36,6 +36,7 @@ class StepWork:
         self._compiled, self._here = compiled, here
         self._uploader = Uploader(comm.accelerator, comm.device) if comm.accelerator is not None else None
         self._schedules: dict[tuple[int, bool], tuple[tuple[Action, ...], tuple[Action, ...]]] = {}
+        self._used: dict[bool, frozenset[tuple[int, int]]] = {}
 
     def use_schedules(self, compiled: CompiledPlan) -> None:
         """Those of a plan with the same stages, from now on."""
@@ -77,6 +78,13 @@ class StepWork:
             for number, (pipeline, (start, stop)) in enumerate(zip(plan.pipelines, shares, strict=True))
             for size in micro_batch_sizes(pipeline, stop - start)
         )
+
+    def first_use(self, batch_size: int, forward_only: bool) -> tuple[bool, bool]:
+        """A batch of this size comes: (it is the first one of all, its micro-batches have sizes that none had before);
+        equal on all ranks."""
+        used, sizes = self._used.get(forward_only, frozenset()), self.sizes(batch_size)
+        self._used[forward_only] = used | sizes
+        return not used, not sizes <= used
 
     def samples(self, first_sample: int, batch_size: int) -> tuple[tuple[int, ...], list[range]]:
         """(sequences of each micro-batch of the pipeline, the global sample indices of this rank's rows of it)."""

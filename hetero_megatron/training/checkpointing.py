@@ -77,9 +77,9 @@ class Checkpointing:
 
             self.saver = CheckpointSaver(
                 options.save, group, options.keep, options.retain_interval, options.asynchronous, synchronize,
-                check=lock.check if lock is not None else None, dtype=runtime.dtype,
+                check=lock.check if lock is not None else None, dtype=runtime.stage_model.dtype,
             )  # fmt: skip
-            runtime.before_update = self.saver.staged
+            runtime.hooks.before_update = self.saver.staged
 
     @property
     def failed(self) -> bool:
@@ -104,8 +104,8 @@ class Checkpointing:
             return
         self.runtime.comm.activity = "saving a checkpoint"
         tensors, numbers = self._tensors()
-        place = self.runtime.place
-        kernels = (f"pipeline {place.pipeline} stage {place.stage}", self.runtime.kernels.digest())
+        place = self.runtime.here.place
+        kernels = (f"pipeline {place.pipeline} stage {place.stage}", self.runtime.stage_model.kernels.digest())
         local = {"numbers": numbers, "data": self.data.state_dict(progress.consumed), "kernels": kernels}
         self.saver.save(progress.step, tensors, self._state(progress, loss_scale), local, self._merge)
         self.last_saved = progress.step

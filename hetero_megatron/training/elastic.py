@@ -32,7 +32,8 @@ from hetero_megatron.training.loop import OnStep, Training
 from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.peer_replicas import PeerReplicas
 from hetero_megatron.training.rank_platform import check_device, check_world, platform_at, position, transport_of
-from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.step_numbers import StepStats
 from hetero_megatron.training.train import agree, leaving, run_training, set_up
 from hetero_megatron.utils.text import plural
 

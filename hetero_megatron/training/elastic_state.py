@@ -63,7 +63,7 @@ class ElasticState:
         self.optimizer, self._updates = optimizer, optimizer.updates
         self._had_states = bool(optimizer.inner is not None and optimizer.inner.state)
         if replicas is not None:
-            training.runtime.before_commit = replicas.wait
+            training.runtime.hooks.before_commit = replicas.wait
 
     @property
     def asks(self) -> bool:

@@ -23,7 +23,8 @@ from hetero_megatron.model.gpt import ResidualStream
 from hetero_megatron.parallel.optimizer import owned_norm
 from hetero_megatron.pipeline.step_work import Fetch
 from hetero_megatron.plans.buckets import tensor_holders
-from hetero_megatron.training.runtime import Runtime, StepStats
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.step_numbers import StepStats
 from hetero_megatron.utils.text import listed, notice_line, rank_ranges
 
 SPIKE_SIGMAS, SPIKE_HISTORY, SPIKE_LEAST = 6.0, 100, 20
@@ -172,13 +173,13 @@ def watched_run(
             if not torch.isfinite(grad).all():
                 position = exchange.bucket.index + names.index(piece.name) / len(names)
                 found.append(NonFinite(2, position, f"gradient of {piece.name}"))
-    rows = runtime.gather(result, owned_norm(grads, runtime.kernels.l2norm))[:, :3]
+    rows = runtime.numbers.gather(result, owned_norm(grads, runtime.stage_model.kernels.l2norm))[:, :3]
     return rows, first_place(runtime, found)
 
 
 def first_place(runtime: Runtime, mine: Sequence[NonFinite]) -> str:
     """Of all ranks' findings the earliest, with the ranks that saw it."""
-    place = runtime.place
+    place = runtime.here.place
     where = f"pipeline {place.pipeline} stage {place.stage}"
     everyone = runtime.world.gather_objects((where, min(mine) if mine else None), tuple[str, NonFinite | None])
     seen: list[tuple[NonFinite, int, str]] = []
@@ -196,7 +197,7 @@ def first_place(runtime: Runtime, mine: Sequence[NonFinite]) -> str:
 def _watch(runtime: Runtime, found: list[NonFinite]) -> Iterator[None]:
     """Look at the output of the embedding, every layer and the head in forward."""
     handles = []
-    for name, module in runtime.model.named_modules():
+    for name, module in runtime.stage_model.module.named_modules():
         layer = _LAYER.fullmatch(name)
         ends = {"model.embed_tokens": -1.0, "model.norm": 1e9, "lm_head": 2e9}
         if layer or name in ends:
@@ -260,8 +261,8 @@ class ReplicaCheck:
 
     def _held_by_several(self) -> Iterator[Part]:
         rank = self.runtime.comm.rank
-        params, layouts = self._params(), tensor_holders(self.runtime.plan, self.runtime.spec)
-        if (outer := self.runtime.plan.outer) is not None:  # weights of other islands are others
+        params, layouts = self._params(), tensor_holders(self.runtime.here.plan, self.runtime.here.spec)
+        if (outer := self.runtime.here.plan.outer) is not None:  # weights of other islands are others
             island = outer.islands[outer.island(rank)]
             layouts = {name: layout.only(island) for name, layout in layouts.items()}
         known: dict[int, list[tuple[Box, tuple[int, ...]]]] = {}  # layers share layouts
@@ -272,15 +273,15 @@ class ReplicaCheck:
             yield from ((name, box, holders) for box, holders in known[id(layout)])
 
     def _params(self) -> Mapping[str, torch.Tensor]:
-        boxes = self.runtime.boxes
+        boxes = self.runtime.stage_model.boxes
         sync = self.runtime.sync
-        params = {**dict(self.runtime.model.named_parameters()), **sync.params}
+        params = {**dict(self.runtime.stage_model.module.named_parameters()), **sync.params}
         for name in self.runtime.divided.names if self.runtime.divided is not None else ():
             del params[name]  # nobody has a copy: it is gathered from one owner whenever it is used
         return {n: p for n, p in params.items() if n in boxes and tuple(p.shape) == tuple(boxes[n].shape)}
 
     def _hash(self, name: str, box: Box) -> str:
-        held = self.runtime.boxes[name]
+        held = self.runtime.stage_model.boxes[name]
         inside = tuple(slice(lo - at, hi - at) for lo, hi, at in zip(box.lo, box.hi, held.lo, strict=True))
         values = self._params()[name].detach()[inside].contiguous().cpu()
         return _digest(memoryview(values.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]

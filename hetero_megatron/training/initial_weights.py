@@ -64,7 +64,7 @@ class Adapters:
         from hetero_megatron.checkpoint.adapter import save_adapter
 
         assert self.config.adapter.save is not None and runtime.optimizer is not None
-        dtype = torch.promote_types(runtime.dtype, torch.float32)
+        dtype = torch.promote_types(runtime.stage_model.dtype, torch.float32)
         base = self.config.load_hf or self.config.model_directory
         owned = runtime.optimizer.owned()
         return save_adapter(self.config.adapter.save, self.spec, owned, dtype, runtime.world, base)
@@ -76,18 +76,18 @@ class Adapters:
 
         assert self.config.save_hf is not None
         base = self.spec.base
-        rank, params = runtime.comm.rank, dict(runtime.model.named_parameters())
-        held = BaseWeights(params, runtime.scales, runtime.dtype)
-        buckets = CompiledPlan(runtime.plan, base).buckets
+        rank, params = runtime.comm.rank, dict(runtime.stage_model.module.named_parameters())
+        held = BaseWeights(params, runtime.stage_model.scales, runtime.stage_model.dtype)
+        buckets = CompiledPlan(runtime.here.plan, base).buckets
         owners = {
             name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
         }
-        gains = runtime.row_norms.gains() if runtime.row_norms is not None else {}
+        gains = runtime.stage_model.row_norms.gains() if runtime.stage_model.row_norms is not None else {}
         pieces = runtime.divided.owned() if runtime.divided is not None else ()
         apart = runtime.divided.names if runtime.divided is not None else ()
         whole = {name: boxes for name, boxes in owners.items() if name not in apart}
         owned = chain(
-            merged(self.spec, held, runtime.boxes, whole, gains), merged_pieces(self.spec, held, pieces)
+            merged(self.spec, held, runtime.stage_model.boxes, whole, gains), merged_pieces(self.spec, held, pieces)
         )
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 
@@ -167,12 +167,12 @@ class InitialWeights:
         if self.source is None:
             return
         if self.adapters is None:
-            self.source.read_masters(runtime.optimizer.owned(), runtime.dtype)
+            self.source.read_masters(runtime.optimizer.owned(), runtime.stage_model.dtype)
         ranks: list[list[str]] = runtime.world.gather_objects(list(self.source.nonfinite))
         nonfinite = [name for names in ranks for name in names]
         told = f"NaN or Inf in {listed(nonfinite)}, with which nothing is saved or exported"
         found = [told] if nonfinite else []
-        masters = torch.promote_types(runtime.dtype, torch.float32)
+        masters = torch.promote_types(runtime.stage_model.dtype, torch.float32)
         wide = [name for name, dtype in self.source.dtypes().items() if torch.promote_types(dtype, masters) != masters]
         if wide:
             found.append(f"float64 is rounded to the float32 of this run (--fp64 keeps it) in {listed(wide)}")

@@ -130,7 +130,7 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
 
     Stages may differ: that is the point. Ranks of one stage with other sizes (uneven TP) may not differ in providers.
     """
-    place, plan = runtime.place, runtime.kernels
+    place, plan = runtime.here.place, runtime.stage_model.kernels
     text = "\n".join([plan.summary(), *([plan.format()] if reasons else plan.why())])
     mine = (place.pipeline, place.stage, plan.providers(), plan.digest(), text)
     everyone = runtime.world.gather_objects(mine, tuple[int, int, dict[str, str], str, str])
@@ -152,7 +152,7 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
                 )  # fmt: skip
     if runtime.comm.rank == runtime.world.ranks[0]:
         called = {op for known in by_stage.values() for op in known} | {EVERY}
-        stages = (stage for pipeline in runtime.plan.pipelines for stage in pipeline.stages)
+        stages = (stage for pipeline in runtime.here.plan.pipelines for stage in pipeline.stages)
         for op in sorted({op for stage in stages for op, _ in stage.kernels} - called):
             print(notice_line(f"kernels.{op} has no effect: this model never calls it"), flush=True)
         for (p, s, op), said in notices.items():
@@ -161,7 +161,7 @@ def agree_on_kernels(runtime: Runtime, reasons: bool = False) -> None:
         some_in_fp8 = any(op in FP8_PRODUCTS for known in by_stage.values() for op in known)
         for (p, s), (digest, summary) in sorted(first.items()):
             if some_in_fp8 and not any(op in FP8_PRODUCTS for op in by_stage[p, s]):
-                summary = f"all in {str(runtime.dtype).removeprefix('torch.')}; {summary}"
+                summary = f"all in {str(runtime.stage_model.dtype).removeprefix('torch.')}; {summary}"
             print(f"kernels of pipeline {p} stage {s} ({digest}): {summary}", flush=True)
 
 

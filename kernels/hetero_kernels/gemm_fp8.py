@@ -16,6 +16,7 @@ BLOCK = 128  # elements that share a scale
 MANY = 4096  # rows in a tile under the interpreter, if there are more
 SHAPES = ("1x128", "128x128", "128x1")
 WHOLE, WHOLE_TURNED = 3, 4  # one scale for each matrix, whose largest magnitude is given
+SCALE_STRIDE = tl.constexpr(4)  # from one matrix's scale to the next: cuBLAS takes them at multiples of 16 bytes
 # Of the largest number of a format, 1.75 x 2^n: n.
 TOPS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
@@ -79,7 +80,7 @@ def _quantise(
                 tl.store(out_at + row[:, None] * cols + col[None, :], data, mask=inside)
             else:
                 tl.store(out_at + col[None, :] * rows + row[:, None], data, mask=inside)
-            tl.store(scale_ptr + matrix + tl.zeros([1, 1], tl.int32), inverse, mask=tile == 0)
+            tl.store(scale_ptr + matrix * SCALE_STRIDE + tl.zeros([1, 1], tl.int32), inverse, mask=tile == 0)
         elif SHAPE == 0:
             tl.store(out_ptr + row[:, None] * cols + col[None, :], data, mask=inside)
             tl.store(scale_ptr + row[:, None] * scale_stride + left, inverse, mask=(row < rows)[:, None])
@@ -141,7 +142,7 @@ def quantise_fp8(
     b, rows, cols = x.shape
     assert largest.shape == (b,) and largest.dtype == torch.float32, "one magnitude for each matrix"
     out = torch.empty((b, cols, rows) if turned else (b, rows, cols), dtype=kind, device=x.device)
-    scale = torch.empty(b, dtype=torch.float32, device=x.device)
+    scale = torch.empty(b, SCALE_STRIDE.value, dtype=torch.float32, device=x.device)[:, 0]
     assert out.numel(), "there is nothing to round"
     chosen = config("quantise_fp8", cols, x.dtype, limits)
     most = MANY if INTERPRETED else BLOCK

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -42,27 +43,38 @@ class TensorTable:
 
 
 def tensor_table(columns: Sequence[Sequence[torch.Tensor]], device: torch.device) -> TensorTable:
-    """``columns``: lists of contiguous tensors of equal length; tensors of no element are left out."""
+    """``columns``: lists of contiguous tensors of equal length; tensors of no element are left out. Of tensors that
+    stay where they are, as those of one step after the other do, the table is made once."""
     keep = [i for i, x in enumerate(columns[0]) if x.numel()]
     for column in columns:
         assert len(column) == len(columns[0]), "columns of unlike length"
         for i in keep:
             assert column[i].is_contiguous() and column[i].numel() == columns[0][i].numel(), f"tensor {i} does not fit"
-    odd = {i for i in keep if INTERPRETED or any(column[i].data_ptr() % 16 for column in columns)}
-    keep.sort(key=odd.__contains__)  # aligned ones first, otherwise in the order given
-    sizes = [columns[0][i].numel() for i in keep]
-    addresses = [[column[i].data_ptr() for i in keep] for column in columns]
-    chunks = [-(-size // CHUNK) for size in sizes]
+    addresses = tuple(tuple(column[i].data_ptr() for i in keep) for column in columns)
+    sizes = tuple(columns[0][i].numel() for i in keep)
+    # What is uploaded on one stream is there for later work of that stream.
+    stream = None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+    return _table(addresses, sizes, device, stream)
+
+
+@lru_cache(maxsize=16)  # a step has a few: norms of gradients, and updates by dtype and decay
+def _table(
+    addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: torch.device, stream: object
+) -> TensorTable:
+    odd = {i for i in range(len(sizes)) if INTERPRETED or any(column[i] % 16 for column in addresses)}
+    order = sorted(range(len(sizes)), key=odd.__contains__)  # aligned ones first, otherwise in the order given
+    chunks = [-(-sizes[i] // CHUNK) for i in order]
     counts = torch.tensor(chunks, dtype=torch.int64)
-    owner = torch.arange(len(keep), dtype=torch.int32).repeat_interleave(counts)
+    owner = torch.arange(len(order), dtype=torch.int32).repeat_interleave(counts)
     begin = counts.cumsum(0) - counts
     first = (torch.arange(int(counts.sum())) - begin.repeat_interleave(counts)) * CHUNK
+    rows = [[column[i] for i in order] for column in addresses]
     return TensorTable(
-        _upload(torch.tensor(addresses, dtype=torch.int64).view(len(columns), len(keep)), device),
-        _upload(torch.tensor(sizes, dtype=torch.int64), device),
+        _upload(torch.tensor(rows, dtype=torch.int64).view(len(addresses), len(order)), device),
+        _upload(torch.tensor([sizes[i] for i in order], dtype=torch.int64), device),
         _upload(owner, device),
         _upload(first, device),
-        sum(chunks[: len(keep) - len(odd)]),
+        sum(chunks[: len(order) - len(odd)]),
     )
 
 

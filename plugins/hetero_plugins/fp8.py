@@ -18,15 +18,21 @@ from hetero_plugins.triton import _supports as triton_supports
 
 HETERO_PLUGIN_API = 1
 
-TILE = 16  # cuBLAS wants axes of fp8 to be multiples
+TILE = 16  # cuBLAS wants axes of fp8, and addresses, to be multiples
 FIRST_CHIP = (8, 9)
 
 
 def scaled_mm(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     """a [m, n], b [k, n], each with one scale -> a b^T [m, k]."""
     m, k = a.data.shape[0], b.data.shape[0]
-    made = torch._scaled_mm(_padded(a.data), _padded(b.data).t(), a.scale, b.scale, out_dtype=dtype)
+    scales = _aligned(a.scale), _aligned(b.scale)
+    made = torch._scaled_mm(_padded(a.data), _padded(b.data).t(), *scales, out_dtype=dtype)
     return made if made.shape == (m, k) else made[:m, :k].contiguous()
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """cuBLAS refuses a scale that does not lie at a multiple of 16 bytes, as one of a row of scales may."""
+    return scale.clone() if scale.data_ptr() % TILE else scale
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

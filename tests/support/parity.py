@@ -235,8 +235,9 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         for i in range(STEPS)
     ]
     with runtime.whole_weights():
+        boxes = runtime.stage_model.boxes
         weights = [
-            (n, runtime.boxes[n], p.detach().clone().cpu().double().numpy()) for n, p in runtime.sync.params.items()
+            (n, boxes[n], p.detach().clone().cpu().double().numpy()) for n, p in runtime.sync.params.items()
         ]
     return {
         "losses": [s.loss for s in stats],

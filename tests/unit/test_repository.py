@@ -315,3 +315,14 @@ def test_public_class_names_are_unique() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_CLASS_NAMES}
     assert repeated == {}
+
+
+def test_a_runtime_holds_no_more_than_it_needs() -> None:
+    """What other objects own is asked of them."""
+    tree = ast.parse((ROOT / "hetero_megatron/training/runtime.py").read_text())
+    runtime = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Runtime")
+    stored = {
+        node.attr for node in ast.walk(runtime)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }  # fmt: skip
+    assert {"executor", "optimizer"} < stored and len(stored) <= 15

@@ -48,17 +48,17 @@ class Alignment:
 
     def follow(self, runtime: Runtime) -> None:
         """The model is built now."""
-        runtime.unwatched = self.paused
+        runtime.hooks.unwatched = self.paused
         if self._watch is not None:
-            self._watch.follow(runtime.model)
-            specs, rank = runtime.kernels.registry.specs, runtime.comm.rank
-            for op, why in runtime.apart().items():
+            self._watch.follow(runtime.stage_model.module)
+            specs, rank = runtime.stage_model.kernels.registry.specs, runtime.comm.rank
+            for op, why in unwatched_operators(runtime).items():
                 if self._watch.wants(specs[op]):
                     print(notice_line(f"operators of rank {rank}: {op} is not watched: {why}"), flush=True)
         if self.config.dump is not None:
             from hetero_megatron.training.alignment.dump import LayerDump
 
-            self._dump = LayerDump(runtime.model, self.config.dump, runtime.comm.rank)
+            self._dump = LayerDump(runtime.stage_model.module, self.config.dump, runtime.comm.rank)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -85,9 +85,24 @@ class Alignment:
         if self._watch is not None:
             self._watch.active = False
         if self._compare is not None:
-            place = runtime.place
+            place = runtime.here.place
             print(
                 f"operators of rank {runtime.comm.rank} (pipeline {place.pipeline} stage {place.stage}) against fp64:\n"
-                f"{self._compare.text(runtime.dtype)}",
+                f"{self._compare.text(runtime.stage_model.dtype)}",
                 flush=True,
             )
+
+
+def unwatched_operators(runtime: Runtime) -> dict[str, str]:
+    """Operators whose kernels cannot be watched by wrapping the kernel plan's callables, and why."""
+    kernels = runtime.stage_model.kernels
+    found = {"adamw": "it changes its arguments in place"}
+    if runtime.here.context is not None:
+        found["attention"] = found["attn_merge"] = "context groups call its kernel tile by tile"
+    if "vocab_cross_entropy" in kernels.choices:
+        found["vocab_cross_entropy"] = "its forward and backward are called apart"
+    if kernels.fp8 is not None:
+        found[kernels.fp8] = "its scales come from several ranks"
+    if runtime.loss.head is not None and "vocab_cross_entropy" in kernels.choices:
+        found["gemm"] = "the head's is called chunk by chunk (that of the layers is seen)"
+    return found

@@ -58,7 +58,7 @@ def build(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[str
 
 def steps(runtime: Runtime, case: Case, size: int, first: int, count: int) -> list[tuple[float, float]]:
     """(loss, norm) of ``count`` steps; ``size`` samples each, whatever the plan's own batch size is."""
-    fetch = RandomSamples(case, runtime.spec.vocab_size).fetch
+    fetch = RandomSamples(case, runtime.here.spec.vocab_size).fetch
     out = []
     for step in range(first, first + count):
         lr = case.lr * (1 - 0.1 * step)
@@ -70,18 +70,19 @@ def steps(runtime: Runtime, case: Case, size: int, first: int, count: int) -> li
 def save(
     runtime: Runtime, directory: str, step: int, asynchronous: bool = True, dtype: str = "fp64"
 ) -> CheckpointSaver:
-    group = runtime.comm.background_group(runtime.plan.ranks)
+    group = runtime.comm.background_group(runtime.here.plan.ranks)
     assert group is not None and runtime.optimizer is not None
     saver = CheckpointSaver(directory, group, asynchronous=asynchronous)
-    runtime.before_update = saver.staged
-    tensors, numbers = owned_tensors(runtime.optimizer, runtime.spec)
+    runtime.hooks.before_update = saver.staged
+    tensors, numbers = owned_tensors(runtime.optimizer, runtime.here.spec)
     merge = lambda ranks: {"optimizer": {"numbers": merge_numbers(ranks)}}  # noqa: E731
-    saver.save(step, tensors, {"step": step, "dtype": dtype, "model": asdict(runtime.spec)}, numbers, merge)
+    saver.save(step, tensors, {"step": step, "dtype": dtype, "model": asdict(runtime.here.spec)}, numbers, merge)
     return saver
 
 
 def weights(runtime: Runtime) -> list[tuple[str, Box, np.ndarray]]:
-    return [(n, runtime.boxes[n], p.detach().double().numpy().copy()) for n, p in runtime.sync.params.items()]
+    boxes = runtime.stage_model.boxes
+    return [(n, boxes[n], p.detach().double().numpy().copy()) for n, p in runtime.sync.params.items()]
 
 
 def uninterrupted(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: Any, size: int, path: str) -> Seen:
@@ -237,7 +238,7 @@ def copy_in_background(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, init
         order.append("copied")
 
     steps(runtime, case, plan.global_batch_size, 0, 1)
-    runtime.before_update = before_update
+    runtime.hooks.before_update = before_update
     tensors, numbers = owned_tensors(runtime.optimizer, spec)
     merge = lambda ranks: {"optimizer": {"numbers": merge_numbers(ranks)}}  # noqa: E731
     saved = [w[2] for w in weights(runtime)]

@@ -101,7 +101,7 @@ def trained(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: Any, p
     group = runtime.comm.background_group(plan.ranks)
     assert group is not None
     save_native(runtime, path, 2, asynchronous=False)
-    return [(n, runtime.boxes[n], p.detach().clone()) for n, p in runtime.sync.params.items()]
+    return [(n, runtime.stage_model.boxes[n], p.detach().clone()) for n, p in runtime.sync.params.items()]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])

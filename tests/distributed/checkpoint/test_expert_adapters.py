@@ -56,8 +56,8 @@ def run_rank(
         name: layout.of(comm.rank) for bucket in CompiledPlan(made, spec.base).buckets
         for name, layout in bucket.owners.items() if comm.rank in layout.ranks
     }  # fmt: skip
-    held = BaseWeights(dict(runtime.model.named_parameters()), runtime.scales, torch.float64)
-    return [(name, box, part.numpy()) for name, box, part in merged(spec, held, runtime.boxes, owners)]
+    held = BaseWeights(dict(runtime.stage_model.module.named_parameters()), runtime.stage_model.scales, torch.float64)
+    return [(name, box, part.numpy()) for name, box, part in merged(spec, held, runtime.stage_model.boxes, owners)]
 
 
 def logits(model: Any) -> np.ndarray:

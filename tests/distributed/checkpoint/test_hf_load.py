@@ -222,7 +222,7 @@ def import_as(rank: int, directory: str, spelled: dict[str, Any], pipe: Connecti
     runtime = build(read)
     done.set()
     watcher.join()
-    shard = sum(p.numel() * p.element_size() for p in runtime.model.parameters())
+    shard = sum(p.numel() * p.element_size() for p in runtime.stage_model.module.parameters())
     pipe.send((peak[0] - before, shard, max(slices)))
 
 

@@ -173,3 +173,15 @@ def test_the_program_trains_on_it_and_its_checkpoint_goes_on_on_the_host(tmp_pat
     assert losses(tmp_path / "four", *four, ranks=4) == pytest.approx(host[:2], rel=1e-11)
     resumed = losses(tmp_path / "four", "--platform", "cpu", *one, "--load", str(tmp_path / "four"))
     assert resumed == pytest.approx(host, rel=1e-11)
+
+
+@pytest.mark.slow
+def test_generation_takes_the_platforms_kernels(tmp_path: Path) -> None:
+    call("examples/small_chat_model.py", str(tmp_path))
+    words = ("-m", "hetero_megatron", "generate", "--load-hf", str(tmp_path / "base"), "--prompt", "hello", "--json")
+    answers = []
+    for platform in ("cpu", "emulated_vendor"):
+        done = call(*words, "--max-new-tokens", "6", "--platform", platform)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout)["answers"])
+    assert answers[0] == answers[1] and len(answers[0][0]["tokens"]) == 6

@@ -26,6 +26,7 @@ from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.spec import Lora, ModelSpec, adapted, shares
 from hetero_megatron.spec.hf_config import from_hf_config
+from hetero_megatron.training.alignment.session import unwatched_operators
 from hetero_megatron.training.config import OptimizerConfig
 from hetero_megatron.training.kernels import agree_on_kernels
 from hetero_megatron.training.runtime import Runtime
@@ -110,9 +111,9 @@ def test_a_chunked_head_runs_what_its_kernel_plan_says() -> None:
             CompiledPlan(plan, spec), comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None,
             kernels=given, options=RuntimeOptions(logits_bytes=limit),
         )  # fmt: skip
-        assert (runtime.loss_chunk is None) == (given is None)
+        assert (runtime.loss.chunk is None) == (given is None)
         data = batch()
-        out = runtime.model(data.tokens, data)
+        out = runtime.stage_model.module(data.tokens, data)
         loss = runtime.loss(out, data, 1.0)
         loss.backward()
         losses.append(loss.detach())
@@ -215,7 +216,7 @@ def agreed(comm: Comm, stage: dict[str, Any]) -> set[str]:
         return set()
     runtime = Runtime(compiled, comm, torch.float32, lambda t, box: initial_values(t, box, spec, 7), None)
     agree_on_kernels(runtime)
-    return set(runtime.apart())
+    return set(unwatched_operators(runtime))
 
 
 def test_attention_between_context_groups_is_named_too() -> None:

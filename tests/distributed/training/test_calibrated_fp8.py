@@ -14,7 +14,7 @@ from hetero_megatron.calibration import Job
 from hetero_megatron.calibration.fp8_products import Fp8Tables, measure_fp8
 from hetero_megatron.cli.calibrate import main as calibrate_main
 from hetero_megatron.cluster import cluster_from_dict, load_cluster
-from hetero_megatron.comm import Comm
+from hetero_megatron.comm import Comm, start_comm
 from hetero_megatron.emulation.clock import EmulatedClock, OperatorSeconds
 from hetero_megatron.errors import UserError
 from hetero_megatron.ops import SPECS, Registry
@@ -39,9 +39,14 @@ FAST: dict[str, Any] = {
 }
 
 
-def measured(comm: Comm, speeds: list[float]) -> Fp8Tables:
-    """Products in fp8 by their definitions, on chips that are emulated by the clock."""
+def refused(*_: Any) -> Any:
+    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nmore")
+
+
+def measured(comm: Comm, speeds: list[float], broken: str = "") -> Fp8Tables:
+    """Products in fp8 by their definitions, on chips that are emulated by the clock; a library refuses ``broken``."""
     kernels = {recipe: reference_kernel(SPECS[f"gemm_fp8_{recipe}"]) for recipe in RECIPES}
+    kernels = {r: replace(k, forward=refused) if r == broken else k for r, k in kernels.items()}
     comm.clock = EmulatedClock(lambda: speeds[comm.rank], OperatorSeconds())
     try:
         job = Job(comm, torch.bfloat16, optimizer_factory(OptimizerConfig()), fp8=kernels)
@@ -67,6 +72,13 @@ def test_products_in_fp8_are_measured_and_priced_as_they_were() -> None:
         assert products is not None
         for (*size, forward), (*_, dx, dw) in zip(tables["gemm"], tables["gemm_backward"], strict=True):
             assert products.seconds(*size) == pytest.approx((forward, dx, dw))
+
+
+def test_a_library_that_refuses_a_product_leaves_the_other_rates(capfd: pytest.CaptureFixture[str]) -> None:
+    comm = start_comm(Platform(torch.device("cpu"), "gloo"), 60)
+    assert set(measured(comm, [1.0], "tensorwise")) == {"fp8_blockwise"}
+    said = capfd.readouterr().err
+    assert "gemm_fp8_tensorwise:reference fails" in said and "CUBLAS_STATUS_NOT_SUPPORTED\n" in said
 
 
 def test_it_is_measured_where_runs_would_have_it_unasked() -> None:

@@ -89,7 +89,8 @@ def trained(comm: Comm, case: Case, graphs_after: int | None, lora: Lora | None 
     evaluated = runtime.evaluate(data.fetch, 0, size)
     return {
         "losses": [s.loss for s in stats], "norms": [s.grad_norm for s in stats], "evaluated": evaluated,
-        "weights": {name: p.detach().cpu() for name, p in runtime.model.named_parameters()}, "launches": launches,
+        "weights": {name: p.detach().cpu() for name, p in runtime.stage_model.module.named_parameters()},
+        "launches": launches,
         "waits": waits, "peak": emu.max_memory_allocated() - held,
         "graphs": 0 if runtime.graphs is None else len(runtime.graphs),
     }  # fmt: skip

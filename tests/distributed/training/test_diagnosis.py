@@ -15,7 +15,7 @@ from hetero_megatron.monitoring.stragglers import BASELINE, RECENT, SILENCE, WAR
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.training.failure import StepGuard, is_spike
-from hetero_megatron.training.runtime import StepStats
+from hetero_megatron.training.step_numbers import StepStats
 from tests.distributed.checkpoint.test_checkpoint import build, start, weights
 from tests.support.parity import Case, RandomSamples, fixed_case
 from tests.support.pool import shared_pool
@@ -53,7 +53,7 @@ def faulty(
         return ResidualStream(output.x * factor, output.added * factor)
 
     if comm.rank == 2:
-        dict(runtime.model.named_modules())["model.layers.2"].register_forward_hook(hook)
+        dict(runtime.stage_model.module.named_modules())["model.layers.2"].register_forward_hook(hook)
     try:
         stats = guard.step(runtime, fetch, 3, 2 * size, size, case.lr)
     except UserError as error:

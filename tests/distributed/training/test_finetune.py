@@ -80,7 +80,7 @@ def one_step(
     data, options = dataset(path, tokenizer), BatchOptions(True, True)
     size = plan.global_batch_size
     stats = runtime.train_step(lambda indices: make_batch(data, indices, options), 0, size, lr=1.0)
-    weights = [(n, runtime.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
+    weights = [(n, runtime.stage_model.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
     return [stats.loss, float(stats.tokens)], weights
 
 

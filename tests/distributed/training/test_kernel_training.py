@@ -93,8 +93,8 @@ def train(
         return Batch(data.tokens[rows], data.labels[rows], data.positions[rows])
 
     losses = [runtime.train_step(fetch, 0, 2, 1e-3, 0.1, 1.0).loss for _ in range(STEPS)]
-    assert runtime.kernels is kernels
-    weights = {n: (runtime.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()}
+    assert runtime.stage_model.kernels is kernels
+    weights = {n: (runtime.stage_model.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()}
     return losses, weights, kernels.summary()
 
 

@@ -54,10 +54,10 @@ def run_rank(
     options = RuntimeOptions(seed=case.seed)
     runtime = Runtime(compiled, comm, torch.float64, initialize, build(case.optimizer), options=options)
     data, size = RandomSamples(case, spec.vocab_size), plan.global_batch_size
-    frozen, stats = {n: p for n, p in runtime.model.named_parameters() if not p.requires_grad}, []
+    frozen, stats = {n: p for n, p in runtime.stage_model.module.named_parameters() if not p.requires_grad}, []
     with runtime.whole_weights():
         before = {n: p.clone() for n, p in frozen.items()}
-    assert {n for n, p in frozen.items() if p.dtype in (torch.int8, torch.uint8)} == runtime.scales.keys()
+    assert {n for n, p in frozen.items() if p.dtype in (torch.int8, torch.uint8)} == runtime.stage_model.scales.keys()
     for step in range(STEPS):
         found = runtime.train_step(data.fetch, step * size, size, 1e-2, WEIGHT_DECAY, 1.0, step=step + 1)
         stats.append([found.loss, found.grad_norm])
@@ -67,7 +67,7 @@ def run_rank(
         assert all(not part.memories[0].untyped_storage().nbytes() for part in runtime.divided.parts.values())
     with runtime.whole_weights():
         changed = sum(not torch.equal(p, before[n]) for n, p in frozen.items())
-    weights = [(n, runtime.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
+    weights = [(n, runtime.stage_model.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
     return stats, weights, changed
 
 

@@ -107,7 +107,7 @@ def run_rank(
         assert found.tokens == count and abs(loss / count - found.loss) <= 1e-12 * abs(found.loss)
         np.testing.assert_allclose(list(rewards.values()), list(found.rewards.values()), rtol=1e-9, atol=1e-12)
         stats.append([found.loss, found.grad_norm, found.tokens, *(found.rewards[name] for name in REWARDS)])
-    return stats, [(n, runtime.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
+    return stats, [(n, runtime.stage_model.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
 
 
 def log_probabilities(model: Any, answers: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:

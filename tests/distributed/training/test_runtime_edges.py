@@ -64,10 +64,11 @@ def job(
         kept.append(all(torch.equal(before[n], p) for n, p in runtime.sync.params.items()))
         first += size
     assert runtime.optimizer is not None
+    boxes = runtime.stage_model.boxes
     return {
         "losses": [s.loss for s in stats], "norms": [s.grad_norm for s in stats], "skipped": [s.skipped for s in stats],
         "kept": kept, "scales": scales, "evaluations": evaluations,
-        "weights": [(n, runtime.boxes[n], p.detach().double().numpy().copy()) for n, p in runtime.sync.params.items()],
+        "weights": [(n, boxes[n], p.detach().double().numpy().copy()) for n, p in runtime.sync.params.items()],
         "owned": [(n, b, m.detach().double().numpy().copy(), str(m.dtype)) for n, b, m in runtime.optimizer.owned()],
     }  # fmt: skip
 

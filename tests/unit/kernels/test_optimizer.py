@@ -86,6 +86,14 @@ def test_adamw_skips_on_overflow_and_keeps_its_table() -> None:
     hk.adamw_step([], [], [], [], beta1=0.9, beta2=0.95, step=1, **OPTIONS)
 
 
+def test_the_table_of_tensors_that_stay_is_made_once() -> None:
+    first, second = tensors(0, FP32), tensors(0, FP32)
+    table = hk.tensor_table([first, second], DEVICE)
+    assert hk.tensor_table([list(first), list(second)], DEVICE) is table
+    assert hk.tensor_table([second, first], DEVICE) is not table
+    assert hk.tensor_table([[x[:1] for x in each] for each in (first, second)], DEVICE) is not table
+
+
 @pytest.mark.parametrize("limits", [None, FEW])
 def test_l2norm(limits: hk.Limits | None) -> None:
     mixed = [*tensors(0, FP32), *tensors(1, BF16, scale=30)]

@@ -17,6 +17,7 @@ from hetero_megatron.ops.gemm_fp8 import (
     E4M3,
     E5M2,
     NAMES,
+    Quantised,
     largest_of,
     quantise_blocks,
     quantise_tensor,
@@ -105,6 +106,26 @@ def test_providers_give_the_product_of_what_was_rounded(op: str, provider: str) 
         found.append((kernel.forward(x, w, None, False)[0], parts["input"](dy, w, True), into))
     for got, same in zip(*found, strict=True):
         torch.testing.assert_close(got, same, rtol=2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("provider", ["scaled_mm", "triton"])
+def test_scales_lie_where_cublas_takes_them(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses, on an H200 with CUDA 13, a scale that is at no multiple of 16 bytes."""
+    product, seen = torch._scaled_mm, list[int]()
+
+    def picky(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.extend(scale.data_ptr() % 16 for scale in scales)
+        return product(a, b, *scales, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", picky)
+    kernel = load_plugins().registry.kernel(NAMES[0], provider)
+    x, w, dy = (torch.randn(*s).bfloat16() for s in ((3, 32, 32), (48, 32), (3, 32, 48)))
+    kernel.forward(x, w, None, False)
+    kernel.parts["input"](dy, w, True)
+    kernel.parts["weight"](dy, x, True, torch.zeros(48, 32), 0.0)
+    row = torch.ones(2)  # of a caller's own
+    vendor.scaled_mm(*(Quantised(m.to(E4M3), row[1]) for m in (x[0], w)), torch.float32)
+    assert len(seen) == 2 * 3 * 3 + 2 and not any(seen)
 
 
 @pytest.mark.parametrize("kind", [E4M3, E5M2])

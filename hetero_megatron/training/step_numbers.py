@@ -1,0 +1,155 @@
+"""What every rank of a plan tells the others at the end of a step, and what the step's numbers are then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetero_megatron.comm import Comm, Group
+from hetero_megatron.pipeline.stage_work import StepResult, TimedAction
+from hetero_megatron.platform.accelerator import Accelerator
+from hetero_megatron.spec.preference import REWARDS
+
+if TYPE_CHECKING:
+    from hetero_megatron.parallel.balance import LoadBalance, StepRouting
+    from hetero_megatron.pipeline.preference import PairLoss
+
+_WIDEST = 8  # bytes of an element
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step; equal on all ranks, but for ``actions``.
+
+    Attributes:
+        loss: mean over all tokens that count, in nats, or over all pairs; tokens: how many they were.
+        grad_norm: of the whole model's gradient of that mean, before clipping; with outer steps, of the island where it
+            is largest.
+        skipped: the step was not taken: the gradient was not finite, or there was a veto.
+        stop: some rank asked to stop.
+        routing: of a mixture of experts.
+        rewards: of preference pairs, means over them by TRL's names.
+        busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
+        actions: what this rank did, and when.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    skipped: bool
+    stop: bool
+    busy: list[float]
+    bubble: list[float]
+    communication: list[float]
+    actions: Sequence[TimedAction] = ()
+    routing: StepRouting | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepNumbers:
+    """Gathers the numbers of all ranks of a plan.
+
+    Args:
+        world: the ranks of the plan.
+        counts: whether this rank's losses count: of each TP group, those of one do.
+        balance: of a mixture of experts.
+        pairs: the loss of preference pairs, on ranks that have it; rewarded: whether some ranks do.
+    """
+
+    def __init__(
+        self, comm: Comm, world: Group, counts: bool, balance: LoadBalance | None, pairs: PairLoss | None,
+        rewarded: bool,
+    ) -> None:  # fmt: skip
+        self.comm, self.world, self.reader = comm, world, ScalarReader(comm.accelerator)
+        self._counts, self._balance, self._pairs, self._rewarded = counts, balance, pairs, rewarded
+
+    def gather(self, result: StepResult, norm: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
+        """What every rank saw, equal on all of them; called on all of them.
+
+        Args:
+            norm: of the gradients that this rank owns.
+
+        Returns:
+            fp64 [ranks, 7 + n + m]: loss sum, tokens, squared norm, stop (0 or 1), seconds busy, in bubbles and
+            communicating, the n numbers of ``LoadBalance.row``, and the m ``REWARDS`` of preference pairs.
+        """
+        counts = self._counts
+        balance = self._balance.counted() if self._balance is not None else ()
+        rewards = (self._pairs.rewards(self.comm.device),) if self._pairs is not None else ()
+        norm, *others = self.reader.read(norm, *result.losses, *balance, *rewards)  # the only wait for a device
+        losses, others = others[: len(result.losses)], others[len(result.losses) :]
+        width = len(others) - len(REWARDS) * len(rewards)
+        routed, means = others[:width], [x * counts for x in others[width:]]
+        if self._rewarded:
+            means += [0.0] * (len(REWARDS) - len(means))
+        result.read(self.comm.clock)
+        row = [sum(losses) * counts, result.tokens * counts, norm**2, float(stop)]
+        if self._balance is not None:
+            routed += [0.0] * (self._balance.width - len(routed))
+        parts = [result] if result.before is None else [result, result.before]
+        seconds = [
+            sum(part.busy_seconds for part in parts), sum(part.bubble_seconds for part in parts),
+            sum(part.communication_seconds for part in parts),
+        ]  # fmt: skip
+        return self.world.gather_vectors(torch.tensor(row + seconds + routed + means, dtype=torch.float64))
+
+    def routing(self, every: torch.Tensor, tokens: float) -> StepRouting | None:
+        """Of what :meth:`gather` gives, the part of the experts; None: there are none."""
+        if self._balance is None:
+            return None
+        return self._balance.routing(every[:, 7 : -len(REWARDS)] if self._rewarded else every[:, 7:], tokens)
+
+    def rewards(self, every: torch.Tensor, pairs: float) -> dict[str, float]:
+        """Of what :meth:`gather` gives, the part of preference pairs, as means."""
+        if not self._rewarded:
+            return {}
+        means = (every[:, -len(REWARDS) :].sum(0) / max(pairs, 1)).tolist()
+        return dict(zip(REWARDS, means, strict=True))
+
+
+class ScalarReader:
+    """Reads numbers that were computed on a device: one copy to pinned memory, one wait for it.
+
+    Args:
+        accelerator: of the device; None: numbers are in host memory.
+    """
+
+    def __init__(self, accelerator: Accelerator | None) -> None:
+        self._accelerator = accelerator
+        self._memory: torch.Tensor | None = None
+
+    def read(self, *values: float | torch.Tensor) -> list[float]:
+        """The elements of tensors of any dtype and shape, and numbers, as numbers. Waits for all that the current
+        stream has queued, even if there is no tensor: so that what was timed on it can be read, too."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for x in values:
+            if isinstance(x, torch.Tensor):
+                by_dtype.setdefault(x.dtype, []).append(x.detach().flatten())
+        joined = {dtype: torch.cat(tensors) for dtype, tensors in by_dtype.items()}
+        host = joined if self._accelerator is None else self._copied(joined, self._accelerator)
+        left = {dtype: iter(x.tolist()) for dtype, x in host.items()}
+        found: list[float] = []
+        for x in values:
+            found += islice(left[x.dtype], x.numel()) if isinstance(x, torch.Tensor) else [float(x)]
+        return found
+
+    def _copied(
+        self, tensors: dict[torch.dtype, torch.Tensor], accelerator: Accelerator
+    ) -> dict[torch.dtype, torch.Tensor]:
+        """In pinned memory, after one wait."""
+        size = sum(_WIDEST * x.numel() for x in tensors.values())
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = accelerator.host_memory(max(size, 4 * _WIDEST))
+        host, at = dict[torch.dtype, torch.Tensor](), 0
+        for dtype, x in tensors.items():
+            host[dtype] = self._memory[at : at + x.nbytes].view(dtype)
+            host[dtype].copy_(x, non_blocking=True)
+            at += _WIDEST * x.numel()
+        event = accelerator.event()
+        event.record(accelerator.current_stream())
+        event.synchronize()
+        return host
