@@ -18,6 +18,7 @@ products by warp groups and by warps.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -155,13 +156,24 @@ class Compiler:
         }
 
 
+def content(file: Path) -> str:
+    """What a file says: of a module without comments, layout and the first lines of documentation."""
+    if file.suffix != ".py":
+        return file.read_text()
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
 def sources() -> str:
     """A digest of all that the numbers of one version of Triton depend on."""
     package, here = Path(hk.__file__).parent, Path(__file__).resolve().parent
     files = [*package.rglob("*.py"), *package.rglob("*.json"), *here.glob("*_cases.py"), Path(__file__).resolve()]
     digest = hashlib.sha256()
     for file in sorted(files):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        digest.update(f"{file.name} {content(file)}\n".encode())
     return digest.hexdigest()
 
 

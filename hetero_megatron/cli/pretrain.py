@@ -51,7 +51,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ, comma
                 from hetero_megatron.training.elastic import train_elastic
 
                 return train_elastic(config, launcher, partial(under_plan, argv, environment))
-            from hetero_megatron.training.train import train
+            with _without_collector():
+                from hetero_megatron.training.train import train
 
             return train(config, launcher, partial(_end, launcher=launcher, environment=environment))
     except (Exception, KeyboardInterrupt) as error:
@@ -96,8 +97,8 @@ def _end(error: Exception, launcher: LauncherEnvironment, environment: Mapping[s
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Disable garbage collection while plans of thousands of ranks are built: millions of small objects without cycles,
-    on which it would spend a sixth of the time."""
+    """Disable garbage collection while torch is imported, or plans of thousands of ranks are built: millions of small
+    objects without cycles, on which it would spend a sixth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

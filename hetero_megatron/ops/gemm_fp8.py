@@ -320,7 +320,7 @@ def _cases() -> Iterable[Case]:
     for name, lead, k, n, hybrid in (
         ("plain", (2, 6), 32, 24, False), ("plain, hybrid", (2, 6), 32, 24, True), ("odd", (3, 5), 17, 13, True),
         ("one", (1, 1), 1, 1, False), ("no rows", (2, 0), 8, 4, False), ("no columns", (2, 3), 8, 0, True),
-        ("several blocks", (2, 150), 300, 160, False), ("one sequence", (1, 300), 40, 24, True),
+        ("several blocks", (2, 75), 260, 144, False), ("one sequence", (1, 300), 40, 24, True),
         ("many rows", (1, 65_537), 1, 1, False),
     ):  # fmt: skip
         operands = normal(*lead, k, seed=1), normal(n, k, seed=2), normal(n, seed=3), hybrid

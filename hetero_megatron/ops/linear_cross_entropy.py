@@ -19,6 +19,7 @@ from hetero_megatron.ops.spec import (
     autograd_backward,
     normal,
     reference_forward,
+    seeded,
     wide,
 )
 from hetero_megatron.spec.flops import CHUNK_ELEMENTS, TILE
@@ -119,7 +120,7 @@ def _reference_fwd_bwd(
     leaves = [t.detach().to(kind).requires_grad_() for t in (x, weight)]
     with torch.enable_grad():
         (loss,) = definition(leaves[0], leaves[1], labels)
-        dx, dw = torch.autograd.grad(loss, leaves, dloss.to(kind))
+        dx, dw = torch.autograd.grad(seeded([loss], [dloss.to(kind)]), leaves)
     if into is not None:
         dw = into.add_(dw) if beta else into.copy_(dw)
     return loss.detach(), dx.to(x.dtype), dw

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, wide
+from hetero_megatron.ops.spec import ATEN, Bounds, Case, Kernel, OpSpec, normal, reference_forward, seeded, wide
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 TINY = 1e-20  # added to a sum of sigmoids before it divides, as in DeepSeek-V3
@@ -99,7 +99,7 @@ def _reference_backward(grad: torch.Tensor, logits: torch.Tensor, experts: torch
             chosen = chosen.softmax(-1)
         elif normalize:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + (TINY if score == "sigmoid" else 0.0))
-        return torch.autograd.grad(chosen * scale, z, grad)
+        return torch.autograd.grad(seeded([chosen * scale], [grad]), z)
 
 
 def _apart(tokens: int, experts: int, seed: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ shape that the spec names is *portable*: any provider's backward takes any provi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +160,26 @@ def reference_forward(
     return forward
 
 
+class _Seeded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return torch.empty((), device=outputs[0].device)  # nobody reads it
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.grads)
+
+
+def seeded(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A scalar to go backward from, which gives ``outputs`` the gradients ``grads``, of their shapes.
+
+    Autograd, given gradients itself, imports torch's symbolic shapes to compare two sizes, and with them SymPy: half a
+    CPU second of every process.
+    """
+    return _Seeded.apply(tuple(grads), *outputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def autograd_backward(
     definition: Callable[..., tuple[Any, ...]],
     arrange: Callable[..., tuple[Any, ...]],
@@ -182,7 +202,7 @@ def autograd_backward(
         with torch.enable_grad():
             results = definition(*args)[:num_grads]
             wanted = [args[i] for i in gradients if args[i] is not None]
-            found = iter(torch.autograd.grad(results, wanted, grads, allow_unused=True))
+            found = iter(torch.autograd.grad(seeded(results, grads), wanted, allow_unused=True))
         return tuple(None if args[i] is None else next(found) for i in gradients)
 
     return backward

@@ -15,6 +15,7 @@ import torch
 from hetero_megatron.comm import Comm, Work
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.ops.gemm import Product, WeightGradients
+from hetero_megatron.ops.spec import seeded
 from hetero_megatron.pipeline.boundary import Receive
 from hetero_megatron.pipeline.stage_work import (
     ActivationMover,
@@ -232,7 +233,7 @@ class PipelineExecutor:
                 self.activations.begin_backward(key)
             if weights is not None:
                 weights.begin_backward(action.chunk)
-            torch.autograd.backward(out, grad)
+            torch.autograd.backward(seeded([out], [grad]))
             if weights is not None:
                 weights.end_backward(action.chunk)
 

@@ -21,6 +21,10 @@ import triton.language as tl
 TABLES = Path(__file__).resolve().parent / "tables"
 # Read when the kernels are decorated, as Triton does.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+if INTERPRETED:
+    from hetero_kernels.interpreter import quicken
+
+    quicken()
 
 TRITON_DTYPES = {
     torch.float64: tl.float64,

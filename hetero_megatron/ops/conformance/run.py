@@ -18,7 +18,7 @@ from hetero_megatron.ops.gemm_fp8 import NAMES as FP8_PRODUCTS
 from hetero_megatron.ops.gemm_fp8 import bind_gemm_fp8
 from hetero_megatron.ops.grouped_gemm import bind_grouped_gemm
 from hetero_megatron.ops.registry import reference_kernel
-from hetero_megatron.ops.spec import REFERENCE, Case, Kernel, OpSpec, Signature
+from hetero_megatron.ops.spec import REFERENCE, Case, Kernel, OpSpec, Signature, seeded
 
 # Elements on each side: as many as a block of a kernel that forgot its mask stores too many.
 GUARD = 16_384
@@ -228,7 +228,7 @@ def call_trained(
         live = made[: len(spec.results) - len(spec.fixed)]
         for count in range(times):
             again = count + 1 < times
-            each = torch.autograd.grad(live, wanted, incoming, retain_graph=again, allow_unused=True)
+            each = torch.autograd.grad(seeded(live, incoming), wanted, retain_graph=again, allow_unused=True)
             found.append([torch.zeros_like(x) if g is None else g for g, x in zip(each, wanted, strict=True)])
     return [x.detach() for x in made], found, box.damage()
 
