@@ -152,7 +152,7 @@ def _parser() -> ArgumentParser:
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
         help="adaptive schedules for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
     add("--schedule-effort", type=Number(float, 1e-3, 1e6), default=SearchSpace.schedule_effort, metavar="X",
-        help="how much longer than by default such schedules are looked for (%(default)g)")  # fmt: skip
+        help="how much longer than by default better plans are looked for (%(default)g)")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
     add("--memory-margin", type=SHARE, default=CostOptions.margin, metavar="X",

@@ -33,8 +33,9 @@ def assign_owners(
     weight = dict(weights or {})
     owned: dict[str, dict[int, list[Box]]] = {name: {r: [] for r in layout.ranks} for name, layout in holders.items()}
     runs: dict[tuple[int, ...], list[tuple[str, Box]]] = {}
+    cells_of = {id(layout): refine(layout) for layout in holders.values()}  # tensors of equal layers share theirs
     for name, layout in holders.items():
-        for cell in refine(layout):
+        for cell in cells_of[id(layout)]:
             runs.setdefault(cell.holders, []).append((name, cell.box))
             for rank in cell.holders:
                 # Never quite zero: what only zero-weight ranks hold must still find an owner among them.
@@ -42,10 +43,25 @@ def assign_owners(
     for ranks, shares in _pour({r: sum(box.size for _, box in cells) for r, cells in runs.items()}, weight):
         for name, rank, box in _cut(runs[ranks], shares, whole_below):
             owned[name][rank].append(box)
+    shared = SharedLayouts()
     return {
-        name: Layout(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
+        name: shared(holders[name].shape, {r: tuple(_join(boxes)) for r, boxes in by_rank.items()})
         for name, by_rank in owned.items()
     }
+
+
+class SharedLayouts:
+    """Makes layouts, one for equal ones: of a bucket of hundreds of small tensors nearly all are, and are checked and
+    compared with others once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Layout] = {}
+
+    def __call__(self, shape: tuple[int, ...], boxes: Mapping[int, tuple[Box, ...]]) -> Layout:
+        key = shape, tuple(boxes.items())
+        if key not in self._known:
+            self._known[key] = Layout(shape, boxes)
+        return self._known[key]
 
 
 def _pour(sizes: Mapping[Ranks, int], weight: Mapping[int, float]) -> Iterator[tuple[Ranks, Shares]]:
@@ -78,31 +94,38 @@ def representatives(
         islands: disjoint groups of ranks that together are all holders.
     """
     boxes_of: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in holders}
+    shared = SharedLayouts()
     for island in islands:
-        rest = {}
+        rest, known = {}, dict[tuple[int, int], Layout]()
         for name, layout in holders.items():
-            # Ranks that hold the same lack the same: found once for all of them, of hundreds.
-            owned = _join([box for rank in island for box in owners[name].of(rank)])
-            kinds = {layout.of(r) for r in island}
-            left = {held: tuple(x for box in held for x in _without(box, owned)) for held in kinds}
-            rest[name] = Layout(layout.shape, {r: left[layout.of(r)] for r in island})
+            key = id(layout), id(owners[name])
+            if key not in known:
+                # Ranks that hold the same lack the same: found once for all of them, of hundreds.
+                owned = _join([box for rank in island for box in owners[name].of(rank)])
+                kinds = {layout.of(r) for r in island}
+                left = {held: tuple(x for box in held for x in _without(box, owned)) for held in kinds}
+                known[key] = Layout(layout.shape, {r: left[layout.of(r)] for r in island})
+            rest[name] = known[key]
         for name, layout in assign_owners(rest, whole_below=whole_below).items():
             for rank in island:
                 boxes_of[name][rank] = (*owners[name].of(rank), *layout.of(rank))
-    return {name: Layout(holders[name].shape, boxes) for name, boxes in boxes_of.items()}
+    return {name: shared(holders[name].shape, boxes) for name, boxes in boxes_of.items()}
 
 
 def crossing_elements(
     holders: Mapping[str, Layout], owners: Mapping[str, Layout], islands: Sequence[Sequence[int]]
 ) -> int:
     """Elements that go from holders in one island to owners in another, one for each holder; the owners are holders."""
+    pairs = [(layout, owners[name]) for name, layout in holders.items()]
+    equal = Counter((id(layout), id(own)) for layout, own in pairs)
+    different = {(id(layout), id(own)): (layout, own) for layout, own in pairs}
     total = 0
     for island in islands:
-        for name, layout in holders.items():
-            owned = _join([box for rank in island for box in owners[name].of(rank)])
+        for key, (layout, own) in different.items():
+            owned = _join([box for rank in island for box in own.of(rank)])
             for held, count in Counter(map(layout.of, island)).items():
                 inside = (x.size for box in held for o in owned if (x := box.intersect(o)))
-                total += count * (sum(box.size for box in held) - sum(inside))
+                total += equal[key] * count * (sum(box.size for box in held) - sum(inside))
     return total
 
 

@@ -18,6 +18,8 @@ class SearchOptions:
     """Args:
         dtype: of weights and activations.
         time_limit: seconds after which the best plan found so far is returned; None: no limit.
+        work: up to 64 chips, what a search that has a plan may do in all without a time limit, in actions of schedules
+            (:class:`SearchWork`); at least ``LEAST_WORK`` of it for further schedules.
         top: number of best templates that are timed by the step simulator.
         space: the choices that plans may make.
         costs: assumptions of the cost model.
@@ -25,6 +27,7 @@ class SearchOptions:
 
     dtype: str = "bf16"
     time_limit: float | None = None
+    work: float = 1_600_000
     top: int = 6
     space: SearchSpace = SearchSpace()
     costs: CostOptions = CostOptions()

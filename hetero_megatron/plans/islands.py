@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -252,11 +252,14 @@ def hop_elements(hop: Hop) -> dict[tuple[int, int], int]:
 
 def _hop_pairs(hop: Hop) -> tuple[IntArray, IntArray, IntArray]:
     """(source, target, elements) of every pair of ranks that exchanges something in a hop."""
-    parts = [
-        reduction_elements(layout.only(ranks), hop.targets[name].only(ranks))
-        for ranks in hop.groups
-        for name, layout in hop.sources.items()
-    ]
+    layouts = [(layout, hop.targets[name]) for name, layout in hop.sources.items()]
+    equal = Counter((id(source), id(target)) for source, target in layouts)
+    different = {(id(source), id(target)): (source, target) for source, target in layouts}
+    parts = []
+    for ranks in hop.groups:
+        for key, (source, target) in different.items():
+            *ends, elements = reduction_elements(source.only(ranks), target.only(ranks))
+            parts.append((*ends, equal[key] * elements))
     src, dst, elements = (np.concatenate(columns) for columns in zip(*parts))
     width = int(dst.max(initial=0)) + 1
     pairs, which = np.unique(src * width + dst, return_inverse=True)

@@ -60,6 +60,8 @@ def matches(pattern: str, name: str, field: str, where: str = "") -> bool:
         return regex.fullmatch(pattern, name, timeout=SECONDS) is not None
     except regex.error as error:
         problem, accepted = f"is no regular expression ({error})", "one that Python reads"
+    except (RecursionError, OverflowError):
+        problem, accepted = "is nested too deep, or repeats too often", "a simpler one"
     except TimeoutError:
         problem, accepted = f"takes longer than {SECONDS:g} s on the name {name}", "one without repeats inside repeats"
     raise UserError(problem, field=field, value=pattern, accepted=accepted, where=where)

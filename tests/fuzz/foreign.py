@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import mutate
+from tests.fuzz import mutate, planning
 
 PROMPT, NEW = "the quick brown", 6
 ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
@@ -21,6 +21,7 @@ _PLAUSIBLE: tuple[Any, ...] = (
     "olora", "gaussian", "eva", "loftq", "pissa_niter_4", ["q_proj"], {"q_proj": 4}, {"q_proj": 2}, {"v_proj": 8},
     ".*q_proj", r".*layers\.0\..*[qv]_proj", {r"layers\.1.*": 4}, [0], [1, 0], "layers", ["layers", "h"],
     "all-linear", "none", "all", "quantized", "dynamic", list(range(0, 300, 2)), "ing", ["he", "\\n"],
+    *planning.HOSTILE,
 )  # fmt: skip
 
 
@@ -54,8 +55,44 @@ def make_base(folder: Path) -> None:
 def adapter(rng: random.Random, folder: Path, base: Path) -> list[str]:
     shutil.copytree(base / "adapter", folder / "adapter")
     path = folder / "adapter" / ADAPTER
+    if rng.random() < 0.5:
+        _write_sites(rng, folder / "adapter", base / "model")
+        if rng.random() < 0.6:  # as peft wrote it
+            return [*_words(base / "model"), "--load-adapter", str(folder / "adapter")]
     _change(rng, path, json.loads(path.read_text()), _keys_of_adapters())
     return [*_words(base / "model"), "--load-adapter", str(folder / "adapter")]
+
+
+def _write_sites(rng: random.Random, folder: Path, base: Path) -> None:
+    """An adapter of some places only, with ranks and alphas of their own, written by peft; unless peft refuses it."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(rng.randrange(100))
+    chosen: dict[str, Any] = {"target_modules": rng.choice((
+        ["q_proj", "down_proj"], "all-linear", r".*layers\.1\..*(q|o)_proj", r".*\.(k|v)_proj", ["mlp.up_proj"],
+        ["layers.0.self_attn.o_proj", "v_proj"], r"(model\.)?layers\.[01]\.mlp\.(gate|up)_proj",
+        ["gate_proj", "o_proj"],
+    ))}  # fmt: skip
+    more: dict[str, tuple[Any, ...]] = {
+        "layers_to_transform": ([0], [1], 1, [0, 1]), "layers_pattern": ("layers", ["layers", "h"]),
+        "exclude_modules": (["v_proj"], r".*layers\.0\..*", ["layers.1.self_attn.q_proj"], "q_proj"),
+        "rank_pattern": ({"q_proj": 2}, {r"layers\.1\..*": 3}, {"^model.layers.0.self_attn.q_proj": 1, "q_proj": 6}),
+        "alpha_pattern": ({"q_proj": 3}, {"o_proj": 1, "layers.0.mlp.up_proj": 9}), "use_rslora": (True,),
+        "use_dora": (True,), "bias": ("none",), "fan_in_fan_out": (False,), "lora_alpha": (1, 16), "r": (1, 5),
+    }  # fmt: skip
+    chosen |= {key: rng.choice(values) for key, values in more.items() if rng.random() < 0.3}
+    try:
+        adapted = peft.get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(task_type="CAUSAL_LM", **chosen)
+        )
+    except ValueError:
+        return
+    for name, param in adapted.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            torch.nn.init.normal_(param, 0, 0.3)
+    adapted.save_pretrained(folder)
 
 
 def generation(rng: random.Random, folder: Path, base: Path) -> list[str]:

@@ -21,12 +21,14 @@ from hetero_megatron.planner.template.device_pool import DevicePool, make_pool
 from hetero_megatron.planner.template.node_classes import NodeClasses, StageId, chips_key, node_classes
 from hetero_megatron.planner.template.placement import PlacedTemplate, place
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
+from hetero_megatron.planner.time_budget import SearchWork
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkKind
 from hetero_megatron.utils.cached_method import cached_by, cached_method, share_results
 
 DEPTH, LARGE_DEPTH, LARGE = 48, 32, 512  # most micro-batches in flight (and stages); the same above LARGE chips
 LEAST_DEPTH = 16  # on few chips or with few layers
+SCORED = 1_750  # work of a score, in the time of an action of a schedule
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,14 @@ class StepEnds:
 
 class TemplateScorer(PipelineScorer):
     """Estimates step times of templates over one pool. Placements of equal stages and times of equal stages and
-    pipelines are cached."""
+    pipelines are cached. ``work``: what the search does that this scorer is of."""
 
-    def __init__(self, tables: StageTables, pool: DevicePool, like: TemplateScorer | None = None) -> None:
+    def __init__(
+        self, tables: StageTables, pool: DevicePool, like: TemplateScorer | None = None, work: SearchWork | None = None
+    ) -> None:
         """Args:
             like: a scorer over the same groups and costs, whose times and needs of stages can be shared."""
+        self.work = work or SearchWork()
         super().__init__(tables, pool)
         if like is not None:
             share_results(like, self, "stage", "pipeline_seconds", "needs")
@@ -83,15 +88,15 @@ class TemplateScorer(PipelineScorer):
 
     def for_pool(self, pool: DevicePool, offload: frozenset[str] | None = None) -> TemplateScorer:
         """A scorer over other chips, or with the optimizers of these chip types in host memory."""
-        return TemplateScorer(self.tables.for_pool(pool, offload=offload), pool)
+        return TemplateScorer(self.tables.for_pool(pool, offload=offload), pool, work=self.work)
 
     def offloading(self, chips: frozenset[str]) -> TemplateScorer:
         """A scorer over the same chips with the optimizers of these chip types in host memory."""
-        return TemplateScorer(self.tables.for_pool(self.pool, offload=chips), self.pool, like=self)
+        return TemplateScorer(self.tables.for_pool(self.pool, offload=chips), self.pool, self, self.work)
 
     def lending(self) -> TemplateScorer:
         """A scorer over the same chips by which other pipelines may own all optimizer states of a stage."""
-        return TemplateScorer(self.tables.lending(), self.pool)
+        return TemplateScorer(self.tables.lending(), self.pool, work=self.work)
 
     def score(self, template: PlanTemplate, limit: float = math.inf) -> TemplateScore | None:
         """The score, or None when the TP groups do not pack into the nodes; ``limit``: for slower steps a lower bound
@@ -109,6 +114,7 @@ class TemplateScorer(PipelineScorer):
 
     def _score(self, template: PlanTemplate, classes: NodeClasses, limit: float = math.inf) -> TemplateScore:
         self.evaluated += 1
+        self.work.add(SCORED)
         by_part = [
             max(
                 self.pipeline_seconds(part.shape, part.num_micro_batches, template.schedule, near) for near in rows

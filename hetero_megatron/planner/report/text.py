@@ -50,6 +50,8 @@ def format_plan(summary: Summary) -> str:
         f"  found in {result.seconds:.2f} s, {plural(result.evaluated, 'plan')} evaluated exactly"
         + ("" if result.complete else "; cut short, the best so far"),
     ]
+    if result.work_ended:
+        lines.append("  better plans were looked for until the effort was used up: --schedule-effort 4 looks further")
     lines += format_dtypes(found)
     lines += _schedule_lines(summary)
     lines += _cost_lines(summary)
@@ -321,6 +323,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "report_seconds": summary.seconds,
         "evaluated": result.evaluated,
         "complete": result.complete,
+        "work_ended": result.work_ended,
         "assumed_rates": list(found.assumed),
     }
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import ChipStructure, Ranks, structures
-from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulated_plan
+from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulated_plan, simulation_work
 from hetero_megatron.planner.shares import min_max_shares
 from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.plans import Plan, validate
@@ -86,7 +86,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
                 outcome.faster = bound < best
                 if not outcome.faster or outcome.tried == self.most:
                     break
-                if best < math.inf and budget.over():
+                if best < math.inf and (budget.over() or self.scorer.work.over()):
                     return outcome
                 outcome.tried += 1
                 plan = self.best_plan(structure, best)
@@ -112,6 +112,7 @@ class ConcreteSearch(ABC, Generic[Structure]):
         """
         plan = with_islands_where_quick(with_dtypes(plan, self.costs), self.model, self.cluster)
         validate(plan, self.model, self.cluster, dtype=self.costs.dtype)
+        self.scorer.work.add(simulation_work(plan))
         return plan
 
     def predict(self, plan: Plan) -> Prediction:

@@ -33,7 +33,7 @@ from hetero_megatron.planner.search.incumbent import (
 from hetero_megatron.planner.search.infeasible import no_room, refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
-from hetero_megatron.planner.search.schedule_search import ScheduleSearch
+from hetero_megatron.planner.search.schedule_search import FEW, ScheduleSearch
 from hetero_megatron.planner.search.small_clusters import SmallClusters
 from hetero_megatron.planner.search.uniform import UniformSeeds
 from hetero_megatron.planner.template.device_pool import DevicePool
@@ -52,7 +52,7 @@ class SearchResult:
     ranked: the best templates by estimate, simulated or not; by_groups: the best on each set of node groups.
     seconds: duration of the search.
     evaluated: number of scored templates; rejected: numbers of rejected ones by reason.
-    complete: nothing was cut short by the time limit or Ctrl-C.
+    complete: nothing was cut short by the time limit or Ctrl-C; work_ended: it may find better plans with more effort.
     method: "programs" or "islands".
     context: outcome of trying context groups; context_tried: whether they were tried.
     offload_tried: plans with optimizers in host memory were considered.
@@ -81,6 +81,7 @@ class SearchResult:
     by_groups: tuple[PlanTemplate, ...] = ()
     alone: dict[str, SearchResult | UserError] = field(default_factory=dict)
     parts: str = ""
+    work_ended: bool = False
 
 
 def search(
@@ -115,10 +116,13 @@ def search(
 def _search_all(
     problem: PlanningProblem, scorer: TemplateScorer, budget: TimeBudget, progress: Progress | None
 ) -> SearchResult:
+    if problem.options.time_limit is None and scorer.pool.chips <= FEW:
+        scorer.work.most = scorer.work.done + problem.options.work * problem.space.schedule_effort
     result = _search(problem, scorer, budget, progress)
     with budget.catching():
         result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
     result.complete = result.complete and not budget.cut
+    result.work_ended = scorer.work.cut
     return result
 
 

@@ -29,6 +29,7 @@ from hetero_megatron.utils.text import plural
 
 WINDOW = 1.01  # templates are simulated if they are within this of the best: both mostly agree to 0.5 %
 SMALL = 256  # chips, up to which simulation takes next to no time
+SIMULATED, SIMULATED_RANK = 7_500, 1_650  # work of a simulation, and of each rank in it
 Progress = Callable[[str], None]
 Row = tuple[float, int, PlanTemplate]  # (estimated seconds, number of the offer, template)
 
@@ -204,6 +205,11 @@ def simulate_best(
     return sorted(found, key=lambda plan: plan.step_seconds)
 
 
+def simulation_work(plan: Plan) -> int:
+    """Of its simulation, in the time of an action of a schedule."""
+    return SIMULATED + SIMULATED_RANK * len(plan.ranks)
+
+
 def placed_plan(placed: PlacedTemplate, problem: PlanningProblem, scorer: TemplateScorer) -> Plan:
     """The plan of a placed template, without islands."""
     return with_dtypes(to_plan(placed, problem.cluster, problem.seq_length, problem.model.num_heads), scorer.costs)
@@ -218,5 +224,6 @@ def simulate_template(template: PlanTemplate, problem: PlanningProblem, scorer: 
     plan = placed_plan(placed, problem, scorer)
     plan = with_islands_where_quick(plan, model, cluster)
     validate(plan, model, cluster, dtype=problem.dtype)
+    scorer.work.add(simulation_work(plan))
     prediction = predict(plan, model, cluster, problem.dtype, scorer.costs)
     return SimulatedPlan(plan, cluster, template, prediction, placed.idle)

@@ -27,6 +27,7 @@ INFEASIBLE, FORBIDDEN = -1e5, -1e7
 Bounds = tuple[float, dict[int, float]]  # seconds of pipelines over (the whole budget, by group over that group alone)
 RATIO, GRID = 1.06, 44
 BLOCK = 11  # taus solved at once
+SOLVED = 250  # cells that are filled in the time of an action of a schedule
 # Allowed numbers of consecutive stages of one group.
 RUNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
@@ -207,6 +208,9 @@ class LayersProgram:
         """
         masks = [mask for mask in self.masks() if any(not mask & ~row for row in within)]
         groups = [g for g in range(len(self.budget)) if 1 << g in masks]
+        cells = len(steps) * (self.depth + 1) ** 2
+        ways = sum(len(self.options[g]) for g in groups) + 2 * sum(mask.bit_count() for mask in masks)
+        self.inputs.scorer.work.add(cells * ways / SOLVED)
         matrices = self.matrices(steps, groups)
         start = np.full((2, len(steps), self.depth + 1), INFEASIBLE, np.float32)
         start[:, :, 0] = 0.0

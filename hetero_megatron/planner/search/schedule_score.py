@@ -42,11 +42,11 @@ class _ChunkWork:
 
 
 class ScheduleScorer:
-    """Estimates templates under schedules made for them. ``work``: done so far, in the time that one action takes."""
+    """Estimates templates under schedules made for them."""
 
     def __init__(self, scorer: TemplateScorer) -> None:
         self.scorer, self.tables, self.costs = scorer, scorer.tables, scorer.costs
-        self.work = 0
+        self.work = scorer.work
 
     def estimate(
         self, template: PlanTemplate, chunks: int, effort: int, limit: float = math.inf, rules: Rules = ()
@@ -60,7 +60,7 @@ class ScheduleScorer:
             rules: of a similar template, tried first.
         """
         nothing = math.inf, Rules()
-        self.work += PRICED
+        self.work.add(PRICED)
         ends = None if not _can_have(template, chunks) else self.scorer.ends(template)
         if ends is None:
             return nothing
@@ -91,11 +91,11 @@ class ScheduleScorer:
         if isinstance(times, PipelineTimes):
             own = rule if isinstance(rule, ListRule) else None
             seconds, found, actions = adaptive_seconds(times, count, effort, own)
-            self.work += actions
+            self.work.add(actions)
             return seconds, found
         known = rule if isinstance(rule, ChunkRule) else None
         seconds, best, actions = adaptive_chunks_seconds(times, count, effort, known)
-        self.work += CHUNKED * actions
+        self.work.add(CHUNKED * actions)
         return seconds, best
 
     def _saved(self, shape: PipelineTemplate) -> float:

@@ -19,10 +19,11 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.chip_structures import Structure, pipelines_of_each_structure, structure
 from hetero_megatron.planner.search.incumbent import Incumbent, SimulatedPlan, simulate_template
 from hetero_megatron.planner.search.local_search import climb, inner_replicas_as_pipelines, shapes_near
-from hetero_megatron.planner.search.schedule_score import Rules, ScheduleScorer
-from hetero_megatron.planner.search.schedule_times import least_of_times, pipeline_times, without_context
+from hetero_megatron.planner.search.schedule_score import CHUNKED, Rules, ScheduleScorer
+from hetero_megatron.planner.search.schedule_times import pipeline_times, without_context
 from hetero_megatron.planner.template.plan_template import PipelineReplicas, PipelineTemplate, PlanTemplate
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.planner.time_budget import SearchWork
 from hetero_megatron.plans import Plan, supports, validate
 from hetero_megatron.plans.program import ADAPTIVE
 from hetero_megatron.predictor.cost.layer_cost import CostModel
@@ -43,6 +44,8 @@ FIRST = 0.12  # of that with one chunk, before it is known which plan is the fas
 TRIED, CHUNKED_TRIED = 12_000, 6_000  # the same for an estimate
 CLIMBING, CHUNKED_CLIMBING = 4_000, 3_000  # and where the rules of a similar template are known
 WORK, OTHER_WORK, CHUNKED_WORK = 300_000, 120_000, 200_000  # of climbing, in actions timed: from the best, from others
+LEAST_WORK = 5 / 8  # of what a search may do in all, which is left for this, however much was done before
+KEPT = 5 / 32  # of the same, for the simulation of the best and their schedules
 MOST_MOVES, LEAST_GAIN = 2_000, 1e-6
 STRUCTURES, SETS, OTHERS = 12, 6, 3  # that are tried: structures, sets of node groups; those climbed from
 SETS_BESIDE = 3  # further sets of node groups that are climbed from
@@ -74,10 +77,12 @@ class ScheduleSearch:
             return True
         if not supports("schedule.adaptive"):
             return True
+        work = incumbent.scorer.work
+        work.most = max(work.most, work.done + LEAST_WORK * problem.options.work * space.schedule_effort)
         starts = [p for p in incumbent.plans if any(len(pipeline.stages) > 1 for pipeline in p.plan.pipelines)]
         for start in starts[:STARTS]:
             for chunks in (1, *CHUNKS) if not start.template.parts else ():
-                if incumbent.should_stop():
+                if incumbent.should_stop() or work.over():
                     return False
                 self._try(start, chunks, 1.0, problem, incumbent)
         templates = [start.template for start in starts[:STARTS] if start.template.parts]
@@ -89,41 +94,42 @@ class ScheduleSearch:
         """The best by estimate: of ``starts``, of those on other sets of node groups and of other structures, and of
         what climbing from the best of them finds."""
         scorer, effort = ScheduleScorer(incumbent.scorer), problem.space.schedule_effort
+        kept = KEPT * problem.options.work * effort
         tried, found, limit = {structure(x) for x in starts}, list[_Candidate](), math.inf
         others = itertools.chain(
             ([x] for x in starts), self._on_other_groups(incumbent),
             self._untried(problem, incumbent, NEAR * incumbent.plans[0].step_seconds, tried),
         )  # fmt: skip
         for templates in others:
-            if incumbent.should_stop():
+            if incumbent.should_stop() or (found and scorer.work.over(kept)):
                 break
             rows = [_estimate(scorer, x, 1, effort, limit) for x in templates]
             found += [x for x in rows if x.seconds < math.inf]
             limit = NEAR * min((x.seconds for x in found), default=math.inf)
         best, cut = list[_Candidate](), list[_Candidate]()
         climbed = [x for x in _unlike(found)[:OTHERS] if x.seconds < limit]
-        for i, start in enumerate([*climbed, *self._on_sets_beside(climbed, scorer, effort, incumbent)]):
-            if best and _least_seconds(start.template, scorer.scorer) >= min(best).seconds:
+        for i, start in enumerate([*climbed, *self._on_sets_beside(climbed, scorer, effort, kept, incumbent)]):
+            if best and (scorer.work.over(kept) or _least_seconds(start.template, scorer.scorer) >= min(best).seconds):
                 continue
             made = self._climbed(start, scorer, problem, incumbent, OTHER_WORK if i else WORK)
             if best and made.seconds < min(best).seconds:
                 made = self._climbed(made, scorer, problem, incumbent, WORK - OTHER_WORK)
             best.append(made)
             near = NEAR * min(best).seconds
-            also = CHUNKS if made is min(best) else CHUNKS[:1]
-            cut += [_estimate(scorer, made.template, n, effort, near) for n in also]
+            chunks = [n for n in (CHUNKS if made is min(best) else CHUNKS[:1]) if not scorer.work.over(kept)]
+            cut += [_estimate(scorer, made.template, n, effort, near) for n in chunks]
         if cut and min(cut).seconds < NEAR * min(best).seconds:
             best.append(self._climbed(min(cut), scorer, problem, incumbent, CHUNKED_WORK))
         return sorted(best)
 
     def _on_sets_beside(
-        self, known: Sequence[_Candidate], scorer: ScheduleScorer, effort: float, incumbent: Incumbent
+        self, known: Sequence[_Candidate], scorer: ScheduleScorer, effort: float, kept: float, incumbent: Incumbent
     ) -> Iterator[_Candidate]:
         """The template on each of a few other sets of node groups than ``known`` are on, however slow it seems before
         climbing: fewer chips may be faster than all of them, once their schedule is theirs."""
         sets = {_node_groups(x.template) for x in known}
         for (template,) in self._on_other_groups(incumbent):
-            if len(sets) >= len(known) + SETS_BESIDE or incumbent.should_stop():
+            if len(sets) >= len(known) + SETS_BESIDE or incumbent.should_stop() or scorer.work.over(kept):
                 return
             if _node_groups(template) not in sets:
                 sets.add(_node_groups(template))
@@ -136,12 +142,16 @@ class ScheduleSearch:
         start: _Candidate, scorer: ScheduleScorer, problem: PlanningProblem, incumbent: Incumbent, work: int
     ) -> _Candidate:
         """The best of other templates, tried with so much work at most."""
-        best, space, most = start, problem.space, scorer.work + int(work * problem.space.schedule_effort)
+        best, space, all_done = start, problem.space, scorer.work
+        kept = KEPT * problem.options.work * space.schedule_effort
+        most = all_done.done + work * space.schedule_effort
 
         def improves(template: PlanTemplate) -> bool:
             nonlocal best
             limit = best.seconds * (1 - LEAST_GAIN)
-            if scorer.work >= most or incumbent.should_stop() or _least_seconds(template, scorer.scorer) >= limit:
+            if all_done.done >= most or all_done.over(kept) or incumbent.should_stop():
+                return False
+            if _least_seconds(template, scorer.scorer) >= limit:
                 return False
             found = _estimate(scorer, template, best.chunks, space.schedule_effort, limit, best.rules)
             if found.seconds < limit:
@@ -159,11 +169,11 @@ class ScheduleSearch:
 
     def _try_best(self, best: Sequence[_Candidate], problem: PlanningProblem, incumbent: Incumbent) -> bool:
         """Simulate the best candidates; False where the incumbent said to stop."""
-        fastest: tuple[SimulatedPlan, int] | None = None
+        fastest, work = None, incumbent.scorer.work
         for i, candidate in enumerate(best):
             if fastest is not None and (i >= SIMULATED or candidate.seconds > WITHIN * best[0].seconds):
                 break
-            if incumbent.should_stop():
+            if incumbent.should_stop() or (i and work.over()):
                 return False
             start = simulate_template(candidate.template, problem, incumbent.scorer)
             if start is None:
@@ -183,7 +193,7 @@ class ScheduleSearch:
         """Whether a plan is the fastest under a schedule made for it; ``effort``: the part of what may be taken."""
         costs, cut = incumbent.scorer.costs, start.plan if chunks == 1 else interleaved(start.plan, chunks)
         most = effort * problem.space.schedule_effort * (EFFORT if chunks == 1 else CHUNKED_EFFORT)
-        made = None if cut is None else adapted(cut, start.prediction, costs, int(most))
+        made = None if cut is None else adapted(cut, start.prediction, costs, int(most), incumbent.scorer.work)
         found = None if made is None else _simulated(start, made, problem, costs)
         if found is None or found.step_seconds >= incumbent.plans[0].step_seconds:
             return False
@@ -313,21 +323,19 @@ def interleaved(plan: Plan, chunks: int) -> Plan | None:
 
 
 def adapted(
-    plan: Plan, prediction: Prediction, costs: CostModel, effort: int = EFFORT, limit: float = math.inf
+    plan: Plan, prediction: Prediction, costs: CostModel, effort: int = EFFORT, work: SearchWork | None = None
 ) -> Plan | None:
     """The plan with a schedule made for each of its pipelines; None where it stays 1F1B, or interleaved 1F1B.
 
     Args:
         prediction: of the plan under 1F1B; for one with several chunks, before its layers were cut.
         effort: actions that may be timed for each pipeline.
-        limit: seconds of a step; None also where it seems to take longer, by the schedules' own seconds and what the
-            step has beside them under 1F1B: an estimate.
+        work: of the search that this is part of, which has so much left at most; None: of its own.
     """
-    prices = StageCosts(plan, costs)
+    prices, work = StageCosts(plan, costs), work or SearchWork()
     if not without_context(plan):
         return None
     known: dict[PipelineTimes | ChunkedTimes, tuple[str, ...]] = {}
-    limit -= sum(prediction.parts[x] for x in ("jitter", "optimizer", "parameters"))
     pipelines, tails = [], _tails(prediction, plan, prices)
     for pipeline in plan.pipelines:
         priced = prices.of(pipeline)
@@ -337,14 +345,13 @@ def adapted(
         if times not in known:
             if len(known) == MOST_PIPELINES:
                 return None
-            if least_of_times(times, pipeline.num_micro_batches) > limit:
-                return None
+            each, count = 1 if isinstance(times, PipelineTimes) else CHUNKED, pipeline.num_micro_batches
+            most = int(min(effort, work.left() / each))
             found = (
-                search_adaptive(times, pipeline.num_micro_batches, effort) if isinstance(times, PipelineTimes)
-                else search_adaptive_chunks(times, pipeline.num_micro_batches, effort)
+                search_adaptive(times, count, most) if isinstance(times, PipelineTimes)
+                else search_adaptive_chunks(times, count, most)
             )  # fmt: skip
-            if found.seconds > limit:
-                return None
+            work.add(each * found.timed_actions)
             known[times] = stored_orders(found.schedule) if found.schedule.name == ADAPTIVE else ()
         pipelines.append(replace(pipeline, orders=known[times]))
     return replace(plan, schedule=ADAPTIVE, pipelines=tuple(pipelines)) if any(known.values()) else None

@@ -28,7 +28,7 @@ class SearchSpace:
         shares: pipelines may own unequal shares of the optimizer states where memory is tight (small clusters only).
         context: auto (for long sequences, or where nothing fits otherwise) | always | never: stages of context groups.
         more_schedules: auto (up to 64 chips) | always | never: the best plans are also tried under adaptive schedules.
-        schedule_effort: how much longer than by default such schedules are looked for.
+        schedule_effort: how much longer than by default such schedules and better plans are looked for.
         offload: auto (where nothing fits otherwise) | always | never: optimizers in host memory.
     """
 
