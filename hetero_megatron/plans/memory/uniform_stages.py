@@ -66,7 +66,7 @@ class UniformStageMemory:
         cut, saved = (tp, layers, embed, head), int(layers * self.saved_per_layer(tp))
         held, trained = self.held(*cut), self.trained(*cut)
         found = state_bytes(held, owned, self.item, self.moments, trained, saved)
-        if not self.muon:
+        if not self.muon or not trained:  # an embedding alone, beside adapters, trains nothing
             return found
         matrices = owned * layers * self._matrices_per_layer(tp) / trained
         copies = self.item if tp > 1 and self.item != 2 else 0

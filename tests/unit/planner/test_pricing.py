@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from hetero_megatron.planner.template.plan_template import (
 )
 from hetero_megatron.plans import plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.rates import NUMBERS
@@ -337,3 +339,16 @@ def test_every_term_of_memory_is_the_same_in_estimate_and_prediction() -> None:
         after = _bytes_over(**changes)
         assert after != before, f"{name} does not matter"
         assert all(estimate == exact for estimate, exact in after), name
+
+
+def test_stages_that_train_nothing_have_states_too() -> None:
+    """Beside adapters an embedding or a head alone, under every optimizer."""
+    for base_dtype in (None, "int8"):
+        spec = adapted(MODEL, Lora(8, 8.0, all_linear(MODEL.gated), base_dtype=base_dtype))
+        for muon, moments, tp, layers in itertools.product((False, True), (1, 2), (1, 2), (0, 1, 2)):
+            memory = UniformStageMemory(spec, 2, moments, muon=muon)
+            for ends in itertools.product((False, True), repeat=2):
+                trained = memory.trained(tp, layers, *ends)
+                assert (trained == 0) == (layers == 0)
+                weights, grads, states = memory.states(tp, layers, *ends, trained)
+                assert min(weights, grads, states) >= 0 and (states == 0) == (trained == 0)
