@@ -127,13 +127,13 @@ def test_memory_of_device_and_host_is_the_formula(way: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("schedule", quick(["zero-bubble", "gpipe"], ["zero-bubble"]))
 def test_memory_where_operands_wait_or_contexts_meet(schedule: str, tmp_path: Path) -> None:
-    """Host memory is exact; the device's is within what it is without offload, or above."""
+    """Host memory is exact; the device's is short of a dry run by no more than without offload."""
     for context in (False, True):
         args = ("elementwise", OFFLOAD[0], schedule, context)
         ((peak, total, *_),) = peaks(tmp_path, "elementwise", None, schedule, context, ranks=(0,))
         ((less, estimate, host, known),) = peaks(tmp_path, *args, ranks=(0,))
         assert host == known > 0 and less < peak, (schedule, context)
-        assert estimate / less >= 0.99 * total / peak, (schedule, context)
+        assert less - estimate <= max(peak - total, 0) + 0.01 * less, (schedule, context)
 
 
 ALL = {"activations": {"offload": "all"}}
