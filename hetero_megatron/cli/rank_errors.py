@@ -28,10 +28,7 @@ def end_rank(error: BaseException, launcher: LauncherEnvironment, environment: M
     if isinstance(error, KeyboardInterrupt):
         print("error: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
-    if (refusal := out_of_memory(error, launcher.rank)) is not None:
-        say_error(str(refusal), environment)
-        return USER_ERROR
-    if (refusal := compiler_failed(error)) is not None:
+    if (refusal := out_of_memory(error, launcher.rank) or compiler_failed(error)) is not None:
         say_error(str(refusal), environment)
         return USER_ERROR
     if not is_lost_peer(error):

@@ -76,18 +76,18 @@ class Adapters:
 
         assert self.config.save_hf is not None
         base = self.spec.base
-        rank, params = runtime.comm.rank, dict(runtime.stage_model.module.named_parameters())
-        held = BaseWeights(params, runtime.stage_model.scales, runtime.stage_model.dtype)
+        rank, built = runtime.comm.rank, runtime.stage_model
+        held = BaseWeights(dict(built.module.named_parameters()), built.scales, built.dtype)
         buckets = CompiledPlan(runtime.here.plan, base).buckets
         owners = {
             name: layout.of(rank) for b in buckets for name, layout in b.owners.items() if rank in layout.ranks
         }
-        gains = runtime.stage_model.row_norms.gains() if runtime.stage_model.row_norms is not None else {}
+        gains = built.row_norms.gains() if built.row_norms is not None else {}
         pieces = runtime.divided.owned() if runtime.divided is not None else ()
         apart = runtime.divided.names if runtime.divided is not None else ()
         whole = {name: boxes for name, boxes in owners.items() if name not in apart}
         owned = chain(
-            merged(self.spec, held, runtime.stage_model.boxes, whole, gains), merged_pieces(self.spec, held, pieces)
+            merged(self.spec, held, built.boxes, whole, gains), merged_pieces(self.spec, held, pieces)
         )
         return save_hf(self.config.save_hf, base, owned, dtypes, runtime.world, along)
 
