@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,11 +155,6 @@ def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict
     return found
 
 
-def sharding_stages(plan: Plan) -> dict[int, Stage]:
-    """By rank, its stage, of stages that divide their weights."""
-    return {rank: stage for stage in plan.stages if stage.weights is not None for rank in stage.ranks}
-
-
 def owner_weights(plan: Plan) -> dict[int, float]:
     """By rank, how much it owns relative to other holders of the same tensors."""
     weights = {rank: float(s.optimizer.share) for s in plan.stages for rank in s.ranks}
@@ -194,7 +189,7 @@ def make_buckets(
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known;
     ``muon``: matrices have whole owners."""
     holders = tensor_holders(plan, spec) if holders is None else holders
-    sharding = sharding_stages(plan) if spec.lora is None else {}
+    sharding = plan.sharding_stages if spec.lora is None else {}
     if muon:
         from hetero_megatron.plans.matrices import in_order, matrix_owners
     buckets = list[Bucket]()
@@ -235,7 +230,7 @@ def _apart(plan: Plan, holders: Mapping[str, Layout]) -> list[Mapping[str, Layou
 def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | None = None) -> tuple[Bucket, ...]:
     """Of the frozen weights that stages divide, which are gathered, and never change; ``holders``: of the tensors, if
     known."""
-    sharding = sharding_stages(plan)
+    sharding = plan.sharding_stages
     if spec.lora is None or not sharding:
         return ()
     holders = tensor_holders(plan, spec) if holders is None else holders
@@ -338,11 +333,6 @@ def _owners(
     return {name: like.on_ranks(ranks) for name, like in zip(held, known[key].values(), strict=True)}
 
 
-def islands_of(plan: Plan, ranks: Sequence[int]) -> Islands:
-    """``ranks`` by island; a rank that the plan puts in none is one by itself."""
-    return split_by_island(plan.islands, ranks)
-
-
 def island_layouts(
     holders: Mapping[str, Layout], owners: Mapping[str, Layout], islands: Sequence[tuple[int, ...]], whole_below: int
 ) -> dict[str, Layout] | None:
@@ -351,18 +341,12 @@ def island_layouts(
         return None
     middle = representatives(holders, owners, islands, whole_below)
     direct = crossing_elements(holders, owners, islands)
-    return middle if _representing(middle, owners) < (1 - WORTH_A_HOP) * direct else None
+    return middle if represented_elements(middle, owners) < (1 - WORTH_A_HOP) * direct else None
 
 
-def _representing(middle: Mapping[str, Layout], owners: Mapping[str, Layout]) -> int:
+def represented_elements(middle: Mapping[str, Layout], owners: Mapping[str, Layout]) -> int:
     """Elements that cross between islands by way of ``middle``: all that an island's ranks represent and do not own."""
     return sum(int(layout.counts().sum() - owners[name].counts().sum()) for name, layout in middle.items())
-
-
-def bucket_crossing(bucket: Bucket, islands: Sequence[tuple[int, ...]]) -> tuple[int, int]:
-    """Elements of a bucket that cross between its ranks' islands on the way to the owners: straight, and as planned."""
-    direct = crossing_elements(bucket.holders, bucket.owners, islands)
-    return direct, direct if len(bucket.hops) == 1 else _representing(bucket.hops[1].sources, bucket.owners)
 
 
 def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
@@ -414,20 +398,3 @@ def answer_groups(plan: Plan) -> set[tuple[int, ...]]:
     """Of stages with a head, the ranks that have tokens of the same sequences: they add up log-probabilities of
     answers."""
     return {sequence_group(s, rank) for s in plan.stages if s.head for rank in s.ranks}
-
-
-def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
-    """Of a bucket that several ranks hold, on one of them or on several in arrays: (while it is under way, while what
-    came is added up).
-
-    Gradients of a dense bucket leave from where they are kept, and their sums lie there: only what comes needs memory,
-    and of more than two ranks it comes in one piece with the own part. Else they are packed, and sums are new.
-
-    Args:
-        held, owned: elements; copies: ranks that hold the same ones.
-    """
-    wide, taken = max(item, 4), owned * (copies - 1)
-    if dense:
-        come = wide * (taken + (owned if copies > 2 else 0))
-        return come, come
-    return wide * (held - owned + taken), wide * (taken + owned)

@@ -17,7 +17,8 @@ from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
-from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES, Operators
+from hetero_megatron.predictor.cost.modelled_operators import UPDATE_BYTES
+from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec

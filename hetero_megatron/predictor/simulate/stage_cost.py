@@ -10,7 +10,6 @@ from typing import Any
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plans import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
-from hetero_megatron.plans.buckets import sharding_stages
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.experts import Islands, expert_groups, split_by_island
@@ -81,7 +80,7 @@ class StageCosts:
 
     @cached_property
     def divided(self) -> DividedCost:
-        return DividedCost(self.model, self.prepared.compiled.divided if sharding_stages(self.plan) else ())
+        return DividedCost(self.model, self.prepared.compiled.divided if self.plan.sharding_stages else ())
 
     def _sharing(self) -> Mapping[str, int]:
         """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at

@@ -23,7 +23,8 @@ from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.efficiency import share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkModel
-from hetero_megatron.predictor.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
+from hetero_megatron.predictor.cost.modelled_operators import ATTENTION_BACKWARD, UPDATE_BYTES
+from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint
 from hetero_megatron.predictor.cost.rates_document import as_document
 from hetero_megatron.predictor.report.prediction import format_prediction
