@@ -134,25 +134,25 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
 
 def _interned(stages: Sequence[Mapping[int, Share]]) -> list[Mapping[int, Share]]:
     """The same with one object for equal shares, so that they are compared once per stage and not once per tensor."""
-    known: dict[Share, Share] = {}
+    first: dict[Share, Share] = {}
     same: dict[int, Share] = {}  # by identity: most stages have the very same shares
     for share in (share for held in stages for share in held.values()):
         if id(share) not in same:
-            same[id(share)] = known.setdefault(share, share)
+            same[id(share)] = first.setdefault(share, share)
     return [{rank: same[id(share)] for rank, share in held.items()} for held in stages]
 
 
 def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict[int, tuple[Box, ...]]:
     """What each rank of some stages holds of a tensor; ranks with one share have one tuple."""
-    known: dict[int, tuple[Box, ...]] = {}
-    found = {}
+    by_share: dict[int, tuple[Box, ...]] = {}
+    boxes = {}
     for held in stages:
         for rank, share in held.items():
-            box = known.get(id(share))
+            box = by_share.get(id(share))
             if box is None:
-                box = known[id(share)] = (tensor_box(tensor, share),)
-            found[rank] = box
-    return found
+                box = by_share[id(share)] = (tensor_box(tensor, share),)
+            boxes[rank] = box
+    return boxes
 
 
 def owner_weights(plan: Plan) -> dict[int, float]:
@@ -220,11 +220,11 @@ def _apart(plan: Plan, holders: Mapping[str, Layout]) -> list[Mapping[str, Layou
     if plan.outer is None:
         return [holders]
     layouts = {id(layout): layout for layout in holders.values()}
-    found: list[Mapping[str, Layout]] = []
+    by_island: list[Mapping[str, Layout]] = []
     for ranks in plan.outer.islands:
-        own = {key: layout.only(ranks) for key, layout in layouts.items()}
-        found.append({name: own[id(layout)] for name, layout in holders.items()})
-    return found
+        inside = {key: layout.only(ranks) for key, layout in layouts.items()}
+        by_island.append({name: inside[id(layout)] for name, layout in holders.items()})
+    return by_island
 
 
 def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | None = None) -> tuple[Bucket, ...]:
@@ -241,8 +241,8 @@ def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | 
     ]  # fmt: skip
     make, buckets = _BucketMaker(plan, holders, 4), list[Bucket]()
     for (ranks, _, int8, segment), names in _runs(rows, holders, BUCKET_BYTES // 4):
-        made = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
-        buckets.append(replace(made, trained=False, int8=int8))
+        bucket = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
+        buckets.append(replace(bucket, trained=False, int8=int8))
     return tuple(buckets)
 
 
@@ -294,23 +294,23 @@ class _BucketMaker:
 
 def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -> tuple[Bucket, ...]:
     """Buckets that go in one hop, in two where that saves bytes between these islands."""
-    known: dict[tuple[object, ...], list[Layout] | None] = {}
-    found = []
+    divided: dict[tuple[object, ...], list[Layout] | None] = {}
+    routed = []
     for bucket in buckets:
         if bucket.weights is not None or bucket.matrices:  # one hop while it computes, or to one owner of all of it
-            found.append(bucket)
+            routed.append(bucket)
             continue
         near, key = split_by_island(islands, bucket.ranks), (bucket.layout_key, _order(bucket.names))
-        if key not in known:
+        if key not in divided:
             between = island_layouts(bucket.holders, bucket.owners, near, WHOLE_BYTES // itemsize)
-            known[key] = list(between.values()) if between is not None else None
-        middle = known[key]
+            divided[key] = list(between.values()) if between is not None else None
+        middle = divided[key]
         if middle is not None:
             by_name = dict(zip(bucket.names, middle, strict=True))
             hops = (Hop(near, bucket.holders, by_name), Hop((bucket.ranks,), by_name, bucket.owners))
             bucket = replace(bucket, hops=hops)
-        found.append(bucket)
-    return tuple(found)
+        routed.append(bucket)
+    return tuple(routed)
 
 
 def _order(names: Sequence[str]) -> tuple[int, ...]:
@@ -320,17 +320,17 @@ def _order(names: Sequence[str]) -> tuple[int, ...]:
 
 def _owners(
     held: Mapping[str, Layout], weights: Mapping[int, float], whole_below: int, order: tuple[int, ...],
-    known: dict[tuple[object, ...], dict[str, Layout]],
+    divided: dict[tuple[object, ...], dict[str, Layout]],
 ) -> dict[str, Layout]:  # fmt: skip
     """As :func:`assign_owners` has it, which goes by the order of ranks, not by their numbers: so stages that hold the
-    same are divided once, and kept in ``known``. ``order``: of the names."""
+    same are divided once, and kept in ``divided``. ``order``: of the names."""
     ranks = next(iter(held.values())).ranks
     content = tuple((layout.shape, tuple(layout.boxes.values())) for layout in held.values())
     key = (content, tuple(weights[r] for r in ranks), order)
-    if key not in known:
-        known[key] = assign_owners(held, weights, whole_below=whole_below)
-        return known[key]
-    return {name: like.on_ranks(ranks) for name, like in zip(held, known[key].values(), strict=True)}
+    if key not in divided:
+        divided[key] = assign_owners(held, weights, whole_below=whole_below)
+        return divided[key]
+    return {name: like.on_ranks(ranks) for name, like in zip(held, divided[key].values(), strict=True)}
 
 
 def island_layouts(

@@ -175,7 +175,7 @@ class ModelledOperators:
 
     @cached_method
     def layer_by_operators(
-        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), host_seconds: float = 0.0
     ) -> Seconds:
         model, tokens = self.model, rows * length
         h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -190,14 +190,15 @@ class ModelledOperators:
         # Kernels are launched ahead of the device, so launching only counts where it takes longer than running them.
         unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
         launches = 1 + UNFUSED if unfused else 1.0
-        forward = max(products.forward + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
+        launching = launches * self.rates.layer_seconds + host_seconds
+        forward = max(products.forward + small + core[0] + exchange[0], launching)
         frozen, adapters = model.lora is not None, self.adapters(share, tokens)
         forward += adapters
         made = self._from_few_bits(share)
         forward += made
         both = products.input + (0.0 if frozen else products.weight)
         backward = both + made + 2 * (small + adapters) + core[1] + exchange[1]
-        return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
+        return forward, max(backward, launches * self.rates.layer_backward_seconds + host_seconds)
 
     @cached_method
     def _from_few_bits(self, share: float) -> float:

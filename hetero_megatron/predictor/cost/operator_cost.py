@@ -25,24 +25,24 @@ class Operators(ModelledOperators):
     the modelled time, corrected by measured over modelled at the nearest sizes."""
 
     def layer(
-        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0,
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), host_seconds: float = 0.0,
         load: ExpertLoad | None = None,
     ) -> Seconds:  # fmt: skip
         """One decoder layer for ``rows`` sequences of ``length`` tokens, an average one where layers differ.
 
         Args:
-            exchange: (forward, backward) seconds of its collectives; posting: seconds of them on the host, per
+            exchange: (forward, backward) seconds of its collectives; host_seconds: seconds of them on the host, per
                 direction.
             load: of its routed experts; None: of a plain TP group.
         """
         if load is not None:
-            plain = self.layer(share, rows, length, exchange, posting)
+            plain = self.layer(share, rows, length, exchange, host_seconds)
             more = self.beyond_plain(share, rows, length, load)
             return plain[0] + more[0], plain[1] + more[1]
         if self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")):
             forward, backward = self._measured_layer(share, rows, length)
             return forward + exchange[0], backward + exchange[1]
-        return self.layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
+        return self.layer_by_operators(share, rows, length, exchange, host_seconds) if rows else (0.0, 0.0)
 
     def _measured_layer(self, share: float, rows: float, length: int) -> Seconds:
         """Layers that were only measured in the dtype of the run differ in fp8 as modelled ones do."""
