@@ -32,7 +32,8 @@ from hetero_megatron.planner.search.incumbent import (
 )
 from hetero_megatron.planner.search.infeasible import no_room, refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
-from hetero_megatron.planner.search.pipeline_dp import EachTypeDP, PipelineDP
+from hetero_megatron.planner.search.parts import Parts
+from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.schedule_search import FEW, ScheduleSearch
 from hetero_megatron.planner.search.small_clusters import SmallClusters
 from hetero_megatron.planner.search.uniform import UniformSeeds
@@ -231,7 +232,7 @@ def _templates(
     proposers: list[Proposer] = []
     if plain:
         proposers = [UniformSeeds(), GraphPartition() if many else PipelineDP(), LocalSearch()]
-        proposers += [] if many else [EachTypeDP(), SmallClusters()]
+        proposers += [] if many else [Parts(), SmallClusters()]
     if problem.space.offload == "always":
         proposers.append(Offloaded())
     complete = True
@@ -290,7 +291,7 @@ class Offloaded:
             there = incumbent.on(incumbent.scorer.offloading(away))
             proposers: list[Proposer] = [GraphPartition() if many else PipelineDP()]
             if len(away) == len(chips) and not many:  # results for single types do not depend on the set
-                proposers.append(EachTypeDP(incumbent))
+                proposers.append(Parts(incumbent))
             if not all(proposer.propose(problem, there) for proposer in proposers):
                 return False
         return LocalSearch().propose(problem, incumbent)

@@ -21,7 +21,6 @@ import numpy as np
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import Incumbent
 from hetero_megatron.planner.search.layers_program import LayersProgram, PipelineFamily
-from hetero_megatron.planner.search.local_search import LocalSearch
 from hetero_megatron.planner.search.materialize import PipelineOutline
 from hetero_megatron.planner.search.program_inputs import ProgramInputs, added_seconds
 from hetero_megatron.planner.template.search_space import batch_sizes
@@ -48,32 +47,6 @@ class PipelineDP:
                     return False
                 incumbent.offer(template)
         return not incumbent.should_stop()
-
-
-class EachTypeDP:
-    """Proposes plans on the chips of each type alone where they could be the fastest: the programs rank parts of a
-    cluster worse than they turn out after local search. ``polished``: the incumbent whose scorer local search uses;
-    None: that of :meth:`propose`."""
-
-    def __init__(self, polished: Incumbent | None = None) -> None:
-        self.polished = polished
-
-    def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        groups = incumbent.scorer.pool.groups
-        for chip in sorted({g.chip for g in groups}) if len({g.chip for g in groups}) > 1 else ():
-            counts = tuple(g.chips if g.chip == chip else 0 for g in groups)
-            if incumbent.rows:
-                programs = Programs(ProgramInputs(problem, incumbent.scorer, counts))
-                if any(least() >= incumbent.seconds for least in (programs.least_work_seconds, programs.least_seconds)):
-                    continue
-            own = Incumbent(problem, incumbent.scorer, incumbent.budget, keep=incumbent.keep, part_of=incumbent)
-            polished = own.on((self.polished or incumbent).scorer)
-            complete = PipelineDP(counts).propose(problem, own) and LocalSearch().propose(problem, polished)
-            for seconds, _, template in own.rows:
-                incumbent.take(template, seconds)
-            if not complete or incumbent.should_stop():
-                return False
-        return True
 
 
 class _Near:

@@ -38,7 +38,7 @@ class ProgramInputs:
     def __init__(self, problem: PlanningProblem, scorer: TemplateScorer, counts: tuple[int, ...] | None = None) -> None:
         self.scorer, self.pool, self.model, self.space = scorer, scorer.pool, problem.model, problem.space
         self.batch, self.counts = problem.global_batch_size, counts or scorer.pool.counts
-        self.few = scorer.pool.chips <= FEW
+        self.few = sum(self.counts) <= FEW
         self.capacities: dict[tuple[object, ...], tuple[int, Layers]] = {}
 
     @property

@@ -38,21 +38,25 @@ FITTED = 60  # templates whose states are placed exactly
 
 
 class SmallClusters:
-    """Proposes them."""
+    """Proposes them. ``counts``: chips per group of a part of the cluster, for which plans with unequal shares are not
+    looked for; None: all."""
+
+    def __init__(self, counts: tuple[int, ...] | None = None) -> None:
+        self.counts = counts
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        if incumbent.scorer.pool.chips > FEW:
+        if sum(self.counts or incumbent.scorer.pool.counts) > FEW:
             return True
-        if not _each_structure(problem, incumbent):
+        if not _each_structure(problem, incumbent, self.counts):
             return False
-        return not problem.space.shares or _unequal_shares(problem, incumbent)
+        return self.counts is not None or not problem.space.shares or _unequal_shares(problem, incumbent)
 
 
-def _each_structure(problem: PlanningProblem, incumbent: Incumbent) -> bool:
+def _each_structure(problem: PlanningProblem, incumbent: Incumbent, counts: tuple[int, ...] | None) -> bool:
     """Offer pipelines, and several beside each other, and climb from the best; False where the incumbent said to stop.
     """
     rows = list[Row](incumbent.rows)
-    for templates in _pipelines(problem, incumbent, STRUCTURES, STRUCTURES):
+    for templates in _pipelines(problem, incumbent, STRUCTURES, STRUCTURES, counts):
         for template in templates:
             score = incumbent.offer(template, NEAR * incumbent.seconds)
             if score is not None:
@@ -72,10 +76,10 @@ def _each_structure(problem: PlanningProblem, incumbent: Incumbent) -> bool:
 
 
 def _pipelines(
-    problem: PlanningProblem, incumbent: Incumbent, singles: int, several: int
+    problem: PlanningProblem, incumbent: Incumbent, singles: int, several: int, counts: tuple[int, ...] | None = None
 ) -> Iterator[Iterator[PlanTemplate]]:
     """So many single pipelines, and so many combinations of several, the most promising first."""
-    sequences = StageSequences(ProgramInputs(problem, incumbent.scorer))
+    sequences = StageSequences(ProgramInputs(problem, incumbent.scorer, counts))
     rows = _beside(sequences)[:several]
     rows += [(x.seconds, (x,)) for x in sequences.fastest(1)[:singles]] if singles else []
     for seconds, chosen in sorted(rows, key=lambda row: row[0]):

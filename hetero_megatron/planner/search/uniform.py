@@ -102,13 +102,16 @@ def uniform_plans(
 
 class UniformSeeds:
     """Proposes the best few uniform plans, if the search space allows all of them; they stay in the incumbent as seeds.
-    """
+    ``counts``: chips per group, of whole nodes; None: all."""
+
+    def __init__(self, counts: tuple[int, ...] | None = None) -> None:
+        self.counts = counts
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
         space = problem.space
         if space.micro_batch_sizes is not None or space.recompute is not None or space.max_pipelines is not None:
             return True
-        for _, template in top_uniform_plans(problem, incumbent.scorer, SEEDS)[0]:
+        for _, template in top_uniform_plans(problem, incumbent.scorer, SEEDS, self.counts)[0]:
             incumbent.offer(template)
             if incumbent.should_stop():
                 break
@@ -117,12 +120,13 @@ class UniformSeeds:
 
 
 def top_uniform_plans(
-    problem: PlanningProblem, scorer: TemplateScorer, most: int
+    problem: PlanningProblem, scorer: TemplateScorer, most: int, counts: tuple[int, ...] | None = None
 ) -> tuple[list[tuple[UniformPlan, PlanTemplate]], list[tuple[UniformPlan, PlanTemplate]]]:
     """(the ``most`` fastest uniform plans by closed form; those passed over because they do not fit). Only plans with
-    good slowest-stage times are scored."""
+    good slowest-stage times are scored. ``counts``: chips per group; None: all."""
     rough: list[tuple[float, int, UniformPlan, PlanTemplate]] = []
-    for i, (uniform, template) in enumerate(uniform_plans(scorer.pool, problem.model, problem.global_batch_size)):
+    pool = scorer.pool if counts is None else scorer.pool.part(counts)
+    for i, (uniform, template) in enumerate(uniform_plans(pool, problem.model, problem.global_batch_size)):
         seconds = max(_bottleneck_seconds(scorer, part) for part in template.parts[:8])
         rough.append((seconds, i, uniform, template))
     rough.sort(key=lambda row: row[:2])

@@ -7,7 +7,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_megatron.cluster import Cluster, Link
 from hetero_megatron.errors import UserError
@@ -63,6 +63,11 @@ class DevicePool:
     def fastest(self, g: int) -> float:
         """Bytes/s of the fastest link from a node of the group to others: the bandwidth of its network cards."""
         return max((link.bandwidth for link in self.inter[g] if link is not None), default=0.0)
+
+    def part(self, counts: Sequence[int]) -> DevicePool:
+        """The first nodes of each group, of so many chips in all; groups keep their numbers."""
+        nodes = (replace(g, ranks=g.ranks[: n // g.per_node]) for g, n in zip(self.groups, counts, strict=True))
+        return replace(self, groups=tuple(nodes))
 
     def restricted(self, groups: Sequence[int]) -> DevicePool:
         """The pool of only these groups."""

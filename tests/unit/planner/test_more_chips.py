@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
-from hetero_megatron.cluster import Cluster
+from hetero_megatron.cluster import Cluster, cluster_from_dict
 from hetero_megatron.cluster.subset import without
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
+from hetero_megatron.spec import load_model
 from tests.support.planner_reference import Case, random_case
 from tests.support.selection import quick
 
+OPTIONS = SearchOptions(space=SearchSpace(more_schedules="never"))
+LARGER = (  # (chip, nodes, chips of each) by group, model, batch, parts by nodes: slow links make a part the fastest
+    ((("RTX4090", 2, 4),), "gpt2", 48, ((1,),)),
+    ((("H100-SXM", 3, 4), ("H100-SXM", 3, 1)), "llama2-7b", 32, ((3, 0), (3, 1))),  # groups of one chip type
+    ((("H100-SXM", 1, 2), ("RTX4090", 3, 2)), "llama2-7b", 48, ((1, 1),)),  # a node of each
+)
+
 
 def _seconds(case: Case, cluster: Cluster) -> float:
-    options = SearchOptions(space=SearchSpace(more_schedules="never"))
     try:
-        return search(PlanningProblem(case.model, cluster, case.seq_length, case.batch, options)).best.step_seconds
+        return search(PlanningProblem(case.model, cluster, case.seq_length, case.batch, OPTIONS)).best.step_seconds
     except UserError:
         return math.inf
 
@@ -45,3 +53,20 @@ def test_no_part_of_a_cluster_is_faster(seed: int) -> None:
     whole = _seconds(case, case.cluster)
     for part in _parts(case.cluster):
         assert whole <= _seconds(case, part) * (1 + 1e-9), [(g.name, g.count) for g in part.nodes]
+
+
+@pytest.mark.parametrize("case", quick(LARGER, LARGER[:1]))
+def test_no_part_of_a_larger_cluster_is_faster(case: tuple[Any, str, int, Any]) -> None:
+    groups, model, batch, parts = case
+
+    def seconds(counts: tuple[int, ...]) -> float:
+        nodes = [
+            {"name": f"n{i}", "chip": chip, "count": count, "chips_per_node": size}
+            for i, ((chip, _, size), count) in enumerate(zip(groups, counts)) if count
+        ]  # fmt: skip
+        link = {"bandwidth": "1 GB/s", "latency": "20 us"}
+        cluster = cluster_from_dict({"nodes": nodes, "links": {"inter_node": link}})
+        return search(PlanningProblem(load_model(model), cluster, 1024, batch, OPTIONS)).best.step_seconds
+
+    whole = seconds(tuple(count for _, count, _ in groups))
+    assert all(whole <= seconds(part) * (1 + 1e-9) for part in parts)
