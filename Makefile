@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # For test-parity: number of random plans; without SEED a new one is drawn, and printed.
 N ?= 500
 SEED ?=
-# Further arguments for pytest: make test ARGS="-k layout -x"
+# Further arguments, for pytest or the training program: make test ARGS="-k layout -x", make demo ARGS="--train-iters 20"
 ARGS ?=
 # Processes that tests run in. Ranks wait for each other most of the time, so two are no more than two cores' work.
 WORKERS ?= 2
@@ -41,7 +41,7 @@ $(STAMP): setup.py constraints.txt
 	@touch $@
 
 demo: env  ## pretrain a small model on 4 unequal ranks of this machine (about 2 minutes)
-	examples/demo.sh
+	examples/demo.sh $(ARGS)
 
 # Lint and types beside the tests, shown at the end. Not by $(MAKE), for which make -n would run the whole line.
 test: env  ## lint, types, import contract, and all tests but the slow ones

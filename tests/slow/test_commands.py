@@ -61,6 +61,7 @@ def without_repeated(blocks: list[Block]) -> list[Block]:
 @pytest.mark.parametrize("block", without_repeated([b for b in all_blocks() if b.reason is None]), ids=str)
 def test_block_runs(block: Block) -> None:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    kept |= {"ARGS": "--train-iters 16"}  # of `make demo`: 60 steps say nothing else
     kept["PATH"] = f"{ROOT / '.venv' / 'bin'}:{kept['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.code],

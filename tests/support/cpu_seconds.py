@@ -2,8 +2,8 @@
 --cpu-seconds DIR`` writes them, a file of JSON lines per worker; ``python -m tests.support.cpu_seconds DIR`` prints
 the sums by file.
 
-A test's seconds are those of its process and of the children that it waited for, with its fixtures. Ranks that several
-tests of a module share count for the test that ends them, and one's imports for the first that needs them.
+A test's seconds are those of its process, of the children that it waited for, and of the ranks that tests share
+(``tests/support/pool.py``), with its fixtures. What one imports counts for the first that needs it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def cpu_seconds() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + children.ru_utime + children.ru_stime + seconds_of_shared_ranks()
+
+
+def seconds_of_shared_ranks() -> float:
+    """Of the process that they are forked from, of those that live, and of those that it waited for."""
+    parent = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if parent is None:
+        return 0.0
+    ranks = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return sum(map(seconds_of, [str(parent), *ranks]))
+
+
+def seconds_of(process: str) -> float:
+    """With those of its children that it waited for; 0 where it has ended."""
+    try:
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, after_name[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,7 +29,8 @@ PATIENCE = timedelta(seconds=180)
 
 def tensor(random: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Small integers: their sums are exact in every dtype."""
-    return torch.tensor([random.randrange(0, 8) for _ in range(count)], dtype=torch.float32).to(dtype)
+    numbers = torch.Generator().manual_seed(random.getrandbits(63))
+    return torch.randint(0, 8, (count,), generator=numbers).to(torch.float32).to(dtype)
 
 
 def refusal(call: Callable[[], object]) -> str:

@@ -12,6 +12,7 @@ import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,6 +33,10 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, vendor: str) -> N
     from tests.support.vendors import platform
 
     torch.set_num_threads(1)
+    # gloo's thread asks again and again for a lock that the thread it interrupted holds, to the end of its time slice
+    # (4 ms where a message takes 0.1): threads of this kind do not interrupt each other.
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     comm = start_comm(platform(vendor, rank), COMM_TIMEOUT)
     while True:
         job, args = pipe.recv()

@@ -40,10 +40,13 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or code in self._seen or imports(frame):
+        if event != "call" or code in self._seen:
+            return
+        ours = code.co_filename.startswith(PACKAGE)
+        if (ours or code.co_name == self._until) and imports(frame):
             return
         self._seen.add(code)
-        if code.co_filename.startswith(PACKAGE):
+        if ours:
             self._entered.setdefault(code.co_filename.removeprefix(PACKAGE))
         elif code.co_name == self._until and f"{os.sep}torch{os.sep}" in code.co_filename:
             self.write()

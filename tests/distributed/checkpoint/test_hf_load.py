@@ -29,7 +29,7 @@ from hetero_megatron.training.runtime import Runtime
 from tests.support.hf_reference import hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.parity import RandomSamples, fixed_case
-from tests.support.pool import shared_pool
+from tests.support.pool import PRELOAD, shared_pool
 from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
@@ -233,7 +233,9 @@ def test_a_rank_holds_its_shard_and_one_slice_while_it_imports(tmp_path: Path) -
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     spelled = plan([pipe(1, 1, stage([0, 1, 2, 3], [0, 4], tp=4, tp_split=[1, 1, 1, 1]))])
     here, there = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=import_as, args=(1, str(tmp_path), spelled, there))
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=import_as, args=(1, str(tmp_path), spelled, there))
     process.start()
     grown, shard, largest = here.recv()
     process.join()

@@ -14,6 +14,7 @@ import torch
 from hetero_megatron.cli.scaffold import plugin_files
 from hetero_megatron.ops import SPECS, Signature, torch_registry
 from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel, kernel_steps
+from hetero_megatron.ops.conformance.checks import Step
 from hetero_megatron.ops.conformance.compare import flatten, mismatch
 from hetero_megatron.ops.conformance.run import Sandbox
 from hetero_megatron.platform.plugins import load_plugins
@@ -81,6 +82,17 @@ def test_built_in_providers_conform_in_16_bits(op: str, served: str) -> None:
         assert op.startswith("gemm_fp8")
 
 
+def findings_of(step: Step) -> Iterator[Finding]:
+    """Of more rows than a grid of 16 bits holds: up to the backward pass and what it wrote out of bounds. The checks
+    that follow call the same kernels again, which every other case does in less time."""
+    backward = False
+    for finding in step.run():
+        yield finding
+        if backward and finding.check == "bounds" and step.case.startswith("many "):
+            return
+        backward = backward or finding.check == "backward"
+
+
 TRITON = sorted(k.op for k in load_plugins().registry if k.provider == "triton")
 
 
@@ -101,7 +113,7 @@ def test_every_triton_kernel_conforms(op: str, dtype: str) -> None:
     few = [s for s in steps if not s.case.startswith("many ")]
     half = [s for i, s in enumerate(few) if i // 2 % 2 == (dtype == "float16")]  # two by two: variants alternate
     kept = steps if dtype == "float32" else half
-    found = [finding for step in kept for finding in step.run()]
+    found = [finding for step in kept for finding in findings_of(step)]
     assert len(found) >= 5
     assert [f for f in found if f.status == FAIL] == []
 
