@@ -1,0 +1,62 @@
+"""Multi-token prediction under any plan is one process' over transformers' layers, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_megatron.spec.moe import Balancing
+from tests.support.moe_models import DEEPSEEK_V3, GLM4_MOE
+from tests.support.parity import check_case, fixed_case
+from tests.support.pool import shared_pool
+from tests.support.small_plans import LLAMA, pipe, plan, stage
+
+TIED = LLAMA | {"tie_word_embeddings": True}
+ALL = Balancing(0.01, 0.02, 0.003)
+CASES = {
+    "one_rank": fixed_case(LLAMA, plan([pipe(2, 2, stage([0], [0, 3]))]), predictions=1),
+    "stages_tp_documents": fixed_case(
+        LLAMA, plan([pipe(1, 3, stage([0, 1], [0, 1], tp=2), stage([2, 3, 4], [1, 3], tp=3, tp_split=[3, 2, 1]))]),
+        predictions=2, packed=True, masked=True,
+    ),
+    # Tied: the last stage multiplies by the matrix that it looks up, too. A last stage of modules alone.
+    "tied_stage_of_its_own": fixed_case(
+        TIED, plan([pipe(2, 3, stage([0], [0, 2]), stage([1, 2], [2, 3], tp=2), stage([3], [])),
+                    pipe(1, 2, stage([4], [0, 3]))]),
+        predictions=2, chunked_loss=True,
+    ),
+    "zero_bubble_recompute": fixed_case(
+        TIED, plan([pipe(2, 3, stage([0], [0, 1], recompute="full"), stage([1, 2], [1, 3], tp=2, recompute="full")),
+                    pipe(1, 1, stage([3], [0, 3], recompute="elementwise"))], schedule="zero-bubble"),
+        predictions=1, packed=True,
+    ),
+    "chunks_on_one_stage": fixed_case(
+        TIED, plan([pipe(2, 3, stage([0, 1], [[0, 1], [1, 1], [1, 3]], tp=2, recompute="selective"))],
+                   schedule="interleaved"),
+        predictions=1, optimizer="sgd",
+    ),
+    # The shift crosses the borders of what ranks have of a sequence.
+    "context_of_tp_groups": fixed_case(
+        LLAMA, plan([pipe(1, 2, stage([0, 1, 2, 3, 4, 5], [0, 3], tp_split=[2, 1], kv={"block": 2}, context=[
+            {"ranks": [[5, 2], [3, 0]], "tokens": [4, 2], "heads": [2, 4]},
+            {"ranks": [[1, 4]], "tokens": [4], "heads": [6]}]))]),
+        predictions=2, packed=True, masked=True,
+    ),
+    "dropout_replicas": fixed_case(
+        LLAMA, plan([pipe(4, 1, stage([0, 1], [0, 3], tp=1, dp_split=[3, 1])), pipe(2, 2, stage([2], [0, 3]))]),
+        predictions=1, masked=True,
+    ),
+    "latent_attention_and_experts": fixed_case(
+        DEEPSEEK_V3, plan([pipe(2, 2, stage([0], [0, 1]), stage([1, 2], [1, 3], tp=1, experts=[
+            {"ranks": [1, 2], "experts": [[0, 5], [3, 8]]}]), stage([3], []))]),
+        predictions=1, masked=True, balancing=ALL,
+    ),
+    "experts_tp": fixed_case(
+        GLM4_MOE, plan([pipe(2, 2, stage([0, 1], [0, 3], tp=2, tp_split=[1, 2]))]),
+        predictions=2, balancing=ALL, packed=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_with_modules_equals_one_process(name: str) -> None:
+    check_case(CASES[name], shared_pool())
