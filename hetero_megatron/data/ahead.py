@@ -20,8 +20,8 @@ class Ahead:
 
 
 def look_ahead(batch: Batch, depth: int) -> Batch:
-    """A batch of whole sequences with what is 1, ..., ``depth`` tokens ahead. Made before a rank takes its own tokens of
-    the sequences, so that a target may lie in another rank's."""
+    """A batch of whole sequences with what is 1, ..., ``depth`` tokens ahead. Made before a rank takes its own tokens
+    of them, so that a target may lie in another rank's."""
     length = batch.labels.shape[1]
     ends = torch.full_like(batch.labels, length)  # [b, s], of the document of each position
     for row, starts in zip(ends, batch.documents or (), strict=False):

@@ -2,8 +2,8 @@
 DeepSeek-V3.
 
 Module k of D (k = 1, ..., D) has at position i the hidden state of module k - 1 there, after that one's final norm
-(module 0 is the model itself), and the embedding of token i + k, by the model's own matrix. It projects both, each after
-a norm, the embedding first, from 2 h to h; one decoder layer of the kind of the model's last one and a final norm
+(module 0 is the model itself), and the embedding of token i + k, by the model's own matrix. It projects both, each
+after a norm, the embedding first, from 2 h to h; one decoder layer of the kind of the model's last one and a final norm
 follow, and the model's own head gives the logits of token i + k + 1. What is trained is
 
     main loss + factor / D x sum over k of (sum of module k's losses of positions that count / tokens that count)

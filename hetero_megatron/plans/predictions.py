@@ -22,7 +22,7 @@ def predictions_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
     depth = spec.mtp_layers
     if depth >= plan.seq_length:
         raise source.error(
-            f"{depth} modules predict tokens beyond a sequence of {plan.seq_length}", "mtp_layers", depth,
+            f"{depth} modules predict tokens beyond a sequence of {plan.seq_length}", "--mtp-num-layers", depth,
             f"at most {plan.seq_length - 1}",
         )  # fmt: skip
     for path, _, stage in stages(plan):

@@ -70,7 +70,7 @@ MLP_KINDS = ("dense", "moe")
 _CONSTANTS = (
     "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
     "logit_scale", "attn_scale", "query_growth", "query_growth_length", "query_growth_offset", "swiglu_alpha",
-    "swiglu_limit", "init_std", "notices", "dropouts", "mtp_loss_factor",
+    "swiglu_limit", "init_std", "notices", "dropouts", "mtp_loss_factor", "mtp_said",
 )  # fmt: skip
 
 
@@ -110,6 +110,7 @@ class ModelSpec:
         mtp_layers: modules after the last layer that predict tokens further ahead (``model/prediction.py``), each with
             a layer of the last one's kind; their numbers follow those of the layers.
         mtp_loss_factor: of the mean over them of their losses, in what is trained; a run may change it.
+        mtp_said: how many of them the configuration has, of which a run has those of its flags.
     """
 
     name: str
@@ -154,6 +155,7 @@ class ModelSpec:
     lora: Lora | None = None
     mtp_layers: int = 0
     mtp_loss_factor: float = field(default=0.1, compare=False)
+    mtp_said: int = field(default=0, compare=False)
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
     dropouts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
@@ -193,7 +195,8 @@ class ModelSpec:
         if type(layers) is not int or not 0 <= layers <= MAX_LAYERS:
             raise UserError("not a number of modules", field="mtp_layers", value=layers, accepted="0 or more")
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-            raise UserError("not a weight of a loss", field="mtp_loss_factor", value=factor, accepted="0 or more, finite")
+            accepted = "0 or more, finite"
+            raise UserError("not a weight of a loss", field="mtp_loss_factor", value=factor, accepted=accepted)
         if layers and self.position == "learned":
             raise UserError(
                 "modules that predict further tokens share the embedding of tokens, and learned positions are added to "
@@ -202,7 +205,7 @@ class ModelSpec:
         if layers and self.lora is not None:
             raise UserError(
                 "adapters know no modules that predict further tokens, which neither transformers nor peft has",
-                field="mtp_layers", value=layers, accepted="0 with adapters (--mtp-num-layers 0)",
+                field="--mtp-num-layers", value=layers, accepted="0, or no adapters",
             )  # fmt: skip
 
     def _check_layers(self) -> None:

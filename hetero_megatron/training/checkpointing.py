@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)
 # What may differ between the checkpoint's model and the flags' without making it another model.
-_NO_IDENTITY = ("name", "init_std", "max_position_embeddings", "notices", "hf_model_type")
+_NO_IDENTITY = (
+    "name", "init_std", "max_position_embeddings", "notices", "hf_model_type", "mtp_loss_factor", "mtp_said",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -352,8 +352,8 @@ class Runtime:
                 self._update(grads, scale * clip, lr, weight_decay, routing)
         busy, bubble, communication = every[:, 4:7].T.tolist()
         return StepStats(
-            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing, rewards,
-            predicted,
+            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing,
+            rewards, predicted,
         )
 
     def _update(

@@ -24,10 +24,11 @@ def add_predictions(hf: Any, spec: ModelSpec, count: int, factor: float, seed: i
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = [*kinds, *[kinds[-1]] * count]
-    for i in range(count):
+    for _ in range(count):
         module = type(layers[-1])(config, len(layers)).to(dtype)
         module.enorm, module.hnorm = (norm(config.hidden_size, spec.norm_eps).to(dtype) for _ in range(2))
         module.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype)
+        module.embedding = nn.Identity()  # what the model's embedding is for it, where dropout is put
         module.shared_head = nn.ModuleDict({"norm": norm(config.hidden_size, spec.norm_eps).to(dtype)})
         with torch.no_grad():
             for name, param in module.named_parameters():
@@ -67,12 +68,16 @@ def prediction_losses(hf: Any, batch: Batch, count: int) -> tuple[list[torch.Ten
                 if not any(i < start <= i + k for start in starts):
                     tokens[row, i], labels[row, i] = batch.labels[row, i + k - 1], batch.labels[row, i + k]
                     mask[row, i] = counts[row, i + k]
-        embedded = module.enorm(hf.model.embed_tokens(tokens))
-        x = module.eh_proj(torch.cat([embedded, module.hnorm(x)], dim=-1))
+        table = hf.model.embed_tokens
+        embedded = F.embedding(tokens, table.weight) * getattr(table, "embed_scale", 1.0)
+        embedded = module.embedding(embedded * getattr(hf.config, "embedding_multiplier", 1.0))
+        x = module.eh_proj(torch.cat([module.enorm(embedded), module.hnorm(x)], dim=-1))
         more = {name: value for name, value in known["more"].items() if name != "hidden_states"}
         x = type(module).forward(module, x, *known["args"], **more)
         x = module.shared_head["norm"](x[0] if isinstance(x, tuple) else x)
-        sums.append(_summed(hf.lm_head(x), labels, mask))
+        logits = hf.lm_head(x) / getattr(hf.config, "logits_scaling", 1.0)
+        cap = getattr(hf.config, "final_logit_softcapping", None)
+        sums.append(_summed(logits if cap is None else cap * torch.tanh(logits / cap), labels, mask))
         masks.append(mask)
     assert len(masks) == count
     return sums, masks

@@ -147,9 +147,9 @@ def _decays(name: str, param: torch.nn.Parameter) -> bool:
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
     """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
     hf, spec = make_hf(case.model, case.seed, dtype, "exact" if case.dropout.attention else None)
-    dropout = HFDropout(hf, case.dropout, case.seed)
     if case.predictions:
         spec = add_predictions(hf, spec, case.predictions, case.prediction_factor, case.seed)
+    dropout = HFDropout(hf, case.dropout, case.seed)
     balanced = BalancedModel(hf, spec, case.router, case.balancing) if case.balancing is not None else None
     spec = spec if balanced is None else balanced.spec
     if case.fp8 is not None:

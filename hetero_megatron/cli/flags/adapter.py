@@ -30,6 +30,9 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
     if args["lora_rank"] is None and args["load_adapter"] is None:
         return spec
     _check(args)
+    if spec.mtp_layers:
+        problem = "neither transformers nor peft has modules that predict further tokens, so no adapters know them"
+        raise flag_error("mtp_num_layers", spec.mtp_layers, problem, "0, or no adapters")
     found = _loaded(args, spec) if args["load_adapter"] is not None else _new(args, spec)
     assert found.lora is not None
     lora = replace(found.lora, base_dtype=args[_BASE])

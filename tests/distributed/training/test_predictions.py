@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 
 from hetero_megatron.spec.moe import Balancing
 from tests.support.moe_models import DEEPSEEK_V3, GLM4_MOE
-from tests.support.parity import check_case, fixed_case
+from tests.support.parity import Case, check_case, fixed_case, random_case
 from tests.support.pool import shared_pool
+from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
+SEED = int(os.environ.get("SEED", "5026"))
+COUNT = int(os.environ.get("N", "6"))
+QUICK = range(COUNT if "N" in os.environ else 2)
 TIED = LLAMA | {"tie_word_embeddings": True}
 ALL = Balancing(0.01, 0.02, 0.003)
 CASES = {
@@ -60,3 +67,24 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_with_modules_equals_one_process(name: str) -> None:
     check_case(CASES[name], shared_pool())
+
+
+# Families whose model classes call their parts as Llama's does.
+PLAIN = {
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "glm4", "phi3",
+    "granite", "exaone4", "helium", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3",
+}  # fmt: skip
+
+
+def random_cases(count: int, dtype: str = "fp64") -> list[Case]:
+    found = list[Case]()
+    for seed in range(SEED, SEED + 60 * count):
+        case = random_case(seed, dtype)
+        if case.model["model_type"] in PLAIN and len(found) < count:
+            found.append(replace(case, predictions=1 + seed % 2))
+    return found
+
+
+@pytest.mark.parametrize("index", quick(range(COUNT), QUICK))
+def test_random_plans_with_modules_equal_one_process(index: int) -> None:
+    check_case(random_cases(index + 1)[-1], shared_pool())
