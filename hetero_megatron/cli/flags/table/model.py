@@ -115,9 +115,8 @@ FLAGS = (
         "--model with a config.json that has it, or a checkpoint with it as SOURCE of convert",
     ),
     count(
-        "--mtp-num-layers", 0, "modules that predict further tokens, each with a layer after the last one; of the "
-        "weights of --load-hf, at most as many as it has", least=0, most=64,
-        differs="0 also leaves out those of a directory's weights, with a notice",
+        "--mtp-num-layers", 0, "modules that predict further tokens, each with a layer after the last one; of those of "
+        "--load-hf, others are left out with a notice", least=0, most=64,
     ),
     value(
         "--mtp-loss-scaling-factor", float, 0.1, "weight of the mean over the modules of their losses, beside the main "
