@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from hetero_megatron.errors import UserError
@@ -338,3 +339,10 @@ def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...
         if all(whole[i] == whole[i - n] for i in range(n, layers)):
             return kinds[:n]
     return kinds
+
+
+@lru_cache(maxsize=256)
+def module_layer(spec: ModelSpec) -> ModelSpec:
+    """A model of one layer as modules that predict further tokens have it, and no modules: for what such a layer costs,
+    where formulas are of an average layer."""
+    return replace(spec, num_layers=1, layer_kinds=(spec.layer(spec.num_layers),), mtp_layers=0, notices=())

@@ -17,11 +17,13 @@ from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
-from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES, Operators
+from hetero_megatron.predictor.cost.modelled_operators import UPDATE_BYTES
+from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.expert_load import ExpertLoad, plain_load
+from hetero_megatron.spec.model_spec import module_layer
 from hetero_megatron.utils.cached_method import cached_method
 
 HOST_SHARE = 0.8  # of the bandwidth of a chip's link to its host, that large copies reach
@@ -33,6 +35,15 @@ def tp_collectives(model: ModelSpec, load: ExpertLoad | None) -> float:
     if model.moe is None or load is None:
         return TP_COLLECTIVES
     return TP_COLLECTIVES - 2 * load.layers * (not model.moe.shared_ffn)
+
+
+def exchanges_of_head(model: ModelSpec) -> float:
+    """Gathers or scatters of a micro-batch's activations in the head, in forward or in backward: of a module that
+    predicts further tokens its embedding's, its layer's and the head's."""
+    if not model.mtp_layers:
+        return 1.0
+    one = module_layer(model)
+    return 1.0 + model.mtp_layers * (2.0 + tp_collectives(one, plain_load(one, 1, 1.0, 1)))
 
 
 @dataclass(frozen=True)
@@ -170,21 +181,21 @@ class CostModel:
         """Of a rank of an equal TP group on nodes of the group ``home``."""
         link = self.tp_link(self.cluster.groups[home], tp) if tp > 1 else None
         collective = self.tp_exchange_seconds(tp, rows, link)
-        posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
-        routed = self._routed_seconds(tp, rows, link, posting)
+        host_seconds = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+        routed = self._routed_seconds(tp, rows, link, host_seconds)
         operators = self.operators(chip, fp8)
-        return self.unit_seconds(operators, 1 / tp, rows, collective, recompute, posting, routed=routed)
+        return self.unit_seconds(operators, 1 / tp, rows, collective, recompute, host_seconds, routed=routed)
 
     def unit_seconds(
         self, operators: Operators, share: float, rows: int, collective: float, recompute: str = "none",
-        posting: float = 0.0, load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
+        host_seconds: float = 0.0, load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
         chunked: bool | None = None,
     ) -> UnitSeconds:  # fmt: skip
         """Times of one rank of a TP group.
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
-            collective: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
+            collective: seconds of one gather or scatter of the group's activations; host_seconds: of it, on the host.
             load: of routed experts, None: of a plain TP group; routed: (forward, backward) seconds of exchanging
                 tokens in a layer that is a mixture of experts.
         """
@@ -193,7 +204,7 @@ class CostModel:
         usual = load or operators.plain(share, rows * length)
         count, moe = tp_collectives(self.model, usual), usual.layers if usual is not None else 0.0
         exchanged = count * forward + moe * routed[0], count * backward + moe * routed[1]
-        layer = operators.layer(share, rows, length, exchanged, count * posting, load)
+        layer = operators.layer(share, rows, length, exchanged, count * host_seconds, load)
         experts = operators.experts(usual) if usual is not None and rows else (0.0, 0.0)
         embed, head = operators.embed(share, rows, length), operators.head(share, rows, length, chunked)
         (layer_input, layer_weight), (head_input, head_weight) = (
@@ -203,10 +214,14 @@ class CostModel:
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         if recompute == "elementwise":  # with the gathers of what attention and MLP read
             again = operators.elementwise(share, rows, length, load) + count / 2 * forward
+        with_head = exchanges_of_head(self.model)
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + forward, embed[1] + backward),
-            head=(head[0] + forward, head[1] + backward),
+            head=(
+                head[0] + with_head * forward,
+                head[1] + with_head * backward + operators.modules_again(share, rows, length, recompute),
+            ),
             action=operators.rates.action_seconds if rows else 0.0,
             layer_split=(layer_weight, layer_input + layer_weight - whole),
             head_split=(head_weight, head_input + head_weight - head[1]),
@@ -214,13 +229,13 @@ class CostModel:
             experts=(moe * experts[0], moe * experts[1]),
         )
 
-    def _routed_seconds(self, tp: int, rows: int, link: LinkRates | None, posting: float) -> tuple[float, float]:
+    def _routed_seconds(self, tp: int, rows: int, link: LinkRates | None, host_seconds: float) -> tuple[float, float]:
         """(forward, backward) seconds of exchanging a mixture of experts' tokens in a plain TP group: all of them go
         everywhere. Counts go first."""
         if self.model.moe is None or tp == 1 or link is None:
             return 0.0, 0.0
         found = [self.tp_exchange_seconds(tp, rows, link, width) for width in token_bytes(self.model, self.item)]
-        counts = link.collective("exchange")[0] + posting
+        counts = link.collective("exchange")[0] + host_seconds
         return counts + found[0] + found[1], found[2] + found[3]
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None, width: int | None = None) -> float:
@@ -231,7 +246,7 @@ class CostModel:
         width = self.model.hidden_size * self.item if width is None else width
         size = rows * self.seq_length * width * (tp - 1) / tp
         alpha, beta = link.collective("exchange")
-        messages = tp - 1 - (link.exchange is not None)  # a measured exchange includes posting one message
+        messages = tp - 1 - (link.exchange is not None)  # a measured exchange includes starting one message
         # Over a node's shared network cards all ranks of the group send at once.
         return alpha + size * beta + messages * (link.message_seconds or 0.0)
 
