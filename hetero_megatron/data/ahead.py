@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from hetero_megatron.data.batch import Batch
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Of the positions of a batch, some number of tokens ahead: the tokens there and their labels, int64 [b, s], and
-    which positions have such a target, bool [b, s]; of others, tokens and labels are 0."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    mask: torch.Tensor
+from hetero_megatron.data.batch import Ahead, Batch
 
 
 def look_ahead(batch: Batch, depth: int) -> Batch:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hetero_megatron.data.sample import Dataset, Sample
 from hetero_megatron.ops.dropout import Draws
-
-if TYPE_CHECKING:
-    from hetero_megatron.data.ahead import Ahead
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,16 @@ class Pairs:
     sides: torch.Tensor
     numbers: tuple[int, ...]
     lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Of the positions of a batch, some number of tokens ahead: the tokens there and their labels, int64 [b, s], and
+    which positions have such a target, bool [b, s]; of others, tokens and labels are 0."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True)

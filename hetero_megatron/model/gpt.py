@@ -283,11 +283,12 @@ class GPTStage(nn.Module):
                 self.lm_head = Head(spec, tied, rows, h, kernels)
             self.predictions = list[int]()
             if head and spec.mtp_layers:
-                from hetero_megatron.model.prediction import PredictionLayer
+                from hetero_megatron.model.prediction import make_prediction
 
                 self.predictions = list(spec.predictions)
                 for i in self.predictions:
-                    layer_modules[str(i)] = PredictionLayer(spec, i, share, kernels, dropout)
+                    layer_modules[str(i)] = layer = Layer(spec, i, share, kernels, dropout)
+                    make_prediction(layer, spec, kernels)
 
     def turn_for(self, length: int, head_dim: int) -> None:
         """Take the rotary frequencies of sequences of ``length`` tokens."""

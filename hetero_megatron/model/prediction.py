@@ -20,35 +20,36 @@ Modules run in training only. They are no part of the losses of evaluation, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
 import torch
 from torch import nn
 
-from hetero_megatron.model.gpt import Layer
 from hetero_megatron.model.layers import Context, Linear, Norm
 from hetero_megatron.ops import KernelPlan
-from hetero_megatron.spec import Dropout, ModelSpec, Share
-from hetero_megatron.spec.dropout import NO_DROPOUT
+from hetero_megatron.spec import ModelSpec
 
 
-class PredictionLayer(Layer):
-    """One module without what it shares; see above. ``number``: that of its layer, which follows the model's own.
+def make_prediction(layer: nn.Module, spec: ModelSpec, kernels: KernelPlan) -> None:
+    """Give a decoder layer what makes it a module, without what modules share with the model. From then on its forward
+    is ``(x, context, embedded)``: x, embedded [b, s, h], between the blocks, of a TP rank's own tokens -> what the head
+    gets, [b, s, h].
 
-    The projection is in the dtype of the weights also where linear modules of layers are in fp8: a rank of a TP group
-    has only its own tokens there, and a scale is of all tokens of a sequence.
+    The projection is in the dtype of the weights wherever linear modules compute: a rank of a TP group has only its own
+    tokens there.
     """
+    h = spec.hidden_size
+    layer.enorm, layer.hnorm = Norm(spec, h, kernels), Norm(spec, h, kernels)
+    layer.eh_proj = Linear(2 * h, h, bias=False, kernels=kernels)
+    layer.shared_head = nn.ModuleDict({"norm": Norm(spec, h, kernels)})
+    layer.forward = partial(_predict, layer, layer.forward, kernels)  # type: ignore[method-assign]
 
-    def __init__(
-        self, spec: ModelSpec, number: int, share: Share, kernels: KernelPlan, dropout: Dropout = NO_DROPOUT
-    ) -> None:
-        super().__init__(spec, number, share, kernels, dropout)
-        h = spec.hidden_size
-        self.enorm, self.hnorm = Norm(spec, h, kernels), Norm(spec, h, kernels)
-        self.eh_proj = Linear(2 * h, h, bias=False, kernels=kernels)
-        self.shared_head = nn.ModuleDict({"norm": Norm(spec, h, kernels)})
 
-    def forward(self, x: torch.Tensor, context: Context, embedded: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """x, embedded: [b, s, h], between the blocks, of a TP rank's own tokens -> what the head gets, [b, s, h]."""
-        both = torch.cat([self.enorm(embedded), self.hnorm(x)], dim=-1)
-        joined: torch.Tensor = self.kernels.gemm(both, self.eh_proj.weight, None)
-        stream = super().forward(joined, context)
-        return self.shared_head["norm"](stream.sum())  # type: ignore[no-any-return]
+def _predict(
+    layer: Any, run: Callable[..., Any], kernels: KernelPlan, x: torch.Tensor, context: Context, embedded: torch.Tensor
+) -> torch.Tensor:
+    both = torch.cat([layer.enorm(embedded), layer.hnorm(x)], dim=-1)
+    stream = run(kernels.gemm(both, layer.eh_proj.weight, None), context)
+    return cast(torch.Tensor, layer.shared_head["norm"](stream.sum()))

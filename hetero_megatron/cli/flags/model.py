@@ -10,7 +10,6 @@ from hetero_megatron.data import DataConfig, config_tokenizer
 from hetero_megatron.errors import UserError
 from hetero_megatron.spec import Dropout, LayerKind, ModelSpec, Rope, RopeScaling, load_model
 from hetero_megatron.spec.dropout import DROPOUT_KEYS
-from hetero_megatron.spec.hf_export import predicts
 
 
 def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
@@ -45,6 +44,8 @@ def _predicting(args: Arguments, spec: ModelSpec) -> ModelSpec:
         raise flag_error(key, wanted, f"--load-hf {args['load_hf']} says {said}, and has weights of no more", accepted)
     if not wanted:
         return spec
+    from hetero_megatron.spec.hf_export import predicts
+
     others = [text for text in spec.notices if "predict further tokens" not in text]
     if said > wanted:
         others.append(f"{spec.name} has {said} layers that predict further tokens, of which {wanted} are trained")

@@ -51,7 +51,7 @@ def test_a_run_has_what_its_flags_say(tmp_path: Path) -> None:
 
 
 def test_plans_are_made_for_modules() -> None:
-    parser = ArgumentParser("plan")
+    parser = ArgumentParser("plan", "")
     add_lora(parser)
     parser.add_argument("--fp8-format")
     args = parser.parse_args(["--mtp-num-layers", "2"])
