@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_megatron.api.inputs import Cluster, Model
@@ -294,6 +294,8 @@ def _model_of(made: MadeFor | None, model: Model | str | None) -> Model:
         return model
     name = model_name(made, model)
     spec = load_model(name)
+    if made is not None and made.mtp_layers:
+        spec = replace(spec, mtp_layers=made.mtp_layers)
     if made is not None and made.lora is not None:
         spec = adapted(spec, made.lora)
     return Model.of(spec, name)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -133,6 +133,7 @@ def to_gguf(
 
     if native:
         checkpoint, spec = _opened(source, step)
+        spec = replace(spec, mtp_layers=0)  # llama.cpp reads no modules that predict further tokens
         along, alone, number = checkpoint.model_files(), _alone(), checkpoint.step
         dtypes, said = weight_dtypes(checkpoint, spec), along.notices
 

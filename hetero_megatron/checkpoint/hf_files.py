@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_megatron.checkpoint.names import name_table, stored_tensors
+from hetero_megatron.checkpoint.names import name_table, repeated_tensors, stored_tensors
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec
 from hetero_megatron.spec.hf_names import HFSource
@@ -47,7 +47,11 @@ def plan_files(spec: ModelSpec, dtypes: Mapping[str, torch.dtype], shard_bytes: 
     """:func:`lay_out` of all tensors of a model, under transformers' file names."""
     stored = list(stored_tensors(spec))
     by_name = {tensor.name: dtypes[logical.name] for tensor, logical in stored}
-    return lay_out([tensor for tensor, _ in stored], name_table(spec), by_name, shard_bytes)
+    found, table, tensors = {tensor.name: tensor for tensor, _ in stored}, name_table(spec), [t for t, _ in stored]
+    for copy, of in repeated_tensors(spec).items():
+        tensors.append(replace(found[of], name=copy))
+        table[copy], by_name[copy] = replace(table[of], name=copy), by_name[of]
+    return lay_out(tensors, table, by_name, shard_bytes)
 
 
 def lay_out(

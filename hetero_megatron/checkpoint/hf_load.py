@@ -14,7 +14,15 @@ import torch
 from hetero_megatron.checkpoint.hf_directory import WeightFiles, shown
 from hetero_megatron.checkpoint.hf_files import DTYPES
 from hetero_megatron.checkpoint.hf_quantised import dequantise
-from hetero_megatron.checkpoint.names import Names, hf_source, plain_names, stored_boxes, stored_tensors, unmerged
+from hetero_megatron.checkpoint.names import (
+    Names,
+    hf_source,
+    plain_names,
+    repeated_tensors,
+    stored_boxes,
+    stored_tensors,
+    unmerged,
+)
 from hetero_megatron.checkpoint.typed import is_finite
 from hetero_megatron.layout import Box
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
@@ -70,10 +78,12 @@ class HFWeights:
         self._check_copies()
 
     def _predictions(self) -> tuple[str, ...]:
-        """How the tensors of layers after the last one begin that predict further tokens (DeepSeek-V3, GLM-4.5)."""
+        """How the tensors of layers after the last one begin that predict further tokens (DeepSeek-V3, GLM-4.5), and
+        that the model has not."""
         layer = self._prefix + FAMILIES[self.spec.hf_model_type].names.layer.format(r"(\d+)").replace(".", r"\.")
         found = [re.fullmatch(rf"({layer}\.)eh_proj\.weight", name) for name in self._shapes]
-        starts = tuple(match[1] for match in found if match is not None and int(match[2]) >= self.spec.num_layers)
+        first = self.spec.predictions.stop
+        starts = tuple(match[1] for match in found if match is not None and int(match[2]) >= first)
         if starts:
             tensors, layers = sum(n.startswith(starts) for n in self._shapes), ", ".join(sorted(starts))
             said = f"{tensors} tensors of layers that predict further tokens ({layers}) are not read"
@@ -121,7 +131,7 @@ class HFWeights:
                 problems.append(f"{source.name} is {list(got)}, not {list(expected)}")
             elif (label := self._label(source.name)) not in _DTYPE_OF:
                 problems.append(f"{source.name} has dtype {label}, not one of {', '.join(_DTYPE_OF)}")
-        beside = used | ({self._head} if self.spec.tied else set())
+        beside = used | ({self._head} if self.spec.tied else set()) | self._repeated().keys()
         known = (n for n in self._shapes if n in beside or _BUFFERS.fullmatch(n) or n.startswith(self._apart))
         spare = sorted(self._shapes.keys() - set(known))
         if problems or spare:
@@ -144,8 +154,19 @@ class HFWeights:
         base = "; the files hold a base model without a head" if self._renamed.added else ""
         return f" (config.json says that it is not tied to the embedding{base})"
 
+    def _repeated(self) -> dict[str, str]:
+        """What layers that predict further tokens repeat in the files, where they do -> what it is a copy of."""
+        copies = repeated_tensors(self.spec)
+        return {
+            name: self._sources[of].name for copy, of in copies.items() if (name := self._prefix + copy) in self._shapes
+        }
+
     def _check_copies(self) -> None:
         """Tensors that occur several times must be equal."""
+        for name, of in self._repeated().items():
+            if not _equal(self._files.tensor(name), self._files.tensor(of)):
+                both = f"holds {name} with other values than {of}, and layers that predict further tokens share it"
+                raise self._files.refuse(both, self.directory, "equal values, or --mtp-num-layers 0")
         for name in dict.fromkeys(source.name for source in self._sources.values()):
             files = self._files.files_of[name]
             for file in files[:-1]:

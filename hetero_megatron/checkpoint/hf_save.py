@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,11 @@ from hetero_megatron.checkpoint.hf_files import (
     plan_files,
 )
 from hetero_megatron.checkpoint.model_files import CONFIG, ModelFiles, from_directory, is_tokenizer
-from hetero_megatron.checkpoint.names import name_table, stored_boxes
+from hetero_megatron.checkpoint.names import name_table, repeated_tensors, stored_boxes
 from hetero_megatron.comm import Group
 from hetero_megatron.comm.group import together
 from hetero_megatron.spec import LogicalTensor, ModelSpec, logical_tensors
-from hetero_megatron.spec.hf_export import export_config, to_hf_config
+from hetero_megatron.spec.hf_export import export_config, exported_model, to_hf_config
 from hetero_megatron.utils.text import plural
 
 FLAG = "--save-hf"
@@ -59,7 +60,10 @@ def save_hf(
         UserError: on all ranks: the directory is not empty or cannot be written, or weights are not finite; nothing is
             left behind.
     """
+    spec = exported_model(spec)
     table, final = name_table(spec), Path(directory)
+    copies = repeated_tensors(spec)
+    table |= {copy: replace(table[of], name=copy) for copy, of in copies.items()}
     logical = {tensor.name: tensor for tensor in logical_tensors(spec)}
     by_name = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(logical, dtypes)
     plan = plan_files(spec, by_name, shard_bytes)
@@ -77,7 +81,12 @@ def _stored_pieces(
     spec: ModelSpec, owned: Iterable[Owned], logical: Mapping[str, LogicalTensor]
 ) -> Iterator[Owned]:
     """The same values by the names and boxes of the tensors in files."""
+    copies = repeated_tensors(spec)
     for name, box, values in owned:
+        if name not in logical:  # of a layer that predicts further tokens, in a family that has none
+            continue
+        for copy in (copy for copy, of in copies.items() if of == name):
+            yield copy, box, values
         parts = list(stored_boxes(spec, logical[name], box))
         each = values if logical[name].per_expert else values.split([inside.shape[0] for _, inside in parts])
         for (stored, inside), value in zip(parts, each, strict=True):

@@ -38,6 +38,16 @@ def stored_tensors(spec: ModelSpec) -> Iterator[tuple[LogicalTensor, LogicalTens
             yield stored, tensor
 
 
+def repeated_tensors(spec: ModelSpec) -> dict[str, str]:
+    """What released files repeat for each layer that predicts further tokens, by their name -> the logical tensor that
+    it is a copy of."""
+    layer = FAMILIES[spec.hf_model_type].names.layer
+    embedding = "model.embed_tokens.weight"
+    head = embedding if spec.tied else "lm_head.weight"
+    parts = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
+    return {f"{layer.format(i)}.{part}": of for i in spec.predictions for part, of in parts.items()}
+
+
 def stored_boxes(spec: ModelSpec, tensor: LogicalTensor, box: Box) -> Iterator[tuple[LogicalTensor, Box]]:
     """The boxes of stored tensors that a box of a logical tensor is made of, along its first axis: itself, or one per
     expert or head."""

@@ -142,7 +142,8 @@ def make_states(optimizer: ShardedOptimizer, names: Sequence[str], numbers: Mapp
 
 
 def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Check that the checkpoint has exactly the model's tensors, with their shapes.
+    """Check that the checkpoint has exactly the model's tensors, with their shapes; it may have more modules that
+    predict further tokens.
 
     Raises:
         UserError: listing what does not match.
@@ -156,13 +157,21 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
                 f"missing {name} {list(shape)}" if got is None else f"{name} is {list(got)}, not {list(shape)}"
             )
     known = checkpoint.metadata.state_dict_metadata
-    problems += [f"unexpected {name}" for name in known if name.startswith(MODEL + ".") and name not in wanted]
+    apart = tuple(f"{MODEL}.model.layers.{i}." for i in left_out(checkpoint, spec))
+    own = (name for name in known if name.startswith(MODEL + ".") and not name.startswith(apart))
+    problems += [f"unexpected {name}" for name in own if name not in wanted]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise UserError(
             f"is a checkpoint of another model than {spec.name}: {'; '.join(problems[:8])}{more}",
             field=checkpoint.field, value=str(checkpoint.path), accepted=f"a checkpoint of {spec.name}",
         )  # fmt: skip
+
+
+def left_out(checkpoint: Checkpoint, spec: ModelSpec) -> range:
+    """Numbers of the layers of modules that predict further tokens that a checkpoint has and the model has not."""
+    has = checkpoint.state["model"].get("mtp_layers", 0)
+    return range(spec.predictions.stop, spec.num_layers + (has if type(has) is int else 0))
 
 
 def weight_dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, torch.dtype]:

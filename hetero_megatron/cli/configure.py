@@ -138,6 +138,7 @@ def configure_arguments(
     elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = part(_preference, args, spec, balancing)
     part(_outer_fits, plan, elastic, preference)
+    part(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
     graphs, as_rank = part(build_graphs, args, plan, spec, data), part(_as_rank, args, plan)
     parts.done()
@@ -262,6 +263,21 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
     from hetero_megatron.cli.flags.preference import build_preference
 
     return build_preference(args, spec, balancing)
+
+
+def _predictions_fit(args: Arguments, spec: ModelSpec, preference: Preference | None, fp8: Fp8 | None) -> None:
+    """Refuse what knows no modules that predict further tokens."""
+    if not spec.mtp_layers:
+        return
+    beside = (
+        (preference is not None, "--preference", "it compares whole answers"),
+        (fp8 is not None, "--fp8-format", "a last stage that has no layers of its own computes nothing in fp8"),
+        (args["cuda_graph_impl"] == "local", "--cuda-graph-impl", "modules are no layers that are captured"),
+    )
+    for there, flag, why in beside:
+        if there:
+            accepted = f"0, or no {flag}"
+            raise flag_error("mtp_num_layers", spec.mtp_layers, f"not known beside {flag}: {why}", accepted)
 
 
 def _outer_fits(plan: Plan, elastic: ElasticConfig | None, preference: Preference | None) -> None:

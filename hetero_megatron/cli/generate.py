@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -166,7 +167,7 @@ def _configure(
         if checkpoint is None:
             accepted = "a directory that --save wrote"
             raise UserError("holds no checkpoint", field="--load", value=args.load, accepted=accepted)
-        spec = spec_of(checkpoint)
+        spec = replace(spec_of(checkpoint), mtp_layers=0)  # what predicts further tokens has no part in it
     if args.load_hf is not None:
         words += ["--load-hf", args.load_hf]
     if args.load_adapter is not None:

@@ -28,8 +28,9 @@ of several shapes: logits, loss and gradients in fp64, under uneven plans, and i
 - Of a `llama4` directory (text and images) the language model is read; an export is of that alone, `llama4_text`. Its
   chunks of attention, and the positions with which its queries grow, are counted from the start of each document, so
   that documents packed into one row are what they are by themselves (transformers counts along the row).
-- Layers that predict further tokens (`num_nextn_predict_layers` of `deepseek_v3` and `glm4_moe`) are left out with a
-  notice, as transformers leaves them out; an export has none.
+- Layers that predict further tokens (`num_nextn_predict_layers` of `deepseek_v3` and `glm4_moe`) are trained and
+  exported where `--mtp-num-layers` asks for them ([Multi-token prediction](mtp.md)), else left out with a notice, as
+  transformers leaves them out.
 - *Export*: `--save-hf`, as transformers writes it. *Generation*: `hetero-megatron generate`.
 
 ## Supported

@@ -148,7 +148,7 @@ def _parser() -> ArgumentParser:
     add("--context", default="auto", choices=("auto", "always", "never"),
         help="context groups: for long sequences and where nothing fits without (auto), or as said")  # fmt: skip
     add("--routing-stats", metavar="FILE",
-        help="how often experts were chosen, as a run's --routing-stats wrote it (default: all alike)")  # fmt: skip
+        help="how often experts were chosen (default: all alike)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
         help="adaptive schedules for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
     add("--schedule-effort", type=Number(float, 1e-3, 1e6), default=SearchSpace.schedule_effort, metavar="X",

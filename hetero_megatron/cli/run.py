@@ -257,6 +257,8 @@ def searched(words: Sequence[str], config: RunConfig, scratch: Path) -> Planner:
             same += ["--dtype", config.dtype, "--optimizer", config.optimizer.name]
             if config.fp8 is not None and "--fp8-format" not in words:
                 same += ["--fp8-format", config.fp8.format, "--fp8-recipe", config.fp8.recipe]
+            if made.mtp_layers and "--mtp-num-layers" not in words:
+                same += ["--mtp-num-layers", str(made.mtp_layers)]
             if made.lora is not None and "--load-adapter" not in words:
                 same += lora_words(made.lora)
             same += ["--model", made.model] if not {"--model", "--load-hf", "--num-layers"} & set(words) else []

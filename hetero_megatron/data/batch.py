@@ -40,6 +40,16 @@ class Pairs:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Of the positions of a batch, some number of tokens ahead: the tokens there and their labels, int64 [b, s], and
+    which positions have such a target, bool [b, s]; of others, tokens and labels are 0."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """b sequences of s tokens.
 
@@ -51,6 +61,7 @@ class Batch:
         counted: tokens that count in the loss, where the mask is on a device; None: the mask says.
         draws: of dropout, in training; its sample is the global index of the first row.
         pairs: of preference pairs; None: rows are no pairs.
+        ahead: for modules that predict further tokens, what is 1, 2, … tokens ahead; none: they do not run.
     """
 
     tokens: torch.Tensor
@@ -61,6 +72,7 @@ class Batch:
     counted: int | None = None
     draws: Draws | None = None
     pairs: Pairs | None = None
+    ahead: tuple[Ahead, ...] = ()
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -79,7 +91,10 @@ class Batch:
         mask = None if self.loss_mask is None else part(self.loss_mask)
         tokens, labels, positions = map(part, (self.tokens, self.labels, self.positions))
         pairs = None if self.pairs is None else replace(self.pairs, sides=part(self.pairs.sides))
-        return replace(self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, pairs=pairs)
+        ahead = tuple(replace(a, tokens=part(a.tokens), labels=part(a.labels), mask=part(a.mask)) for a in self.ahead)
+        return replace(
+            self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, pairs=pairs, ahead=ahead
+        )
 
 
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:

@@ -33,9 +33,10 @@ class Uploader:
 
     def start(self, batch: Batch) -> _UnderWay:
         sides = () if batch.pairs is None else (batch.pairs.sides,)
+        ahead = [x for a in batch.ahead for x in (a.tokens, a.labels, a.mask)]
         whole = torch.stack([batch.tokens, batch.labels, batch.positions, *sides])  # [3 or 4, b, s]
         table = None if batch.draws is None else batch.draws.table
-        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask, table) if x is not None)
+        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask, *ahead, table) if x is not None)
         with self._accelerator.on_stream(self._stream):
             tensors = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in pinned)
             for to, source in zip(tensors, pinned, strict=True):
@@ -45,12 +46,17 @@ class Uploader:
         tokens, labels, positions = tensors[0][:3].unbind()
         pairs = None if batch.pairs is None else replace(batch.pairs, sides=tensors[0][3])
         mask = tensors[1] if batch.loss_mask is not None else None
+        moved = tensors[1 + (mask is not None) :][: len(ahead)]
+        there = tuple(
+            replace(a, tokens=moved[3 * k], labels=moved[3 * k + 1], mask=moved[3 * k + 2])
+            for k, a in enumerate(batch.ahead)
+        )
         counted, draws = batch.num_loss_tokens(), batch.draws
         if draws is not None and table is not None:
             draws = replace(draws, table=tensors[-1])
         made = replace(
             batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws,
-            pairs=pairs,
+            pairs=pairs, ahead=there,
         )  # fmt: skip
         return _UnderWay(made, event, tensors, pinned)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
@@ -28,6 +28,13 @@ from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.tensors import expert_tensor
 
 
+class TokensAhead(Protocol):
+    """Of a micro-batch, as many tokens ahead as its place in ``StageBatch.ahead`` says."""
+
+    tokens: torch.Tensor  # [b, s] int64
+    mask: torch.Tensor  # [b, s] bool, which positions have a target
+
+
 class StageBatch(Protocol):
     """What the model needs to know about a micro-batch besides its tokens."""
 
@@ -35,6 +42,7 @@ class StageBatch(Protocol):
     documents: Sequence[Sequence[int]] | None  # document starts per row
     loss_mask: torch.Tensor | None  # [b, s] bool, which tokens count in the loss; None: all
     draws: Draws | None  # of dropout; None: there is none, as in evaluation and generation
+    ahead: Sequence[TokensAhead]  # what modules predict further tokens from, in order; none: they do not run
 
 
 class MLP(nn.Module):
@@ -246,7 +254,7 @@ class GPTStage(nn.Module):
         super().__init__()
         self.kernels = kernels = kernels or default_kernels(spec, share, head, dtype, device, dropout=dropout)
         self.dropout, self.token_numbers = dropout.hidden, cast(torch.Tensor | None, None)
-        self.has_embed, self.has_head = embed, head
+        self.has_embed, self.has_head, self.numbers = embed, head, tuple(layers)
         self.own_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # [b, s] -> those between its blocks
         # As the dtype of the weights has it: Gemma was trained with that number.
         self.embed_scale, self.logit_scale = torch.tensor(spec.embed_scale, dtype=dtype).item(), spec.logit_scale
@@ -261,7 +269,7 @@ class GPTStage(nn.Module):
         rows, h = share.vocab[1] - share.vocab[0], spec.hidden_size
         with _default_dtype(dtype), torch.device(device):
             self.model = nn.ModuleDict()
-            if embed or (head and spec.tied):
+            if embed or (head and spec.embeds_last):
                 self.model["embed_tokens"] = Embedding(rows, h)
             if embed and spec.position == "learned":
                 self.model["embed_positions"] = Embedding(spec.max_position_embeddings, h)
@@ -273,6 +281,14 @@ class GPTStage(nn.Module):
                 self.model["norm"] = Norm(spec, h, kernels)
                 tied = cast(Embedding, self.model["embed_tokens"]).weight if spec.tied else None
                 self.lm_head = Head(spec, tied, rows, h, kernels)
+            self.predictions = list[int]()
+            if head and spec.mtp_layers:
+                from hetero_megatron.model.prediction import make_prediction
+
+                self.predictions = list(spec.predictions)
+                for i in self.predictions:
+                    layer_modules[str(i)] = layer = Layer(spec, i, share, kernels, dropout)
+                    make_prediction(layer, spec, kernels)
 
     def turn_for(self, length: int, head_dim: int) -> None:
         """Take the rotary frequencies of sequences of ``length`` tokens."""
@@ -285,15 +301,16 @@ class GPTStage(nn.Module):
                 self._angles[rope] = Angles(freqs, positions, device)
 
     def layers(self) -> Iterable[Layer]:
+        """Those of modules that predict further tokens come last."""
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())
 
     def forward(self, x: torch.Tensor, batch: StageBatch, part: StagePart | None = None) -> torch.Tensor:
         """x: [b, s] int64 or [b, s, h] -> [b, s, h] or logits [b, s, V_local]; see the class."""
-        layers = self.layers() if part is None else [self.model["layers"][str(i)] for i in part.layers]  # type: ignore[index]
+        numbers = self.numbers if part is None else part.layers
+        layers = [self.model["layers"][str(i)] for i in numbers]  # type: ignore[index]
         embedded = self.has_embed and (part is None or part.embed)
         if embedded:
-            x = self.model["embed_tokens"](x)
-            x = x if self.embed_scale == 1.0 else x * self.embed_scale
+            x = self.embed(x)
             if "embed_positions" in self.model:
                 x = x + self.model["embed_positions"](batch.positions)
         counted = None if batch.loss_mask is None else self.own_tokens(batch.loss_mask)
@@ -312,8 +329,26 @@ class GPTStage(nn.Module):
         x = x if stream is None else stream.sum()
         if not (self.has_head and (part is None or part.head)):
             return x
-        x = self.model["norm"](x)  # the logits are scaled through it, however head and loss are computed
+        x = self.model["norm"](x)
+        if self.predictions and batch.ahead:
+            x = self._with_predictions(x, batch, context)
+        # The logits are scaled through the head's input, however head and loss are computed.
         return self.lm_head(x if self.logit_scale == 1.0 else x * self.logit_scale)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, s] int64 -> [b, s, h], without positions; of a TP rank's own tokens."""
+        x = cast(torch.Tensor, self.model["embed_tokens"](tokens))
+        return x if self.embed_scale == 1.0 else x * self.embed_scale
+
+    def _with_predictions(self, x: torch.Tensor, batch: StageBatch, context: Context) -> torch.Tensor:
+        """x: [b, s, h] -> [(1 + modules) b, s, h]: what each module puts out, after it. All go through the head at
+        once, as further rows."""
+        found = [x]
+        for number, ahead in zip(self.predictions, batch.ahead, strict=True):
+            embedded = context.drop(self.embed(ahead.tokens), self.kernels, self.dropout, number, EMBEDDING)
+            its = replace(context, counted=self.own_tokens(ahead.mask))
+            found.append(self.model["layers"][str(number)](found[-1], its, embedded))  # type: ignore[index]
+        return torch.cat(found)
 
     def _tokens(self, batch: StageBatch) -> torch.Tensor:
         """Numbers of a batch's tokens in their sequence: [s] int64."""

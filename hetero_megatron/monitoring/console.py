@@ -101,7 +101,7 @@ def format_short(p: ConsoleLine) -> str:
     parts.append(f"ETA {format_duration(eta)}")
     parts += [f"experts {p.busiest:.2f}x"] if p.busiest is not None else []
     short = {"load_balancing_loss": "balance", "z_loss": "z"}
-    parts += [f"{short[name]} {loss:.3f}" for name, loss in p.balance.items()]
+    parts += [f"{short.get(name, name.removesuffix(' loss'))} {loss:.3f}" for name, loss in p.balance.items()]
     parts += [f"grad norm {p.grad_norm:.3g}"] if p.grad_norm is not None else []
     parts.append(f"lr {p.learning_rate:.2e}")
     parts += [f"loss scale {p.loss_scale:g}"] if p.loss_scale != 1.0 else []

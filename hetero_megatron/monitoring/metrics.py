@@ -32,6 +32,7 @@ class StepMetrics:
         moving data.
         experts: of a mixture of experts.
         pairs: of preference pairs, how many the loss is the mean of; rewards: means over them by TRL's names.
+        predictions: losses of modules that predict further tokens, by Megatron's names.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepMetrics:
     loss_tokens: int | None = None
     pairs: int | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
+    predictions: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,6 +83,7 @@ class StepMetrics:
             out["loss_tokens"] = self.loss_tokens
         if self.pairs is not None:
             out |= {"pairs": self.pairs, **self.rewards}
+        out |= self.predictions
         if self.tgs_per_chip is not None:
             out["tgs_per_chip"] = dict(self.tgs_per_chip)
         if self.experts is not None:
@@ -176,7 +179,7 @@ class MetricsWriter:
             scalars["loss-scale"] = metrics.loss_scale
         if metrics.experts is not None:
             scalars |= metrics.experts.scalars()
-        scalars |= metrics.rewards
+        scalars |= {**metrics.rewards, **metrics.predictions}
         self._scalars(scalars, metrics.step)
 
     def validation(

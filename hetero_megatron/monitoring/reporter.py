@@ -188,6 +188,7 @@ class Reporter:
                 loss_tokens=None if stats.rewards else stats.tokens,
                 pairs=stats.tokens if stats.rewards else None,
                 rewards=stats.rewards,
+                predictions=_of_modules(stats),
             )  # fmt: skip
         )
         if step % self.config.logging.interval == 0 or step == self.config.steps or stats.stop:
@@ -204,7 +205,7 @@ class Reporter:
             step, self.config.steps, consumed, seconds / count, lr, size, losses / count, stats.grad_norm, scale,
             tokens_per_second=tokens / seconds, tflops=rate / len(self.config.plan.ranks) / 1e12, mfu=rate / self.peak,
             skipped=self._skipped, nan=self._nan, busiest=experts.worst if experts is not None else None,
-            balance=experts.losses if experts is not None else {},
+            balance=(dict(experts.losses) if experts is not None else {}) | _of_modules(stats),
             loss_tokens_per_second=counting / seconds if counting != tokens else None,
             rewards={name: sum(each[name] for each in self._rewards) / count for name in stats.rewards},
         )  # fmt: skip
@@ -286,3 +287,8 @@ class Reporter:
         if kept is not None and self.emulation.chips == "soft":
             kept = replace(kept, spread=spread(list(self._busy)))
         return kept
+
+
+def _of_modules(stats: StepStats) -> dict[str, float]:
+    """Losses of modules that predict further tokens, by Megatron's names."""
+    return {f"mtp_{k} loss": loss for k, loss in enumerate(stats.predictions, start=1)}

@@ -23,6 +23,7 @@ from hetero_megatron.ops.spec import wide
 from hetero_megatron.parallel.collectives import sum_of_ranks
 from hetero_megatron.plans import Plan, Stage, locate, stage_at
 from hetero_megatron.plans.experts import destinations, expert_groups, sequence_group
+from hetero_megatron.plans.predictions import run_layers
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.moe import Balancing, MoE
 
@@ -156,7 +157,7 @@ def bias_name(layer: int) -> str:
 
 
 def _moe_layers(spec: ModelSpec, stage: Stage) -> tuple[int, ...]:
-    return tuple(i for i in stage.layer_indices() if spec.layer(i).mlp == "moe")
+    return tuple(i for i in run_layers(spec, stage) if spec.layer(i).mlp == "moe")
 
 
 class _Observed(torch.autograd.Function):

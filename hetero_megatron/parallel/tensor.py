@@ -121,7 +121,7 @@ def apply_tensor_parallel(
                 if isinstance(linear, Linear):
                     linear.maxima = TensorMaxima(group, name == row)
             setattr(block, row, RowParallelLinear(getattr(block, row), group, shards))
-    if stage.has_embed:
+    if stage.has_embed or stage.predictions:
         stage.model["embed_tokens"] = VocabParallelEmbedding(
             cast(Embedding, stage.model["embed_tokens"]).weight, group, vocab, shards
         )

@@ -187,7 +187,7 @@ class StageModel:
             if isinstance(module, (Attention, MLP)) and module.together[0].weight.requires_grad:
                 yield [linear.weight for linear in module.together]
         spec, stage = self.here.spec, self.here.stage
-        if head and stage.head and spec.lora is None and not (spec.tied and stage.embed):
+        if head and stage.head and spec.lora is None and not (spec.tied and (stage.embed or spec.mtp_layers)):
             yield (self.module.lm_head.matrix,)
 
 
@@ -214,7 +214,7 @@ class StageLoss:
         self, here: RankStage, model: GPTStage, kernels: KernelPlan, group: Group, chunk: int | None
     ) -> None:
         self._model, self._kernels, self._group, self.chunk = model, kernels, group, chunk
-        self._vocab = here.share.vocab
+        self._vocab, self._factor = here.share.vocab, here.spec.mtp_loss_factor
         self.head: KnownLoss | None = None
         if "linear_cross_entropy" in kernels.choices:
             self.head = kernels.linear_cross_entropy
@@ -228,15 +228,32 @@ class StageLoss:
             model.lm_head.in_loss = True
 
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
-        """Sum of the losses of tokens that count: a tensor [], in at least fp32.
+        """Sum of the losses of tokens that count: a tensor [], in at least fp32. Of a batch with targets further ahead
+        [1 + modules]: that sum, and that of each module, whose gradient has the weight of its loss.
 
         Args:
             out: logits [b, s, V_local], or the head's input [b, s, h] where ``head`` is not None.
             seed: gradient of the sum with which backward will start.
         """
+        if batch.ahead:
+            return self._with_predictions(out, batch, seed)
         mask = batch.loss_mask
         losses = self.losses(out, batch, 1.0 if mask is None else mask, seed)
         return losses.sum() if mask is None else (losses * mask).sum()
+
+    def _with_predictions(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+        from hetero_megatron.data.ahead import with_targets_ahead
+
+        every, depth, factor = with_targets_ahead(batch), len(batch.ahead), self._factor / len(batch.ahead)
+        assert every.loss_mask is not None
+        rows = len(batch.labels)
+        wide = torch.promote_types(out.dtype, torch.float32)
+        factors = torch.tensor([1.0, *[factor] * depth], dtype=wide, device=every.labels.device)
+        weights = factors.repeat_interleave(rows)[:, None] * every.loss_mask
+        losses = self.losses(out, every, weights, seed)
+        weighted = (losses * weights).unflatten(0, (1 + depth, rows)).sum((1, 2))
+        plain = (losses.detach() * every.loss_mask).unflatten(0, (1 + depth, rows)).sum((1, 2))
+        return plain + (weighted - weighted.detach())
 
     def count(self, batch: Batch) -> int:
         """Tokens of a batch that count."""

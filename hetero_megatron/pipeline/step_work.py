@@ -54,8 +54,10 @@ class StepWork:
             UserError: the plan has no schedule for a batch of this size.
         """
         sizes, rows = self.samples(first_sample, batch_size)
+        depth = self._here.spec.mtp_layers if self._here.stage.head and not forward_only else 0
         make = [
-            partial(self._batch, fetch, indices, None if draws is None else draws(indices[0])) if indices else None
+            partial(self._batch, fetch, indices, None if draws is None else draws(indices[0]), depth)
+            if indices else None
             for indices in rows
         ]
         batches: Sequence[Batch | None]
@@ -66,8 +68,14 @@ class StepWork:
         actions, receives = self._actions(batch_size, forward_only)
         return StageWork(actions, batches, sizes, receives)
 
-    def _batch(self, fetch: Fetch, indices: Sequence[int], draws: Draws | None) -> Batch:
-        return replace(fetch(indices).select(self._here.unit.tokens), draws=draws)
+    def _batch(self, fetch: Fetch, indices: Sequence[int], draws: Draws | None, depth: int) -> Batch:
+        """``depth``: how many modules predict further tokens of it."""
+        batch = fetch(indices)
+        if depth:
+            from hetero_megatron.data.ahead import look_ahead
+
+            batch = look_ahead(batch, depth)
+        return replace(batch.select(self._here.unit.tokens), draws=draws)
 
     def sizes(self, batch_size: int) -> frozenset[tuple[int, int]]:
         """(pipeline, sequences of a micro-batch) of all that a batch of this size is cut into; equal on all ranks."""

@@ -147,7 +147,8 @@ def require_rows(plan: Plan, batch_size: int) -> None:
 
 def has_experts(spec: ModelSpec, stage: Stage) -> bool:
     """Whether some layer of the stage is a mixture of experts."""
-    return any(spec.layer(i).mlp == "moe" for i in stage.layer_indices())
+    numbers = (*stage.layer_indices(), *(spec.predictions if stage.head else ()))
+    return any(spec.layer(i).mlp == "moe" for i in numbers)
 
 
 def rank_shares(spec: ModelSpec, stage: Stage) -> Mapping[int, Share]:

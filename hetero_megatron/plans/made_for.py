@@ -29,7 +29,8 @@ LORA_KEYS = {
     "dora": "use_dora", "sites": "lora_sites",
 }  # fmt: skip
 KEYS = (
-    "model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe", *LORA_KEYS.values(),
+    "model", "model_hash", "dtype", "optimizer", "memory", "fp8_format", "fp8_recipe", "mtp_num_layers",
+    *LORA_KEYS.values(),
 )  # fmt: skip
 OPTIMIZERS = ("adam", "sgd", "muon")
 
@@ -39,7 +40,7 @@ class MadeFor:
     """``model_hash``: of what counts for memory and time (:func:`model_hash`); ``memory``: bytes per chip name. The
     optimizer's bytes follow from ``optimizer`` and ``dtype``: an fp32 master of each 16-bit element, and moments as
     wide (Adam two, SGD one, Muon one of matrices). ``fp8``: what its stages in fp8 were planned with; None: not said.
-    ``lora``: adapters; their alpha is the run's."""
+    ``lora``: adapters; their alpha is the run's. ``mtp_layers``: modules that predict further tokens."""
 
     model: str
     model_hash: str
@@ -48,13 +49,16 @@ class MadeFor:
     memory: tuple[tuple[str, int], ...] = ()
     fp8: Fp8 | None = None
     lora: Lora | None = None
+    mtp_layers: int = 0
 
     def plain(self) -> dict[str, Any]:
         """As a plan file has it."""
         fp8 = {} if self.fp8 is None else {"fp8_format": self.fp8.format, "fp8_recipe": self.fp8.recipe}
         return {
             "model": self.model, "model_hash": self.model_hash, "dtype": self.dtype, "optimizer": self.optimizer,
-            "memory": dict(self.memory), **fp8, **({} if self.lora is None else lora_keys(self.lora)),
+            "memory": dict(self.memory), **fp8,
+            **({"mtp_num_layers": self.mtp_layers} if self.mtp_layers else {}),
+            **({} if self.lora is None else lora_keys(self.lora)),
         }  # fmt: skip
 
     def agree(self, key: str, field: str, value: str, source: str) -> None:
@@ -77,6 +81,12 @@ class MadeFor:
     def agree_on_model(self, model: ModelSpec, source: str) -> None:
         """UserError for a model that differs in what counts, adapters among it; its name does not."""
         if model_hash(model) != self.model_hash:
+            if model_hash(replace(model, mtp_layers=self.mtp_layers)) == self.model_hash:
+                raise UserError(
+                    f"the plan was made for {self.mtp_layers} modules that predict further tokens (made_for of "
+                    f"{source})", field="--mtp-num-layers", value=model.mtp_layers, where="command line",
+                    accepted=f"{self.mtp_layers}, or a plan made for {model.mtp_layers}",
+                )  # fmt: skip
             if model_hash(replace(model, lora=self.lora)) == self.model_hash:
                 raise self._other_adapters(model.lora, source)
             raise UserError(
@@ -148,7 +158,8 @@ def made_for(
 ) -> MadeFor:
     """Of a plan on these ranks of a cluster."""
     chips = {chip.name: chip.memory for chip in map(cluster.chip_of, ranks)}
-    return MadeFor(model.name, model_hash(model), dtype, optimizer, tuple(sorted(chips.items())), fp8, model.lora)
+    memory = tuple(sorted(chips.items()))
+    return MadeFor(model.name, model_hash(model), dtype, optimizer, memory, fp8, model.lora, model.mtp_layers)
 
 
 def read_made_for(entry: Entry) -> MadeFor:
@@ -166,6 +177,7 @@ def read_made_for(entry: Entry) -> MadeFor:
         tuple(sorted((name, value.integer(1)) for name, value in memory.items())),
         fp8,
         _read_lora(entry, keys),
+        keys["mtp_num_layers"].integer(0) if "mtp_num_layers" in keys else 0,
     )
 
 

@@ -26,7 +26,8 @@ def is_matrix(tensor: LogicalTensor) -> bool:
     """Whether Muon updates a trained tensor: weights of projections, of routers, and of every expert. Embeddings, head,
     norms, biases and what else is a vector have AdamW."""
     axes = len(tensor.shape) - tensor.per_expert
-    return isinstance(tensor.layer, int) and axes == 2 and not tensor.is_bias and not tensor.by_load
+    inside = isinstance(tensor.layer, int) or tensor.name.startswith("model.layers.")  # of a module that predicts
+    return inside and axes == 2 and not tensor.is_bias and not tensor.by_load
 
 
 def matrix_boxes(tensor: LogicalTensor) -> list[Box]:

@@ -49,10 +49,16 @@ class RoutingStats:
 
 
 def write_routing_stats(path: str, stats: RoutingStats, spec: ModelSpec) -> None:
-    """Replace the file as a whole; UserError if it cannot be written."""
-    layers = {str(layer): list(counts) for layer, counts in sorted(stats.layers.items())}
-    known = {"version": VERSION, "model_hash": model_hash(spec.base), "tokens": stats.tokens, "layers": layers}
+    """Replace the file as a whole, without modules that predict further tokens; UserError if it cannot be written."""
+    own = sorted((layer, counts) for layer, counts in stats.layers.items() if layer < spec.num_layers)
+    layers = {str(layer): list(counts) for layer, counts in own}
+    known = {"version": VERSION, "model_hash": _hash(spec), "tokens": stats.tokens, "layers": layers}
     write_text(path, FLAG, json.dumps(known) + "\n")
+
+
+def _hash(spec: ModelSpec) -> str:
+    """Of the model without adapters, and without modules that predict further tokens."""
+    return model_hash(replace(spec.base, mtp_layers=0))
 
 
 def read_routing_stats(path: str, spec: ModelSpec) -> RoutingStats:
@@ -65,9 +71,9 @@ def read_routing_stats(path: str, spec: ModelSpec) -> RoutingStats:
     if found.get("version") != VERSION:
         said = found.get("version")
         raise UserError("unknown version", field="version", value=said, accepted=str(VERSION), where=path)
-    if found.get("model_hash") != model_hash(spec.base):
+    if found.get("model_hash") != _hash(spec):
         raise UserError(
-            f"is of another model than {spec.name} ({model_hash(spec.base)})", field="model_hash",
+            f"is of another model than {spec.name} ({_hash(spec)})", field="model_hash",
             value=found.get("model_hash"), accepted="what a run with this model wrote", where=path,
         )  # fmt: skip
     assert spec.moe is not None, "the hash is of a model with experts"

@@ -70,6 +70,10 @@ def validate(
     sequence_fits_the_model(plan, spec, source)
     weights_can_be_split(plan, spec, source)
     experts_are_held(plan, spec, source)
+    if spec.mtp_layers:
+        from hetero_megatron.plans.predictions import predictions_fit
+
+        predictions_fit(plan, spec, source)
     for path, _, stage in stages(plan):
         weights_can_be_sharded(plan, stage, path, spec, source)
     features_are_supported(plan, source)

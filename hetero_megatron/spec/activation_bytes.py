@@ -14,7 +14,7 @@ from hetero_megatron.spec.expert_load import (
 )
 from hetero_megatron.spec.flops import CHUNK_ELEMENTS, TILE, adapted_layers, chunk_tokens, common_columns
 from hetero_megatron.spec.lora import NF4_CHUNK, NF4_MAKING
-from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec
+from hetero_megatron.spec.model_spec import EXPERT_ACTIVATIONS, ModelSpec, module_layer
 from hetero_megatron.spec.tensors import LogicalTensor
 
 
@@ -225,6 +225,29 @@ def layer_operand_bytes(
     inputs = (1 + of_mlp + outputs) * h + 2 * adapter_widths(spec) + dropped[0]
     experts = routed * expert_operand_bytes(spec, load, itemsize) if load is not None else 0.0
     return round(tokens * itemsize * (inputs + cut / tp) + experts)
+
+
+def module_activation_bytes(
+    spec: ModelSpec, tokens: int, recompute: str = "none", itemsize: int = 2, tp: float = 1.0,
+    shards: int | None = None, load: ExpertLoad | None = None,
+) -> int:  # fmt: skip
+    """Bytes that one module that predicts further tokens keeps before the head, arguments as of a layer: the inputs of
+    its two norms and what they put out, 4 h on the token shard, and what its layer keeps. Recomputed whole, the two
+    inputs, and not the input of its final norm, which the head's formula counts."""
+    own = round(tokens * spec.hidden_size / (shards or tp)) * itemsize
+    if recompute == "full":
+        return own
+    return 4 * own + layer_activation_bytes(module_layer(spec), tokens, recompute, itemsize, tp, shards, load)
+
+
+def module_operand_bytes(
+    spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, shards: int | None = None,
+    load: ExpertLoad | None = None,
+) -> int:  # fmt: skip
+    """Bytes of the operands of its weight gradients, which wait from B_INPUT to W where backward is split: of its
+    projection, 3 h on the token shard, and of its layer."""
+    own = round(tokens * spec.hidden_size / (shards or tp)) * itemsize
+    return 3 * own + layer_operand_bytes(module_layer(spec), tokens, itemsize, tp, load)
 
 
 def head_operand_bytes(spec: ModelSpec, tokens: int, itemsize: int = 2, tp: float = 1.0, chunked: bool = False) -> int:

@@ -14,7 +14,7 @@ from hetero_megatron.spec.expert_load import (
     expert_adapter_ranks,
     moe_layers,
 )
-from hetero_megatron.spec.model_spec import ModelSpec
+from hetero_megatron.spec.model_spec import ModelSpec, module_layer
 from hetero_megatron.spec.tensors import LogicalTensor, logical_tensors, trained_tensors
 
 TILE = 128  # tokens: a chunk of head and loss is a multiple, because products run at full speed only on whole tiles
@@ -92,8 +92,14 @@ def layer_flops(spec: ModelSpec, seq_length: int) -> float:
 
 
 def head_flops(spec: ModelSpec, seq_length: int) -> int:
-    """Forward FLOPs of the output head for one sequence."""
-    return 2 * seq_length * spec.hidden_size * spec.vocab_size
+    """Forward FLOPs of the output head for one sequence; with what comes before it of modules that predict further
+    tokens, each of which goes through it, too."""
+    h = spec.hidden_size
+    head = 2 * seq_length * h * spec.vocab_size
+    if not spec.mtp_layers:
+        return head
+    module = round(layer_flops(module_layer(spec), seq_length)) + 2 * seq_length * 2 * h * h
+    return head + spec.mtp_layers * (head + module)
 
 
 def sequence_flops(spec: ModelSpec, seq_length: int) -> int:

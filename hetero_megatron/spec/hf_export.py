@@ -37,6 +37,7 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "out_bias": ("attention_bias", "attention_out_bias", "use_bias", "bias"),
     "mlp_bias": ("mlp_bias", "use_bias", "bias"),
     "tied": ("tie_word_embeddings",),
+    "mtp_layers": PREDICTION_KEYS,
     "layer_kinds": (
         *ROPE_KEYS, "rope_local_base_freq", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
         "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval",
@@ -66,18 +67,33 @@ def export_config(spec: ModelSpec, source: Mapping[str, Any] | None, dtype: str 
     Raises:
         UserError: no Hugging Face family has this combination of features.
     """
+    spec = exported_model(spec)
     config = _changed(spec, language_config(source)) if source is not None else to_hf_config(spec)
     if method_of(config) is not None:
         del config[KEY]  # the files hold what was dequantised
     own = [FAMILIES[config["model_type"]].causal_lm]
     if own[0].lower() not in [name.lower() for name in config.get("architectures") or ()]:
         config["architectures"] = own
-    for key in (key for key in PREDICTION_KEYS if config.get(key)):
-        config[key] = 0  # those layers are not in the files
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype
     return config
+
+
+def predicts(spec: ModelSpec) -> bool:
+    """Whether configurations of the family say how many layers predict further tokens, so that files may have them."""
+    return PREDICTION_KEYS[1] in FAMILIES[spec.hf_model_type].keys
+
+
+def exported_model(spec: ModelSpec) -> ModelSpec:
+    """What an export is of: without layers that predict further tokens where the family has none."""
+    return spec if not spec.mtp_layers or predicts(spec) else replace(spec, mtp_layers=0)
+
+
+def _with_all(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelSpec:
+    """What ``config`` says, with its layers that predict further tokens."""
+    found = from_hf_config(config, where=where, name=name)
+    return replace(found, mtp_layers=found.mtp_said) if found.mtp_said else found
 
 
 def _changed(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +101,7 @@ def _changed(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(source)
     with suppress(UserError):  # a source that this version does not read, or a family that cannot say it
         for _ in range(2):  # a key may stand for another that is absent: twice is enough
-            found = from_hf_config(config, name=spec.name)
+            found = _with_all(config, spec.name)
             wanted = replace(spec, hf_model_type=found.hf_model_type)
             differ = [f.name for f in fields(ModelSpec) if getattr(found, f.name) != getattr(wanted, f.name)]
             fresh = to_hf_config(wanted)
@@ -93,7 +109,7 @@ def _changed(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]:
                 config.pop(key, None)
                 if key in fresh:
                     config[key] = fresh[key]
-        if from_hf_config(config, name=spec.name) == wanted:
+        if _with_all(config, spec.name) == wanted:
             return config
     kept = {k: v for k, v in source.items() if k in HARMLESS and k not in ("model_type", "torch_dtype", "dtype")}
     return kept | to_hf_config(spec)
@@ -113,7 +129,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
             field="moe", value=None, accepted="a model with experts",
         )  # fmt: skip
     config = {"model_type": family.model_type, "architectures": [family.causal_lm]} | family.write(spec)
-    back = from_hf_config(config, where="the exported configuration", name=spec.name)
+    back = _with_all(config, spec.name, "the exported configuration")
     for f in fields(ModelSpec):
         want, got = getattr(spec, f.name), getattr(back, f.name)
         if f.compare and want != got:

@@ -6,7 +6,9 @@ is no class per family.
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from hetero_megatron.errors import UserError
@@ -69,7 +71,7 @@ MLP_KINDS = ("dense", "moe")
 _CONSTANTS = (
     "name", "hf_model_type", "max_position_embeddings", "norm_eps", "norm_offset", "embed_scale", "residual_scale",
     "logit_scale", "attn_scale", "query_growth", "query_growth_length", "query_growth_offset", "swiglu_alpha",
-    "swiglu_limit", "init_std", "notices", "dropouts",
+    "swiglu_limit", "init_std", "notices", "dropouts", "mtp_loss_factor", "mtp_said",
 )  # fmt: skip
 
 
@@ -106,6 +108,10 @@ class ModelSpec:
         mla: attention is multi-head latent attention; ``head_dim`` is what the attention operator sees, and there are
             as many key-value heads as heads.
         lora: adapters; all that is not of them is frozen.
+        mtp_layers: modules after the last layer that predict tokens further ahead (``model/prediction.py``), each with
+            a layer of the last one's kind; their numbers follow those of the layers.
+        mtp_loss_factor: of the mean over them of their losses, in what is trained; a run may change it.
+        mtp_said: how many of them the configuration has, of which a run has those of its flags.
     """
 
     name: str
@@ -148,6 +154,9 @@ class ModelSpec:
     mla: MLA | None = None
     moe: MoE | None = None
     lora: Lora | None = None
+    mtp_layers: int = 0
+    mtp_loss_factor: float = field(default=0.1, compare=False)
+    mtp_said: int = field(default=0, compare=False)
     init_std: float = 0.02
     notices: tuple[str, ...] = field(default=(), compare=False)
     dropouts: tuple[tuple[str, float], ...] = field(default=(), compare=False)
@@ -179,6 +188,26 @@ class ModelSpec:
                     "unknown value", field=name, value=getattr(self, name), accepted=" | ".join(map(str, choices))
                 )
         self._check_layers()
+        if self.mtp_layers or self.mtp_loss_factor != 0.1:
+            self._check_predictions()
+
+    def _check_predictions(self) -> None:
+        layers, factor = self.mtp_layers, self.mtp_loss_factor
+        if type(layers) is not int or not 0 <= layers <= MAX_LAYERS:
+            raise UserError("not a number of modules", field="mtp_layers", value=layers, accepted="0 or more")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            accepted = "0 or more, finite"
+            raise UserError("not a weight of a loss", field="mtp_loss_factor", value=factor, accepted=accepted)
+        if layers and self.position == "learned":
+            raise UserError(
+                "modules that predict further tokens share the embedding of tokens, and learned positions are added to "
+                "it on the first stage alone", field="mtp_layers", value=layers, accepted="0, or rotary positions",
+            )  # fmt: skip
+        if layers and self.lora is not None:
+            raise UserError(
+                "adapters know no modules that predict further tokens, which neither transformers nor peft has",
+                field="--mtp-num-layers", value=layers, accepted="0, or no adapters",
+            )  # fmt: skip
 
     def _check_layers(self) -> None:
         kinds = self.layer_kinds
@@ -250,8 +279,18 @@ class ModelSpec:
         return self.activation in GATED
 
     def layer(self, i: int) -> LayerKind:
-        """The kind of decoder layer ``i``."""
-        return self.layer_kinds[i % len(self.layer_kinds)]
+        """The kind of decoder layer ``i``; of a module that predicts further tokens, that of the last layer."""
+        return self.layer_kinds[min(i, self.num_layers - 1) % len(self.layer_kinds)]
+
+    @property
+    def predictions(self) -> range:
+        """Numbers of the layers of the modules that predict further tokens."""
+        return range(self.num_layers, self.num_layers + self.mtp_layers)
+
+    @property
+    def embeds_last(self) -> bool:
+        """The stage with the head has the embedding's matrix, too: as its own, or for what its modules predict from."""
+        return self.tied or self.mtp_layers > 0
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -300,3 +339,10 @@ def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...
         if all(whole[i] == whole[i - n] for i in range(n, layers)):
             return kinds[:n]
     return kinds
+
+
+@lru_cache(maxsize=256)
+def module_layer(spec: ModelSpec) -> ModelSpec:
+    """A model of one layer as modules that predict further tokens have it, and no modules: for what such a layer costs,
+    where formulas are of an average layer."""
+    return replace(spec, num_layers=1, layer_kinds=(spec.layer(spec.num_layers),), mtp_layers=0, notices=())

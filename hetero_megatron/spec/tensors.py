@@ -88,6 +88,8 @@ def logical_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:
     for i in range(spec.num_layers):
         out += _layer(spec, i)
     out += _norm(spec, "model.norm", "head")
+    for i in spec.predictions:
+        out += _prediction(spec, i)
     if not spec.tied:
         out.append(LogicalTensor("lm_head.weight", (spec.vocab_size, h), (vocab, _HIDDEN), "head"))
     if spec.head_bias:
@@ -146,6 +148,17 @@ def _layer(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
     yield from _moe(spec, i) if spec.layer(i).mlp == "moe" else _mlp(spec, f"{base}.mlp", columns, ffn, i)
     if spec.norm_placement != "pre":
         yield from _norm(spec, f"{base}.post_feedforward_layernorm", i)
+
+
+def _prediction(spec: ModelSpec, i: int) -> Iterator[LogicalTensor]:
+    """A module that predicts further tokens: it belongs to the head. All ranks of a TP group have all of its projection
+    and compute their own tokens."""
+    base, h = f"model.layers.{i}", spec.hidden_size
+    for name in ("enorm", "hnorm"):
+        yield from _norm(spec, f"{base}.{name}", "head")
+    yield LogicalTensor(f"{base}.eh_proj.weight", (h, 2 * h), (_HIDDEN, _HIDDEN), "head")
+    yield from (replace(tensor, layer="head") for tensor in _layer(spec, i))
+    yield from _norm(spec, f"{base}.shared_head.norm", "head")
 
 
 def _attention(spec: ModelSpec, base: str, i: int) -> Iterator[LogicalTensor]:
@@ -249,7 +262,8 @@ def _norm(spec: ModelSpec, name: str, layer: int | str) -> Iterator[LogicalTenso
 
 
 def stage_tensors(spec: ModelSpec, layers: Iterable[int], embed: bool, head: bool) -> tuple[LogicalTensor, ...]:
-    """What a stage with these layers holds; with tied weights the head stage has the embedding matrix too."""
+    """What a stage with these layers holds; with tied weights, or modules that predict further tokens, the head stage
+    has the embedding matrix too."""
     return _stage_tensors(spec, frozenset(layers), embed, head)
 
 
@@ -257,7 +271,7 @@ def stage_tensors(spec: ModelSpec, layers: Iterable[int], embed: bool, head: boo
 def _stage_tensors(spec: ModelSpec, chosen: frozenset[int], embed: bool, head: bool) -> tuple[LogicalTensor, ...]:
     def held(tensor: LogicalTensor) -> bool:
         if tensor.layer == "embed":
-            return embed or (head and spec.tied and tensor.name == "model.embed_tokens.weight")
+            return embed or (head and spec.embeds_last and tensor.name == "model.embed_tokens.weight")
         return head if tensor.layer == "head" else tensor.layer in chosen
 
     return tuple(t for t in logical_tensors(spec) if held(t))

@@ -191,12 +191,14 @@ class Checkpointing:
         if found is None:
             self._begin_outer()
             return fresh
-        from hetero_megatron.checkpoint.state import weight_dtypes
+        from hetero_megatron.checkpoint.state import left_out, weight_dtypes
         from hetero_megatron.training.saved_state import check_spec, check_state, same_schedule
 
         check_state(found)
         state = found.state
         check_spec(found, config, finetune)
+        if further := left_out(found, config.spec):
+            self._log(notice_line(f"{plural(len(further), 'module')} that predict further tokens are left out"))
         with_optimizer = not (finetune or config.skip_train) and options.load_optim
         if with_optimizer:
             self._check_optimizer(found)

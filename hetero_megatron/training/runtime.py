@@ -104,7 +104,7 @@ class Runtime:
             self.loss = pair_loss(here, comm, options.preference, tokens)
         self.numbers = StepNumbers(
             comm, comm.group(here.plan.ranks), here.place.tp_rank == 0, self.balance, self.pairs,
-            options.preference is not None,
+            options.preference is not None, spec.mtp_layers,
         )  # fmt: skip
         self.executor = build_executor(compiled, here, comm, built.module, self.loss, dtype, kernels.weight_gradients)
         if built.offloaded is not None:
@@ -146,7 +146,8 @@ class Runtime:
         if self.options.compile_backend is None:
             sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)
         if head is not None and built.module.lm_head.matrix.requires_grad:
-            again = self.here.spec.tied and self.here.stage.embed
+            spec = self.here.spec
+            again = spec.tied and (self.here.stage.embed or spec.mtp_layers > 0)
             sync.fuse_head_wgrad(built.module.lm_head.matrix, gradients, again=again)
         return sync
 
@@ -342,7 +343,7 @@ class Runtime:
             vetoed = veto is not None and veto(every[:, :3], loss, norm)
             skipped = vetoed or not math.isfinite(norm)
             routing = self.numbers.routing(every, tokens)
-            rewards = self.numbers.rewards(every, tokens)
+            rewards, predicted = self.numbers.rewards(every, tokens), self.numbers.predictions(every, tokens)
             if not skipped:
                 scale, own = apart[self.outer.index if self.outer is not None else 0]
                 clip = min(1.0, clip_grad / (own + 1e-6)) if clip_grad > 0 else 1.0
@@ -351,7 +352,8 @@ class Runtime:
                 self._update(grads, scale * clip, lr, weight_decay, routing)
         busy, bubble, communication = every[:, 4:7].T.tolist()
         return StepStats(
-            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing, rewards
+            loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing,
+            rewards, predicted,
         )
 
     def _update(

@@ -20,7 +20,9 @@ DTYPES = ("fp64", "fp32", "bf16", "fp16")
 MAX_SCALE = 2.0**127  # of fp32, in which it is applied
 MAX_UPDATES = 1 << 53  # of an optimizer, as a float counts them
 # What may differ between the checkpoint's model and the flags' without making it another model.
-_NO_IDENTITY = ("name", "init_std", "max_position_embeddings", "notices", "hf_model_type")
+_NO_IDENTITY = (
+    "name", "init_std", "max_position_embeddings", "notices", "hf_model_type", "mtp_loss_factor", "mtp_said",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class StepStats:
         stop: some rank asked to stop.
         routing: of a mixture of experts.
         rewards: of preference pairs, means over them by TRL's names.
+        predictions: of each module that predicts further tokens, the sum of its losses over ``tokens``, in nats.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
         actions: what this rank did, and when.
     """
@@ -48,6 +49,7 @@ class StepStats:
     actions: Sequence[TimedAction] = ()
     routing: StepRouting | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
+    predictions: tuple[float, ...] = ()
 
 
 class StepNumbers:
@@ -58,14 +60,16 @@ class StepNumbers:
         counts: whether this rank's losses count: of each TP group, those of one do.
         balance: of a mixture of experts.
         pairs: the loss of preference pairs, on ranks that have it; rewarded: whether some ranks do.
+        predictions: modules that predict further tokens.
     """
 
     def __init__(
         self, comm: Comm, world: Group, counts: bool, balance: LoadBalance | None, pairs: PairLoss | None,
-        rewarded: bool,
+        rewarded: bool, predictions: int = 0,
     ) -> None:  # fmt: skip
         self.comm, self.world, self.reader = comm, world, ScalarReader(comm.accelerator)
         self._counts, self._balance, self._pairs, self._rewarded = counts, balance, pairs, rewarded
+        self._predictions = predictions
 
     def gather(self, result: StepResult, norm: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
         """What every rank saw, equal on all of them; called on all of them.
@@ -75,19 +79,26 @@ class StepNumbers:
 
         Returns:
             fp64 [ranks, 7 + n + m]: loss sum, tokens, squared norm, stop (0 or 1), seconds busy, in bubbles and
-            communicating, the n numbers of ``LoadBalance.row``, and the m ``REWARDS`` of preference pairs.
+            communicating, the n numbers of ``LoadBalance.row``, and the m ``REWARDS`` of preference pairs, or loss sums
+            of modules that predict further tokens.
         """
         counts = self._counts
         balance = self._balance.counted() if self._balance is not None else ()
         rewards = (self._pairs.rewards(self.comm.device),) if self._pairs is not None else ()
         norm, *others = self.reader.read(norm, *result.losses, *balance, *rewards)  # the only wait for a device
-        losses, others = others[: len(result.losses)], others[len(result.losses) :]
+        count = sum(losses.numel() for losses in result.losses)
+        losses, others = others[:count], others[count:]
         width = len(others) - len(REWARDS) * len(rewards)
         routed, means = others[:width], [x * counts for x in others[width:]]
         if self._rewarded:
             means += [0.0] * (len(REWARDS) - len(means))
+        sums = [0.0] * (1 + self._predictions)
+        each = count // max(len(result.losses), 1)  # an evaluation has the main loss alone
+        for i in range(each):
+            sums[i] = sum(losses[i::each]) * counts
+        means += sums[1:]
         result.read(self.comm.clock)
-        row = [sum(losses) * counts, result.tokens * counts, norm**2, float(stop)]
+        row = [sums[0], result.tokens * counts, norm**2, float(stop)]
         if self._balance is not None:
             routed += [0.0] * (self._balance.width - len(routed))
         parts = [result] if result.before is None else [result, result.before]
@@ -101,7 +112,8 @@ class StepNumbers:
         """Of what :meth:`gather` gives, the part of the experts; None: there are none."""
         if self._balance is None:
             return None
-        return self._balance.routing(every[:, 7 : -len(REWARDS)] if self._rewarded else every[:, 7:], tokens)
+        more = len(REWARDS) * self._rewarded + self._predictions
+        return self._balance.routing(every[:, 7 : every.shape[1] - more], tokens)
 
     def rewards(self, every: torch.Tensor, pairs: float) -> dict[str, float]:
         """Of what :meth:`gather` gives, the part of preference pairs, as means."""
@@ -109,6 +121,11 @@ class StepNumbers:
             return {}
         means = (every[:, -len(REWARDS) :].sum(0) / max(pairs, 1)).tolist()
         return dict(zip(REWARDS, means, strict=True))
+
+    def predictions(self, every: torch.Tensor, tokens: float) -> tuple[float, ...]:
+        """Of what :meth:`gather` gives, the losses of modules that predict further tokens."""
+        sums = every[:, every.shape[1] - self._predictions :].sum(0)
+        return tuple((sums / max(tokens, 1)).tolist())
 
 
 class ScalarReader:

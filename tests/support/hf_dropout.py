@@ -54,6 +54,8 @@ class HFDropout:
             if dropout.hidden:
                 for module, site in zip(_added(layer), (AFTER_ATTENTION, AFTER_MLP), strict=True):
                     self._after(module, i, site)
+            if dropout.hidden and hasattr(layer, "embedding"):  # of a module that predicts further tokens
+                self._after(layer.embedding, i, EMBEDDING)
         if dropout.hidden:
             self._after(_first(inner, "drop", "embed_tokens", "embed_in", "word_embeddings"), 0, EMBEDDING)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,12 +46,16 @@ class BalancedModel:
 
         return forward
 
-    def losses(self, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sequence loss, z-loss) of the last forward, summed over layers, of [b, s] tokens of which some count."""
+    def losses(
+        self, counted: torch.Tensor, further: Sequence[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sequence loss, z-loss) of the last forward, summed over layers, of [b, s] tokens of which some count;
+        ``further``: those of the last layers, which predict further tokens."""
         sequence, z = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for router in self.routers:
+        of_layers = [*[counted] * (len(self.routers) - len(further)), *further]
+        for router, its in zip(self.routers, of_layers, strict=True):
             logits = router.logits.view(*counted.shape, -1)
-            for row, mask in zip(logits, counted, strict=True):
+            for row, mask in zip(logits, its, strict=True):
                 sequence = sequence + mask.sum() * naive_sequence_loss(row, self.moe) / counted.sum()
                 z = z + sum(row[t].exp().sum().log() ** 2 for t in range(len(row)) if mask[t]) / counted.sum()
         return sequence, z

@@ -28,6 +28,7 @@ from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.hf_dropout import HFDropout
 from tests.support.hf_reference import hf_grads, hf_loss_sum, hf_to_logical, make_hf
 from tests.support.moe_reference import BalancedModel
+from tests.support.mtp_reference import add_predictions, prediction_losses
 from tests.support.muon_reference import LogicalMuon, our_muon
 from tests.support.random_plans import MIXTURES, divide_weights, random_features, random_model, random_plan
 from tests.support.vendors import load_as_asked, with_attention
@@ -58,6 +59,8 @@ class Case:
     balancing: Balancing | None = None  # of experts
     fp8: Fp8 | None = None
     router: dict[str, Any] = field(default_factory=dict)  # options that the family of the model does not have
+    predictions: int = 0  # modules that predict further tokens
+    prediction_factor: float = 0.3
 
     def describe(self) -> str:
         kind = f"seed {self.seed}, {self.dtype}, {self.optimizer}, packed={self.packed}, chunked={self.chunked_loss}"
@@ -134,6 +137,7 @@ class Outcome:
     weights: dict[str, torch.Tensor]
     loads: list[list[list[int]]] = field(default_factory=list)  # by step and layer, tokens per expert
     balance: list[tuple[float, float]] = field(default_factory=list)  # by step, means over layers
+    predictions: list[list[float]] = field(default_factory=list)  # by step, of each module
 
 
 def _decays(name: str, param: torch.nn.Parameter) -> bool:
@@ -143,6 +147,8 @@ def _decays(name: str, param: torch.nn.Parameter) -> bool:
 def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[str, torch.Tensor]]:
     """(outcome, spec, initial weights) of a single-process loop over the Hugging Face model, whole batch at once."""
     hf, spec = make_hf(case.model, case.seed, dtype, "exact" if case.dropout.attention else None)
+    if case.predictions:
+        spec = add_predictions(hf, spec, case.predictions, case.prediction_factor, case.seed)
     dropout = HFDropout(hf, case.dropout, case.seed)
     balanced = BalancedModel(hf, spec, case.router, case.balancing) if case.balancing is not None else None
     spec = spec if balanced is None else balanced.spec
@@ -160,20 +166,26 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
     else:
         optimizer = build_optimizer(case)(groups)
     batch_size = case.plan["global_batch_size"]
-    losses, norms, loads, balance = [], [], [], []
+    losses, norms, loads, balance, predictions = [], [], [], [], []
     for step in range(STEPS):
         batch = data.fetch(range(step * batch_size, (step + 1) * batch_size))
         optimizer.zero_grad()
         dropout.begin(step + 1, step * batch_size)
-        loss_sum = hf_loss_sum(hf, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
+        further, masks = torch.zeros(()), list[torch.Tensor]()
+        if case.predictions:
+            (loss_sum, *sums), masks = prediction_losses(hf, batch, case.predictions)
+            predictions.append([x.item() / batch.num_loss_tokens() for x in sums])
+            further = case.prediction_factor / case.predictions * torch.stack(sums).sum() / batch.num_loss_tokens()
+        else:
+            loss_sum = hf_loss_sum(hf, batch.tokens, batch.labels, batch.positions, batch.documents, batch.loss_mask)
         loss = loss_sum / batch.num_loss_tokens()
         if balanced is None:
-            loss.backward()
+            (loss + further).backward()
         else:
             mask = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.loss_mask is None else batch.loss_mask
-            sequence, z = balanced.losses(mask)
+            sequence, z = balanced.losses(mask, masks if spec.layer(spec.num_layers).mlp == "moe" else ())
             rates = balanced.balancing
-            (loss + rates.sequence_loss * sequence + rates.z_loss * z).backward()
+            (loss + further + rates.sequence_loss * sequence + rates.z_loss * z).backward()
             loads.append(balanced.loads())
             balance.append((sequence.item() / len(loads[-1]), z.item() / len(loads[-1])))
         norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), case.clip_grad or float("inf"))
@@ -184,7 +196,7 @@ def reference(case: Case, dtype: torch.dtype) -> tuple[Outcome, ModelSpec, dict[
         losses.append(loss.item())
         norms.append(float(norm))
     weights = {n: t.detach() for n, t in hf_to_logical(hf, spec).items()}
-    return Outcome(losses, norms, grads, weights, loads, balance), spec, initial
+    return Outcome(losses, norms, grads, weights, loads, balance, predictions), spec, initial
 
 
 def multiply_in_fp8(hf: torch.nn.Module, fp8: Fp8) -> None:
@@ -245,6 +257,7 @@ def run_rank(comm: Comm, case: Case, plan: Plan, spec: ModelSpec, initial: dict[
         "grads": grads,
         "weights": weights,
         "routing": [s.routing for s in stats],
+        "predictions": [s.predictions for s in stats],
     }
 
 
@@ -285,6 +298,8 @@ def check_case(case: Case, pool: Any) -> tuple[Outcome, list[dict[str, Any]]]:
     for rank, got in enumerate(ranks):
         where = f"rank {rank}: {case.describe()}"
         np.testing.assert_allclose(got["losses"], want.losses, rtol=tol.loss, atol=0, err_msg=f"loss, {where}")
+        if case.predictions:
+            np.testing.assert_allclose(got["predictions"], want.predictions, rtol=tol.loss, err_msg=where)
         # AdamW divides by the size of a gradient, so it amplifies the rounding noise of elements that are nearly zero:
         # after a step their weights differ by that, and so does the next gradient (all schedules and one process).
         later = 100 * tol.norm if case.dtype != "bf16" and case.optimizer != "sgd" else tol.norm

@@ -30,6 +30,9 @@ def with_adapters(args: Arguments, spec: ModelSpec) -> ModelSpec:
     if args["lora_rank"] is None and args["load_adapter"] is None:
         return spec
     _check(args)
+    if spec.mtp_layers:
+        problem = "neither transformers nor peft has modules that predict further tokens, so no adapters know them"
+        raise flag_error("mtp_num_layers", spec.mtp_layers, problem, "0, or no adapters")
     found = _loaded(args, spec) if args["load_adapter"] is not None else _new(args, spec)
     assert found.lora is not None
     lora = replace(found.lora, base_dtype=args[_BASE])
@@ -128,11 +131,21 @@ def add_lora(parser: ArgumentParser) -> None:
     add("--use-dora", action="store_true", help="their rows are scaled to trained lengths (DoRA)")
     help = "in which the frozen projections are stored (the run's dtype)"
     add("--lora-base-dtype", choices=BASE_DTYPES, help=help)
+    add("--mtp-num-layers", type=count(0, 64), metavar="N", help="modules that predict further tokens (0)")
 
 
 def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) -> ModelSpec:
-    """The model with the adapters that the arguments ask for; what they leave open is as the plan ``made`` for it has
-    it."""
+    """The model with the adapters, or modules that predict further tokens, that the arguments ask for; what they leave
+    open is as the plan ``made`` for it has it."""
+    if args.mtp_num_layers is None and made is not None:
+        args.mtp_num_layers = made.mtp_layers
+    if args.mtp_num_layers:
+        try:
+            model = replace(model, mtp_layers=args.mtp_num_layers)
+        except UserError as error:
+            raise UserError(
+                error.problem, field="--mtp-num-layers", value=args.mtp_num_layers, accepted=error.accepted
+            ) from None
     if made is not None and made.lora is not None:
         for key, value in as_flags(made.lora, [key for key in _PLACES if getattr(args, key)]).items():
             if getattr(args, key) is None or getattr(args, key) is False:

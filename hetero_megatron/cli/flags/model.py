@@ -23,6 +23,7 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         named = "model" if args["model"] is not None else "load_hf"
         spec = _stretched(args, load_model(args[named], flag_name(named)))
         _check_agreement(args, spec)
+        spec = _predicting(args, spec)
         args.notices.extend(spec.notices)
         _say_unused_dropout(args, spec)
         return spec
@@ -30,9 +31,34 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
     try:
-        return _spec(args, _vocabulary(args, data))
+        return _predicting(args, _spec(args, _vocabulary(args, data)))
     except UserError as error:
         raise _renamed(error) from None
+
+
+def _predicting(args: Arguments, spec: ModelSpec) -> ModelSpec:
+    """With the modules that predict further tokens that the flags ask for."""
+    key, wanted, said = "mtp_num_layers", args["mtp_num_layers"], spec.mtp_said
+    if args["load_hf"] is not None and wanted > said:
+        accepted = f"at most {said}" if said else "0, or --model, whose weights begin anew"
+        raise flag_error(key, wanted, f"--load-hf {args['load_hf']} says {said}, and has weights of no more", accepted)
+    if not wanted:
+        return spec
+    from hetero_megatron.spec.hf_export import predicts
+
+    others = [text for text in spec.notices if "predict further tokens" not in text]
+    if said > wanted:
+        others.append(f"{spec.name} has {said} layers that predict further tokens, of which {wanted} are trained")
+    try:
+        made = replace(spec, notices=tuple(others), mtp_layers=wanted, mtp_loss_factor=args["mtp_loss_scaling_factor"])
+    except UserError as error:
+        raise flag_error(key, wanted, error.problem, error.accepted) from None
+    if not predicts(made):
+        args.notices.append(
+            f"a Hugging Face {spec.hf_model_type} model has no layers that predict further tokens: --save-hf and "
+            "convert write the model without them, checkpoints have them"
+        )
+    return made
 
 
 def _stretched(args: Arguments, spec: ModelSpec) -> ModelSpec:

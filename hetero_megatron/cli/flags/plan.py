@@ -146,6 +146,9 @@ def take_defaults(args: Arguments) -> None:
     if made_for.known_model() is not None and not args.has("model", "load_hf", "num_layers", "hidden_size"):
         args.values["model"] = made_for.model
         args.notices.append(f"model {made_for.model}: the plan was made for it")
+    if made_for.mtp_layers and "mtp_num_layers" not in args.given:
+        args.values["mtp_num_layers"] = made_for.mtp_layers
+        args.notices.append(f"--mtp-num-layers {made_for.mtp_layers}: the plan was made with it")
     _take_adapters(args, made_for)
 
 

@@ -66,7 +66,8 @@ def _cannot(problem: PlanningProblem) -> bool:
     model, space = problem.model, problem.space
     dora = model.lora is not None and model.lora.dora
     costs = problem.options.costs
-    beside = model.moe is not None or dora or model.in_nf4 or costs.fp8 is not None or costs.muon
+    beside = model.moe is not None or model.mtp_layers > 0 or dora or model.in_nf4 or costs.muon
+    beside = beside or costs.fp8 is not None
     return beside or not space.inner_dp or space.offload == "always" or space.context == "always"
 
 

@@ -21,9 +21,12 @@ from hetero_megatron.spec.activation_bytes import (
     layer_activation_bytes,
     layer_backward_bytes,
     layer_operand_bytes,
+    module_activation_bytes,
+    module_operand_bytes,
 )
 from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.spec.flops import LOGITS_BYTES
+from hetero_megatron.spec.model_spec import module_layer
 
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.offloaded import LayerBytes
@@ -97,7 +100,8 @@ def chunk_limit(
     Args:
         units: (tokens, tp_split) of each of the stage's.
     """
-    over = any(tokens * max(item, 4) * widest_vocabulary(spec, tuple(split)) > limit for tokens, split in units)
+    rows = 1 + spec.mtp_layers  # modules that predict further tokens go through the head, too
+    over = any(rows * tokens * max(item, 4) * widest_vocabulary(spec, tuple(split)) > limit for tokens, split in units)
     return limit if over else None
 
 
@@ -123,8 +127,23 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
     total -= host_kept_bytes(spec, held)
     if held.head:
-        return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
+        return total + ends_bytes(spec, held)[0] + ends_bytes(spec, held)[1]
     return total + boundary_bytes(spec, held)
+
+
+def ends_bytes(spec: ModelSpec, held: RankWork) -> tuple[int, int]:
+    """Bytes that one micro-batch keeps (in head and loss, in modules that predict further tokens)."""
+    sizes, count = (held.item, held.tp, held.shards), spec.mtp_layers
+    head = head_activation_bytes(spec, (1 + count) * held.tokens, *sizes, held.limit)
+    if not count:
+        return head, 0
+    kind = held.recompute if held.recompute != "first" else "none"
+    return head, count * module_activation_bytes(spec, held.tokens, kind, *sizes, module_load(held))
+
+
+def module_load(held: RankWork) -> ExpertLoad | None:
+    """The load of a module's experts: as in a layer of the stage that is a mixture; None: of a plain TP group."""
+    return replace(held.load, layers=1.0) if held.load is not None and held.load.layers else None
 
 
 def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
@@ -162,10 +181,25 @@ def working_bytes(spec: ModelSpec, held: RankWork) -> int:
         layer += layer_activation_bytes(spec, tokens, "none", *sizes, held.load)
         layer -= layer_activation_bytes(spec, tokens, kept, *sizes, held.load)
     if held.head:
-        head = head_activation_bytes(spec, tokens, *sizes, held.limit)
-        in_head = head_backward_bytes(spec, tokens, held.item, held.tp, held.limit is not None) + coming_back
+        rows = (1 + spec.mtp_layers) * tokens
+        head, modules = ends_bytes(spec, held)
+        in_head = head_backward_bytes(spec, rows, held.item, held.tp, held.limit is not None) + coming_back
+        if modules:
+            in_head, head = max(in_head, _in_module(spec, held) - head), head + modules
     moving = (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
     return max(in_head, layer - head) + moving * boundary_bytes(spec, held)
+
+
+def _in_module(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes beside what is kept at the worst moment of backward through a module that predicts further tokens: what its
+    layer needs, and the gradients of what the head got of all modules."""
+    one, sizes = module_layer(spec), (held.item, held.tp, held.shards)
+    worst = layer_backward_bytes(one, held.tokens, *sizes, module_load(held))
+    if held.recompute in ("full", "elementwise"):
+        load = module_load(held)
+        worst += layer_activation_bytes(one, held.tokens, "none", *sizes, load)
+        worst -= layer_activation_bytes(one, held.tokens, held.recompute, *sizes, load)
+    return worst + (1 + spec.mtp_layers) * boundary_bytes(spec, held)
 
 
 def linear_bytes(spec: ModelSpec, held: RankWork) -> Callable[[float, float], float] | None:
@@ -180,7 +214,14 @@ def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from B_INPUT to W, where backward is split."""
     sizes = (held.tokens, held.item, held.tp)
     total = held.layers * layer_operand_bytes(spec, *sizes, held.load)
-    return total + (head_operand_bytes(spec, *sizes, held.limit is not None) if held.head else 0)
+    if not held.head:
+        return total
+    rows = (1 + spec.mtp_layers) * held.tokens
+    total += head_operand_bytes(spec, rows, held.item, held.tp, held.limit is not None)
+    if spec.mtp_layers:
+        each = module_operand_bytes(spec, held.tokens, held.item, held.tp, held.shards, module_load(held))
+        total += spec.mtp_layers * each
+    return total
 
 
 def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
@@ -308,10 +349,11 @@ def context_activations(
                 host = list[int]()
                 for chunk in work[member.rank]:
                     each, working = _member(context, group, member, chunk)
-                    head = head_activation_bytes(spec, own, chunk.item, chunk.tp, limit=chunk.limit)
+                    ends = replace(chunk, tokens=own, shards=max(1, round(chunk.tp)))
+                    head = sum(ends_bytes(spec, ends)) if chunk.head else 0
                     layers = _member_layers(context, group, member, chunk) if chunk.offloaded else ()
                     host.append(round(rows * sum(layer.host for layer in layers)))
-                    kept.append(round(rows * each) + (head if chunk.head else 0) - host[-1])
+                    kept.append(round(rows * each) + head - host[-1])
                     waiting.append(operand_bytes(spec, replace(chunk, tokens=own)))
                     linear = linear_bytes(spec, replace(chunk, tokens=own, rows=rows)) if chunk.layers else None
                     if linear is not None:

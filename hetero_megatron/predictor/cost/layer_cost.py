@@ -22,7 +22,8 @@ from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.expert_load import ExpertLoad, plain_load
+from hetero_megatron.spec.model_spec import module_layer
 from hetero_megatron.utils.cached_method import cached_method
 
 HOST_SHARE = 0.8  # of the bandwidth of a chip's link to its host, that large copies reach
@@ -34,6 +35,15 @@ def tp_collectives(model: ModelSpec, load: ExpertLoad | None) -> float:
     if model.moe is None or load is None:
         return TP_COLLECTIVES
     return TP_COLLECTIVES - 2 * load.layers * (not model.moe.shared_ffn)
+
+
+def exchanges_of_head(model: ModelSpec) -> float:
+    """Gathers or scatters of a micro-batch's activations in the head, in forward or in backward: of a module that
+    predicts further tokens its embedding's, its layer's and the head's."""
+    if not model.mtp_layers:
+        return 1.0
+    one = module_layer(model)
+    return 1.0 + model.mtp_layers * (2.0 + tp_collectives(one, plain_load(one, 1, 1.0, 1)))
 
 
 @dataclass(frozen=True)
@@ -204,10 +214,14 @@ class CostModel:
         again = operators.attention(share, rows, length)[0] if recompute == "selective" else 0.0
         if recompute == "elementwise":  # with the gathers of what attention and MLP read
             again = operators.elementwise(share, rows, length, load) + count / 2 * forward
+        with_head = exchanges_of_head(self.model)
         return UnitSeconds(
             layer=(layer[0], layer[1] + again),
             embed=(embed[0] + forward, embed[1] + backward),
-            head=(head[0] + forward, head[1] + backward),
+            head=(
+                head[0] + with_head * forward,
+                head[1] + with_head * backward + operators.modules_again(share, rows, length, recompute),
+            ),
             action=operators.rates.action_seconds if rows else 0.0,
             layer_split=(layer_weight, layer_input + layer_weight - whole),
             head_split=(head_weight, head_input + head_weight - head[1]),

@@ -64,7 +64,8 @@ class ModelledOperators:
         """``chunked``, or where that is None, whether the logits of so many tokens are too many for one piece."""
         if chunked is not None:
             return chunked
-        return rows * length * max(self.item, 4) * math.ceil(share * self.model.vocab_size) > self.logits_bytes
+        logits = rows * length * max(self.item, 4) * math.ceil(share * self.model.vocab_size)
+        return (1 + self.model.mtp_layers) * logits > self.logits_bytes
 
     @cached_method
     def experts(self, load: ExpertLoad) -> Seconds:

@@ -14,6 +14,7 @@ from hetero_megatron.predictor.cost.modelled_operators import ModelledOperators,
 from hetero_megatron.predictor.cost.product_cost import nearest
 from hetero_megatron.predictor.cost.rates import LayerRow
 from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.model_spec import module_layer
 from hetero_megatron.utils.cached_method import cached_method
 
 IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear modules are in fp8
@@ -125,27 +126,75 @@ class Operators(ModelledOperators):
         return _split(self.layer(share, rows, length)[1], weights / by_operators)
 
     def split_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
-        """The same of the head."""
+        """The same of the head, with modules that predict further tokens."""
+        found, count = self._split_main_head(share, rows, length, chunked), self.model.mtp_layers
+        if not count or not rows:
+            return found
+        project = self._projection(share, rows, length)[0]
+        layer = self._of_modules.split_layer(share, rows, length)
+        return found[0] * (1 + count) + count * (project + layer[0]), found[1] * (1 + count) + count * (
+            project + layer[1]
+        )
+
+    def _split_main_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
+        """Of the main loss's tokens alone."""
         if self.in_chunks(share, rows, length, chunked):
-            return self.head(share, rows, length, True)[1], 0.0
+            return self._main_head(share, rows, length, True)[1], 0.0
         return self._from_table("split_head", share, rows, length)
 
     def _split_head_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         columns = share * self.model.vocab_size * (self.model.lora is None)
         product = self.gemm(rows * length, columns, self.model.hidden_size)
         by_operators = self.head_by_operators(share, rows, length, False)[1]
-        return _split(self.head(share, rows, length, False)[1], product / by_operators)
+        return _split(self._main_head(share, rows, length, False)[1], product / by_operators)
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
         return self._from_table("embed", share, rows, length)
 
     def head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
-        """Final norm, output matrix, softmax and loss.
+        """Final norm, output matrix, softmax and loss; modules that predict further tokens go there, too, and what they
+        take before it is counted here, without exchanges.
 
         Args:
             chunked: the stage goes through chunks of tokens (``parallel/vocab.py``), which make the gradients of
                 head and loss in forward; None: as a stage does of which all ranks are like this one.
         """
+        found, count = self._main_head(share, rows, length, chunked), self.model.mtp_layers
+        if not count or not rows:
+            return found
+        project, layer = self._projection(share, rows, length), self._of_modules.layer(share, rows, length)
+        forward, backward = ((1 + count) * found[i] + count * (project[i] + layer[i]) for i in (0, 1))
+        return forward, backward
+
+    @cached_property
+    def _of_modules(self) -> Operators:
+        """Of a model whose average layer is that of modules that predict further tokens; it is not measured, where the
+        model's own layers are of several kinds."""
+        return replace(self, model=module_layer(self.model))
+
+    def modules_again(self, share: float, rows: float, length: int, recompute: str) -> float:
+        """Seconds in which backward of all modules that predict further tokens computes again what ``recompute`` says,
+        without exchanges."""
+        if not self.model.mtp_layers or not rows:
+            return 0.0
+        if recompute == "full":
+            again = self._projection(share, rows, length)[0] + self._of_modules.layer(share, rows, length)[0]
+        else:
+            again = {
+                "selective": lambda: self._of_modules.attention(share, rows, length)[0],
+                "elementwise": lambda: self._of_modules.elementwise(share, rows, length),
+            }.get(recompute, lambda: 0.0)()
+        return self.model.mtp_layers * again
+
+    def _projection(self, share: float, rows: float, length: int) -> Seconds:
+        """(forward, backward) of what a module does before its layer: each rank of a TP group has its own tokens."""
+        tokens, h = rows * length * share, self.model.hidden_size
+        product = self.gemm(tokens, h, 2 * h)
+        moved = 8 * tokens * h * self.item / self.rates.bytes_per_second
+        return product + moved, 2 * (product + moved)
+
+    def _main_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
+        """Of the main loss's tokens alone."""
         found = self._from_table("head", share, rows, length)
         if chunked is None or chunked == self.in_chunks(share, rows, length):
             return found

@@ -166,6 +166,7 @@ def model_fingerprint(spec: ModelSpec) -> str:
     """12 hex digits of what one layer, the embedding and the head are: everything but depth, names and positions."""
     data = spec.shape()
     del data["num_layers"]
+    data.pop("mtp_layers", None)  # modules are layers, and rows of the head
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 

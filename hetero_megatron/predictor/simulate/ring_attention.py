@@ -14,7 +14,7 @@ from functools import partial
 
 from hetero_megatron.plans import Stage, Unit
 from hetero_megatron.plans.context_plan import StageContext, stage_contexts
-from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel, UnitSeconds
+from hetero_megatron.predictor.cost.layer_cost import TP_COLLECTIVES, CostModel, UnitSeconds, exchanges_of_head
 from hetero_megatron.predictor.cost.link_model import ExchangePrice, Port
 from hetero_megatron.predictor.simulate.ring_traffic import LayerTraffic, Passage, Volumes
 from hetero_megatron.spec import ModelSpec, shares
@@ -54,7 +54,7 @@ class ContextSeconds:
             f(columns, rows, unit.num_tokens) if unit.num_tokens else (0.0, 0.0)
             for f in (operators.embed, partial(operators.head, chunked=model.head_in_chunks(stage)))
         )
-        layer, experts = self.layer(stage), (0.0, 0.0)
+        layer, experts, with_head = self.layer(stage), (0.0, 0.0), exchanges_of_head(model.model)
         if load is not None:
             more = operators.beyond_plain(columns, rows, unit.num_tokens, load)
             moe, alone = load.layers, operators.experts(load)
@@ -64,7 +64,7 @@ class ContextSeconds:
             layer=layer,
             experts=experts,
             embed=(embed[0] + collective[0], embed[1] + collective[1]),
-            head=(head[0] + collective[0], head[1] + collective[1]),
+            head=(head[0] + with_head * collective[0], head[1] + with_head * collective[1]),
             action=operators.rates.action_seconds,
         )
 

@@ -36,13 +36,14 @@ def _fixed(read: ConfigReader) -> None:
     read.must_be("moe_layer_freq", 1)  # not read by transformers
 
 
-def without_more_predictions(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """``spec`` with a notice where the configuration has layers that predict further tokens, which transformers does
-    not build either."""
+def with_more_predictions(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """``spec`` with how many layers that predict further tokens the configuration has. A run has them if it asks for
+    them: what transformers computes, which does not build them, is the same without."""
     for key in PREDICTION_KEYS:
         if layers := read.integer(key, 0, nullable=True, least=0):
             left_out = f"{read.where}: {key} = {layers}: layers that predict further tokens are left out"
-            spec = replace(spec, notices=(*spec.notices, left_out))
+            asking = f"{left_out} (--mtp-num-layers {layers} has them)"
+            spec = replace(spec, mtp_said=layers, notices=(*spec.notices, asking))
     return spec
 
 
@@ -135,7 +136,7 @@ def _read_v3(read: ConfigReader, name: str) -> ModelSpec:
         scale=read.positive("routed_scaling_factor", 2.5), groups=read.integer("n_group", 8),
         top_groups=read.integer("topk_group", 4), group_size=2,
     )  # fmt: skip
-    return without_more_predictions(read, spec)
+    return with_more_predictions(read, spec)
 
 
 def expert_config(spec: ModelSpec) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _write_v3(spec: ModelSpec) -> dict[str, Any]:
     assert spec.moe is not None
     return _write(spec) | {
         "norm_topk_prob": spec.moe.normalize, "rope_interleave": spec.ropes[0].interleaved,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.mtp_layers,
     }  # fmt: skip
 
 
@@ -188,5 +189,5 @@ DEEPSEEK_V2 = Family(
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", _KEYS | words("num_local_experts num_mtp_layers rope_interleave"),
-    _read_v3, _write_v3, SHARED_EXPERTS, "DeepSeek-V3, V3.1 and R1, without their multi-token prediction",
+    _read_v3, _write_v3, SHARED_EXPERTS, "DeepSeek-V3, V3.1 and R1",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from hetero_megatron.spec.families.deepseek import (
     SHARED_EXPERTS,
     dense_then_experts,
     expert_config,
-    without_more_predictions,
+    with_more_predictions,
 )
 from hetero_megatron.spec.families.family import (
     DECODER_KEYS,
@@ -55,14 +55,15 @@ def _read_glm(read: ConfigReader, name: str) -> ModelSpec:
         read, "glm4_moe", name, _GLM, qkv_bias=read.flag("attention_bias"),
         qk_norm="head" if read.flag("use_qk_norm") else None,
     )  # fmt: skip
-    return without_more_predictions(read, _experts(read, spec, 1, 1, True))
+    return with_more_predictions(read, _experts(read, spec, 1, 1, True))
 
 
 def _write_glm(spec: ModelSpec) -> dict[str, Any]:
     assert spec.moe is not None
     found = {"partial_rotary_factor": 1.0} | silu_config(spec) | expert_config(spec)  # absent means one half
     return found | {
-        "attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm == "head", "num_nextn_predict_layers": 0,
+        "attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm == "head",
+        "num_nextn_predict_layers": spec.mtp_layers,
         "norm_topk_prob": spec.moe.normalize,
     }  # fmt: skip
 
@@ -93,7 +94,7 @@ def _write_dots(spec: ModelSpec) -> dict[str, Any]:
 
 GLM4_MOE = Family(
     "glm4_moe", "Glm4MoeForCausalLM", _KEYS | words("use_qk_norm num_nextn_predict_layers num_mtp_layers"), _read_glm,
-    _write_glm, SHARED_EXPERTS, "GLM-4.5, 4.5-Air, 4.6, without their multi-token prediction",
+    _write_glm, SHARED_EXPERTS, "GLM-4.5, 4.5-Air, 4.6",
 )  # fmt: skip
 DOTS1 = Family(
     "dots1", "Dots1ForCausalLM", _KEYS | words("sliding_window max_window_layers layer_types"), _read_dots, _write_dots,

@@ -114,7 +114,14 @@ FLAGS = (
         "--multi-latent-attention", "multi-latent attention is not read from flags",
         "--model with a config.json that has it, or a checkpoint with it as SOURCE of convert",
     ),
-    only("--mtp-num-layers", int, (0,), "multi-token prediction is not supported", "0, or leave the flag out"),
+    count(
+        "--mtp-num-layers", 0, "modules that predict further tokens, each with a layer after the last one; of those of "
+        "--load-hf, others are left out with a notice", least=0, most=64,
+    ),
+    value(
+        "--mtp-loss-scaling-factor", float, 0.1, "weight of the mean over the modules of their losses, beside the main "
+        "loss", least=0.0, most=1e6,
+    ),
     refused(
         "--heterogeneous-layers-config-path",
         "layers of unlike shapes are not supported (the flag is not about unlike chips)",
@@ -155,9 +162,9 @@ FLAGS = (
             "--rotary-scaling-factor= --mscale= --mscale-all-dim= --cache-mla-latents --mla-down-proj-fusion "
             "--rope-type=",
             "multi-latent attention is not read from flags", "--model with a config.json that has it"),
-    *family(refused, "--mtp-standalone --mtp-loss-scaling-factor= --mtp-use-repeated-layer --mtp-detach-heads "
-            "--mtp-hybrid-override-pattern=", "multi-token prediction is not supported",
-            "a model without --mtp-* flags"),
+    *family(refused, "--mtp-standalone --mtp-use-repeated-layer --mtp-detach-heads "
+            "--mtp-hybrid-override-pattern=", "modules of multi-token prediction are on the last stage, each with a "
+            "layer of the last one's kind", "--mtp-num-layers without it; a last stage without layers has them alone"),
     *family(refused, "--experimental-attention-variant= --dsa-indexer-n-heads= --dsa-indexer-head-dim= "
             "--dsa-indexer-topk= --dsa-indexer-topk-freq= --dsa-indexer-skip-topk-offset= --dsa-indexer-loss-coeff= "
             "--dsa-indexer-use-sparse-loss --dsa-kernel-backend= --dsa-indexer-rope-interleaved "

@@ -1,0 +1,34 @@
+"""Where a plan has the modules that predict further tokens: on the stage with the head, after its layers. A last stage
+with no layers has them to itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.fields import Source, stages
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec import ModelSpec
+
+
+def run_layers(spec: ModelSpec, stage: Stage) -> tuple[int, ...]:
+    """Numbers of the layers that a stage runs: its own, then those of its modules."""
+    return (*stage.layer_indices(), *(spec.predictions if stage.head else ()))
+
+
+def predictions_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
+    """Refuse plans in which modules have nothing to predict, or that do with them what is not known."""
+    depth = spec.mtp_layers
+    if depth >= plan.seq_length:
+        raise source.error(
+            f"{depth} modules predict tokens beyond a sequence of {plan.seq_length}", "--mtp-num-layers", depth,
+            f"at most {plan.seq_length - 1}",
+        )  # fmt: skip
+    for path, _, stage in stages(plan):
+        for key, what in (("weights", "divides its weights"), ("activations", "has activations in host memory")):
+            if stage.head and getattr(stage, key) is not None:
+                raise source.error(
+                    f"a stage that {what} knows no modules that predict further tokens", f"{path}.{key}", "a choice",
+                    f"none on the stage with the head, or a model without modules (it has {depth})",
+                )  # fmt: skip
