@@ -168,6 +168,7 @@ class ScheduleScorer:
             host = messages[0] * (not first) + messages[1] * (not last)
             kept, working = self.costs.activation_bytes(choice, size)
             waiting = self.costs.waiting_bytes(choice, size)
+            working = max(working, self.costs.splitting_bytes(choice, size) - kept)
             inputs = backward + host - weight + more
             found.append(_ChunkWork(forward + host, inputs, weight, more, kept, waiting, working))
         return tuple(found)

@@ -27,6 +27,7 @@ from hetero_megatron.spec.flops import (
 
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.offloaded import LayerBytes
+    from hetero_megatron.schedule.split_moments import Moment
 
 
 def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, item: int, trained: bool = True) -> float:
@@ -120,11 +121,14 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
     keeping = held.layers - max(held.full, held.untrained)
     total += keeping * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
-    total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
-    total -= host_kept_bytes(spec, held)
-    if held.head:
-        return total + head_activation_bytes(spec, held.tokens, *sizes, held.limit)
-    return total + boundary_bytes(spec, held)
+    total += beside_layers(spec, held) - host_kept_bytes(spec, held)
+    return total + (head_activation_bytes(spec, held.tokens, *sizes, held.limit) if held.head else 0)
+
+
+def beside_layers(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes that one micro-batch keeps outside of layers and head: rotary tables, and what the next stage gets."""
+    tables = sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
+    return tables + (0 if held.head else boundary_bytes(spec, held))
 
 
 def host_kept_bytes(spec: ModelSpec, held: RankWork) -> int:
@@ -183,17 +187,23 @@ def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     return total + (head_operand_bytes(spec, *sizes, held.limit is not None) if held.head else 0)
 
 
-def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
-    """Bytes of activations that a rank holds at most, and of what backward works with; ``states``: of its stage, from
-    :func:`~hetero_megatron.schedule.held_states`."""
+def activation_bytes(
+    spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held], moments: Sequence[Moment] = ()
+) -> int:
+    """Bytes of activations that a rank holds at most, and of what backward works with.
+
+    Args:
+        states: of its stage, from :func:`~hetero_megatron.schedule.held_states`.
+        moments: the same by what comes then, where backwards are split.
+    """
+    if moments:
+        from hetero_megatron.plans.memory.split_backward import split_activation_bytes
+
+        return split_activation_bytes(spec, chunks, moments)
     kept = [kept_bytes(spec, chunk) for chunk in chunks]
     waiting = [operand_bytes(spec, chunk) for chunk in chunks]
     working = max(working_bytes(spec, chunk) for chunk in chunks)
-    if not any(chunk.offloaded for chunk in chunks):
-        return most_held(kept, waiting, states) + working
-    states, calm = list(states), max(working_bytes(spec, replace(chunk, offloaded=0)) for chunk in chunks)
-    # Nothing comes back where only weight gradients are left to be computed.
-    return max(most_held(kept, waiting, [state]) + (working if any(state[0]) else calm) for state in states)
+    return most_held(kept, waiting, states) + working
 
 
 def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
@@ -291,40 +301,52 @@ class ContextLayers:
 
 
 def context_activations(
-    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]], states: Iterable[Held]
-) -> dict[int, tuple[int, int]]:
+    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]], states: Iterable[Held],
+    moments: Sequence[Moment] = (),
+) -> dict[int, tuple[int, int]]:  # fmt: skip
     """By rank, bytes of the activations in flight and of one layer's backward, on the device and in host memory; empty
     without context groups.
 
     Args:
-        work: of the stage's ranks, by chunk. states: what the stage may hold at once.
+        work: of the stage's ranks, by chunk. states, moments: as in :func:`activation_bytes`.
     """
     found, states = {}, list(states)
     contexts = stage_contexts(spec, stage, seq_length)
     for context, rows in zip(contexts, stage.dp_split if contexts else ()):
         for group in context.groups:
             for member in group.members:
-                own, kept, waiting, most = rows * _tokens(member), list[int](), list[int](), 0
-                host = list[int]()
-                for chunk in work[member.rank]:
-                    each, working = _member(context, group, member, chunk)
-                    head = head_activation_bytes(spec, own, chunk.item, chunk.tp, limit=chunk.limit)
-                    layers = _member_layers(context, group, member, chunk) if chunk.offloaded else ()
+                chunks = [replace(chunk, tokens=rows * _tokens(member), rows=rows) for chunk in work[member.rank]]
+                kept, working, host, splitting = list[int](), list[int](), list[int](), list[int]()
+                for chunk in chunks:
+                    each, whole = _member(context, group, member, chunk)
+                    head = head_activation_bytes(spec, chunk.tokens, chunk.item, chunk.tp, limit=chunk.limit)
+                    layers = _member_layers(context, group, member, chunk) if chunk.offloaded or moments else ()
                     host.append(round(rows * sum(layer.host for layer in layers)))
                     kept.append(round(rows * each) + (head if chunk.head else 0) - host[-1])
-                    waiting.append(operand_bytes(spec, replace(chunk, tokens=own)))
-                    linear = linear_bytes(spec, replace(chunk, tokens=own, rows=rows)) if chunk.layers else None
+                    linear = linear_bytes(spec, chunk) if chunk.layers else None
                     if linear is not None:
-                        working = max(working, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
-                    if layers:
+                        whole = max(whole, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
+                    rest = "selective" if chunk.recompute == "selective" else "none"
+                    backward = _member(context, group, member, replace(chunk, layers=1, recompute=rest, first=0))[1]
+                    if chunk.offloaded:
                         from hetero_megatron.plans.memory.offloaded import worst_layer
 
-                        rest = "selective" if chunk.recompute == "selective" else "none"
-                        one = replace(chunk, layers=1, recompute=rest, first=0)
-                        backward, passed = _member(context, group, member, one)[1], boundary_bytes(spec, chunk) / rows
-                        working = worst_layer(layers, chunk.ahead, backward, 0.0 if chunk.head else passed)
-                    most = max(most, round(rows * working))
-                found[member.rank] = most_held(kept, waiting, states) + most, most_held(host, [0] * len(host), states)
+                        passed = boundary_bytes(spec, chunk) / rows
+                        whole = worst_layer(layers, chunk.ahead, backward, 0.0 if chunk.head else passed)
+                    working.append(round(rows * whole))
+                    if moments:
+                        from hetero_megatron.plans.memory.split_backward import splitting_bytes
+
+                        of_rows = [layer.times(rows) for layer in layers]
+                        kept[-1] += beside_layers(spec, chunk)
+                        splitting.append(splitting_bytes(spec, chunk, of_rows, kept[-1], round(rows * backward)))
+                if moments:
+                    from hetero_megatron.plans.memory.split_backward import most_at_moments
+
+                    device = most_at_moments(spec, chunks, moments, kept, working, splitting)
+                else:
+                    device = most_held(kept, [operand_bytes(spec, x) for x in chunks], states) + max(working)
+                found[member.rank] = device, most_held(host, [0] * len(host), states)
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
@@ -357,10 +358,17 @@ class CostModel:
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
+        return self.memory.activations(*self._work(stage, micro_batch_size))
+
+    def splitting_bytes(self, stage: StageChoice, micro_batch_size: int) -> int:
+        """Bytes of a micro-batch on a rank of the stage at the worst moment of its B_INPUT."""
+        return self.memory.splitting(*self._work(stage, micro_batch_size))
+
+    def _work(self, stage: StageChoice, micro_batch_size: int) -> tuple[Any, ...]:
+        """What :class:`UniformStageMemory` asks for."""
         rows, fp8 = -(-micro_batch_size // stage.dp), self.options.fp8
         recipe = fp8.recipe if fp8 is not None and self.in_fp8(stage, micro_batch_size) else None
-        again = stage.recompute, stage.first
-        return self.memory.activations(*stage.cut, *again, rows, self.seq_length, recipe, stage.away)
+        return *stage.cut, stage.recompute, stage.first, rows, self.seq_length, recipe, stage.away
 
     def waiting_bytes(self, stage: StageChoice, micro_batch_size: int) -> int:
         """Bytes of a micro-batch on a rank of the stage from B_INPUT to W, where backward is split."""
