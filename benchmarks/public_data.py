@@ -18,7 +18,7 @@ from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.importers.megatron import from_megatron
 from hetero_megatron.plans.importers.megatron_stages import MegatronParallel
 from hetero_megatron.predictor.cost.cost_options import CostOptions
-from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES
+from hetero_megatron.predictor.cost.modelled_operators import UPDATE_BYTES
 from hetero_megatron.predictor.cost.rates import Rates, load_rates, model_fingerprint
 from hetero_megatron.predictor.measured_runs import MeasuredRun
 from hetero_megatron.spec import ModelSpec, load_model

@@ -65,8 +65,8 @@ def _measure(comm: Comm, a: int, b: int, tag: int, same_node: bool) -> LinkRates
     alpha, beta = _line(FIRST, small - back, large, big - back)
     # TP groups exchange little at a time, so its time at nothing matters: it is measured, not extrapolated.
     collective = _line(SMALL, exchange(SMALL, PINGS), large, exchange(large, REPEATS))
-    posting, _ = repeated(lambda: [_posting(comm, a, b, tag + 2)], PINGS)[0]
-    return LinkRates(max(alpha, back), beta, posting, collective, same_node, True, collective, spread=spread)
+    host_seconds, _ = repeated(lambda: [_host_seconds(comm, a, b, tag + 2)], PINGS)[0]
+    return LinkRates(max(alpha, back), beta, host_seconds, collective, same_node, True, collective, spread=spread)
 
 
 def _line(low: int, seconds: float, high: int, more: float) -> tuple[float, float]:
@@ -75,8 +75,8 @@ def _line(low: int, seconds: float, high: int, more: float) -> tuple[float, floa
     return max(0.0, seconds - beta * low), beta
 
 
-def _posting(comm: Comm, a: int, b: int, tag: int) -> float:
-    """Seconds that posting one message takes the rank itself."""
+def _host_seconds(comm: Comm, a: int, b: int, tag: int) -> float:
+    """Seconds that starting one message takes the rank itself."""
     note = torch.zeros(SMALL, dtype=torch.uint8, device=comm.device)
     start = time.perf_counter()
     handle = comm.isend(note, b, tag) if comm.rank == a else comm.irecv(note, a, tag)

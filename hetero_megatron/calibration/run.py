@@ -114,9 +114,9 @@ def calibrate(
             betas, spread["exchange"] = fit_phases(exchanged)
             rates |= betas
         groups = {g.name for g in cluster.nodes if g.chip == chip}
-        posting = [link.message_seconds or 0.0 for (source, _, _), link in links.items() if source in groups]
+        started = [link.message_seconds or 0.0 for (source, _, _), link in links.items() if source in groups]
         rates["spread"] |= spread
-        chips[chip] = {options.dtype: {**rates, **tables, "message_seconds": median(posting or [0.0])}, **fp8[ranks[0]]}
+        chips[chip] = {options.dtype: {**rates, **tables, "message_seconds": median(started or [0.0])}, **fp8[ranks[0]]}
     found = {"chips": chips, "links": [link_document(a, b, link) for (a, b, _), link in links.items()]}
     clock = worst_clock(dict(enumerate(world.gather_objects(comm.clock.report(), dict[str, float]))))
     return Calibration(_rounded(found), links, slow, clock)

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no launch line is in it", field="SCRIPT", value=options.script,
                         accepted="a script that starts pretrain_gpt.py or another trainer by python, torchrun or srun, "
                         "or FlagScale's YAML with model: and system:")  # fmt: skip
-    verdicts = [judge(launch, options.ranks) for launch in found]
+    verdicts = [check_launch(launch, options.ranks) for launch in found]
     if options.json:
         print_json({"script": options.script, "launches": [{**asdict(v), "ok": v.ok} for v in verdicts]})
     else:
@@ -94,7 +94,7 @@ def _pair(word: str) -> tuple[str, str]:
     return name, value
 
 
-def judge(launch: Launch, ranks: int | None = None) -> Verdict:
+def check_launch(launch: Launch, ranks: int | None = None) -> Verdict:
     """What would be done with every flag of a launch line."""
     known, groups = index(), _groups(launch.flags)
     whole = [[shown(word) for word in group] for group in groups]

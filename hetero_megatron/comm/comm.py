@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hetero_megatron.cluster import BRIDGE_STRIPES
 from hetero_megatron.comm.bridge import Bridge, Copies
-from hetero_megatron.comm.connectivity import Reach, Sockets, explain
+from hetero_megatron.comm.connectivity import Connectivity, Sockets, explain
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks, TorchWork
 from hetero_megatron.comm.islands import Islands
@@ -50,7 +50,7 @@ class Comm:
         activity: current action, for error messages (set by the executor).
         sent_bytes: bytes sent so far, by destination rank.
         hooks, clock: see :mod:`~hetero_megatron.comm.hooks`; without emulation they do nothing.
-        reach: finds out why peers do not answer.
+        connectivity: finds out why peers do not answer.
         launcher: the launcher's environment of this process.
         islands: which ranks share a communication library; None: all use gloo.
         copies: of this rank's device, for the bridge; None: tensors are in host memory.
@@ -67,11 +67,11 @@ class Comm:
         device: torch.device,
         timeout: timedelta,
         hooks: Hooks | None = None,
-        reach: Reach | None = None,
+        connectivity: Connectivity | None = None,
         launcher: LauncherEnvironment | None = None,
     ) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
-        self.hooks, self.reach = hooks or Hooks(), reach or Reach(rank)
+        self.hooks, self.connectivity = hooks or Hooks(), connectivity or Connectivity(rank)
         self.clock, self.launcher = self.hooks.clock, launcher or LauncherEnvironment(rank)
         self.activity = "start-up"
         self.sent_bytes: dict[int, int] = defaultdict(int)
@@ -184,7 +184,7 @@ class Comm:
         others, lost, turns = self._others(ranks), list[int](), itertools.count()
 
         def gone() -> Sequence[int]:
-            lost.extend(self.reach.gone(others, next(turns)))
+            lost.extend(self.connectivity.gone(others, next(turns)))
             return lost or (others if self.over() else lost)
 
         def run() -> T:
@@ -339,12 +339,12 @@ class Comm:
             return refusal
         activity = self.activity if activity is None else activity
         names = ", ".join(map(str, peers[:8])) + (", …" if len(peers) > 8 else "")
-        reach = self.reach.look(peers)
+        states = self.connectivity.look(peers)
         return CommError(
             f"rank {self.rank}, in {activity}, waited {seconds:.1f} s for rank {names} and got no answer "
-            f"(time-out {self.timeout.total_seconds():g} s): {explain(peers, reach)}{self._full_memory()} "
+            f"(time-out {self.timeout.total_seconds():g} s): {explain(peers, states)}{self._full_memory()} "
             f"[{first_line(error)}]",
-            self.rank, peers, seconds, activity, reach,
+            self.rank, peers, seconds, activity, states,
         )  # fmt: skip
 
 

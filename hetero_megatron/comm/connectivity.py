@@ -103,7 +103,7 @@ def dial(address: Address, patience: float = PATIENCE) -> str | None:
     return ANSWERS if hmac.compare_digest(said, expected) else GONE  # another program has its port now
 
 
-class Reach:
+class Connectivity:
     """All ranks' addresses, exchanged at the start, because after a failure there may be nobody to ask.
 
     Args:
@@ -164,10 +164,10 @@ def listen(towards: str, one_host: bool = False) -> Beacon | None:
         return None
 
 
-def explain(peers: Sequence[int], reach: Mapping[int, str]) -> str:
+def explain(peers: Sequence[int], states: Mapping[int, str]) -> str:
     """A clause on the state of the ranks that were waited for; others are only mentioned if they are cut off."""
     by_word: dict[str, list[int]] = {}
-    for rank, word in sorted(reach.items()):
+    for rank, word in sorted(states.items()):
         if rank in peers or word == UNREACHABLE:
             by_word.setdefault(word, []).append(rank)
     if not by_word:

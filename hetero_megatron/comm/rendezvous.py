@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_megatron.comm.comm import Comm, first_line
-from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Reach, Sockets, explain, listen
+from hetero_megatron.comm.connectivity import PATIENCE, UNREACHABLE, Address, Connectivity, Sockets, explain, listen
 from hetero_megatron.comm.group import Group
 from hetero_megatron.comm.hooks import Hooks
 from hetero_megatron.comm.islands import AUTO, Endpoint, Islands
@@ -181,19 +181,19 @@ class Rendezvous:
         seconds, others = time.monotonic() - self.started, self.others
         records = self._records
         came = within(PATIENCE, lambda: self._joined_ranks(records)) if records is not None else None
-        reach = Reach(self.rank, [(came or {}).get(r) for r in range(len(others) + 1)]).look(came or ())
+        states = Connectivity(self.rank, [(came or {}).get(r) for r in range(len(others) + 1)]).look(came or ())
         absent = [r for r in others if came is not None and r not in came]
-        peers = [r for r in others if reach.get(r) == UNREACHABLE] or absent or others
+        peers = [r for r in others if states.get(r) == UNREACHABLE] or absent or others
         if came is None:
             why = f"the rendezvous store at {self.where} does not answer, or not all came to it"
-        elif absent and UNREACHABLE not in reach.values():
+        elif absent and UNREACHABLE not in states.values():
             why = f"rank {', '.join(map(str, absent[:8]))} never came"
         else:
-            why = explain(peers, reach)
+            why = explain(peers, states)
         return CommError(
             f"rank {self.rank}, joining the job, waited {seconds:.1f} s for {plural(len(others), 'other rank')}: "
             f"{why} [{first_line(error)}]",
-            self.rank, peers, seconds, "joining the job", reach,
+            self.rank, peers, seconds, "joining the job", states,
         )  # fmt: skip
 
     def _joined_ranks(self, records: Records) -> dict[int, Address | None]:
@@ -242,7 +242,7 @@ def start_comm(
     launcher = launcher or read_launcher()
     timeout, total = timedelta(seconds=timeout_seconds), launcher.world_size
     rank = launcher.rank if position is None else position
-    hooks, reach, store = hooks or Hooks(), Reach(rank), None
+    hooks, connectivity, store = hooks or Hooks(), Connectivity(rank), None
     if total > 1 and not dist.is_initialized():
         if rank != launcher.rank and not (launcher.agent_store or launcher.started_by):
             raise UserError(
@@ -254,8 +254,8 @@ def start_comm(
         beacon = listen(launcher.address, launcher.one_host)
         rendezvous = Rendezvous(launcher, rank, max(timeout, START_UP), over or (lambda: False))
         store, members = rendezvous.join(beacon.address if beacon is not None else None)
-        reach = Reach(rank, [member.address for member in members], beacon, hooks.cut_ranks)
-    comm = Comm(rank, platform.device, timeout, hooks, reach, launcher)
+        connectivity = Connectivity(rank, [member.address for member in members], beacon, hooks.cut_ranks)
+    comm = Comm(rank, platform.device, timeout, hooks, connectivity, launcher)
     if over is not None:
         comm.sockets, comm.over = Sockets(), over
     if store is not None:

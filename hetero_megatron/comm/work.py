@@ -23,7 +23,7 @@ class CommError(RuntimeError):
 
     Attributes:
         rank: the waiting rank (None: unknown); peers: the ranks it waited for; seconds: how long; activity: its action.
-        reach: state of other ranks, one of the words of ``comm.reach`` by rank.
+        states: of other ranks, by rank, one of the words of ``comm/connectivity.py``.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class CommError(RuntimeError):
         peers: Sequence[int] = (),
         seconds: float = 0.0,
         activity: str = "",
-        reach: Mapping[int, str] | None = None,
+        states: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.rank, self.peers, self.seconds, self.activity = rank, tuple(peers), seconds, activity
-        self.reach = dict(reach or {})
+        self.states = dict(states or {})
 
 
 class Works:

@@ -96,16 +96,16 @@ def representatives(
     boxes_of: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in holders}
     shared = SharedLayouts()
     for island in islands:
-        rest, known = {}, dict[tuple[int, int], Layout]()
+        rest, by_layouts = {}, dict[tuple[int, int], Layout]()
         for name, layout in holders.items():
             key = id(layout), id(owners[name])
-            if key not in known:
+            if key not in by_layouts:
                 # Ranks that hold the same lack the same: found once for all of them, of hundreds.
                 owned = _join([box for rank in island for box in owners[name].of(rank)])
                 kinds = {layout.of(r) for r in island}
                 left = {held: tuple(x for box in held for x in _without(box, owned)) for held in kinds}
-                known[key] = Layout(layout.shape, {r: left[layout.of(r)] for r in island})
-            rest[name] = known[key]
+                by_layouts[key] = Layout(layout.shape, {r: left[layout.of(r)] for r in island})
+            rest[name] = by_layouts[key]
         for name, layout in assign_owners(rest, whole_below=whole_below).items():
             for rank in island:
                 boxes_of[name][rank] = (*owners[name].of(rank), *layout.of(rank))
@@ -117,12 +117,12 @@ def crossing_elements(
 ) -> int:
     """Elements that go from holders in one island to owners in another, one for each holder; the owners are holders."""
     pairs = [(layout, owners[name]) for name, layout in holders.items()]
-    equal = Counter((id(layout), id(own)) for layout, own in pairs)
-    different = {(id(layout), id(own)): (layout, own) for layout, own in pairs}
+    equal = Counter((id(layout), id(owned_by)) for layout, owned_by in pairs)
+    different = {(id(layout), id(owned_by)): (layout, owned_by) for layout, owned_by in pairs}
     total = 0
     for island in islands:
-        for key, (layout, own) in different.items():
-            owned = _join([box for rank in island for box in own.of(rank)])
+        for key, (layout, owned_by) in different.items():
+            owned = _join([box for rank in island for box in owned_by.of(rank)])
             for held, count in Counter(map(layout.of, island)).items():
                 inside = (x.size for box in held for o in owned if (x := box.intersect(o)))
                 total += equal[key] * count * (sum(box.size for box in held) - sum(inside))

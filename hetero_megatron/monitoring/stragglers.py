@@ -223,7 +223,7 @@ def leave_diagnosis(error: CommError, where: str | None) -> None:
         return
     from hetero_megatron.comm.connectivity import UNREACHABLE
 
-    cut_off = tuple(sorted(rank for rank, word in error.reach.items() if word == UNREACHABLE))
+    cut_off = tuple(sorted(rank for rank, word in error.states.items() if word == UNREACHABLE))
     found = Diagnosis(error.rank, error.peers, error.seconds, error.activity, cut_off)
     with suppress(OSError):
         Path(where).mkdir(parents=True, exist_ok=True)

@@ -263,11 +263,11 @@ class ShardedOptimizer:
 
     def _keep_own(self, exchange: BucketExchange, masters: list[torch.Tensor], copied: bool) -> None:
         places = self._places[exchange.bucket.index]
-        for piece, master, (own, written) in zip(exchange.pieces, masters, places, strict=True):
+        for piece, master, (weights, written) in zip(exchange.pieces, masters, places, strict=True):
             if not piece.held:
-                own.copy_(master[piece.inside])
-            elif (self.offload or not in_place(own)) and not (copied and written):
-                own.copy_(master)
+                weights.copy_(master[piece.inside])
+            elif (self.offload or not in_place(weights)) and not (copied and written):
+                weights.copy_(master)
 
     def _arrive(self, action: Action) -> None:
         self.sync.by_bucket[action.micro_batch].finish_spread(action.chunk, self._params)
@@ -302,16 +302,16 @@ def scales_and_norms(
     Raises:
         UserError: no token of a group counts in the loss.
     """
-    found: list[tuple[float, float]] = []
+    scales: list[tuple[float, float]] = []
     for rows in groups:
         tokens, square = rows[:, 1:3].sum(0).tolist()
         if tokens == 0:
             samples = f"{first_sample}..{first_sample + batch_size - 1}"
-            where = f" on island {len(found)}" if len(groups) > 1 else ""
+            where = f" on island {len(scales)}" if len(groups) > 1 else ""
             raise UserError(f"no token of samples {samples} counts in the loss{where}")
         scale = nominal / tokens
-        found.append((scale, math.sqrt(square) * scale if math.isfinite(square) else math.inf))
-    return found
+        scales.append((scale, math.sqrt(square) * scale if math.isfinite(square) else math.inf))
+    return scales
 
 
 FIELD = "optimizer.offload"

@@ -156,12 +156,12 @@ class StageModel:
         """Initial values of pieces of divided weights, in their dtype, on the rank's device; of those in 8 bits all
         scales are written. ``names``: of the weights, in the order of their pieces. Each has its
         piece's shape, [rows, columns]."""
-        found = list[torch.Tensor]()
+        values = list[torch.Tensor]()
         for name in names:
             tensor, like = self._empty.tensors[name], self.module.get_parameter(name)
             boxes = [piece.box for piece in pieces if piece.name == name]
-            found += owned_values(tensor, self.boxes[name], boxes, self._initialize, like, self.scales)
-        return found
+            values += owned_values(tensor, self.boxes[name], boxes, self._initialize, like, self.scales)
+        return values
 
     def chunk_names(self) -> list[list[str]]:
         """Trained parameters of each chunk; the embedding of a tied head is in the chunk of either."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,30 +134,25 @@ def tensor_holders(plan: Plan, spec: ModelSpec) -> dict[str, Layout]:
 
 def _interned(stages: Sequence[Mapping[int, Share]]) -> list[Mapping[int, Share]]:
     """The same with one object for equal shares, so that they are compared once per stage and not once per tensor."""
-    known: dict[Share, Share] = {}
+    first: dict[Share, Share] = {}
     same: dict[int, Share] = {}  # by identity: most stages have the very same shares
     for share in (share for held in stages for share in held.values()):
         if id(share) not in same:
-            same[id(share)] = known.setdefault(share, share)
+            same[id(share)] = first.setdefault(share, share)
     return [{rank: same[id(share)] for rank, share in held.items()} for held in stages]
 
 
 def _boxes(tensor: LogicalTensor, stages: Sequence[Mapping[int, Share]]) -> dict[int, tuple[Box, ...]]:
     """What each rank of some stages holds of a tensor; ranks with one share have one tuple."""
-    known: dict[int, tuple[Box, ...]] = {}
-    found = {}
+    by_share: dict[int, tuple[Box, ...]] = {}
+    boxes = {}
     for held in stages:
         for rank, share in held.items():
-            box = known.get(id(share))
+            box = by_share.get(id(share))
             if box is None:
-                box = known[id(share)] = (tensor_box(tensor, share),)
-            found[rank] = box
-    return found
-
-
-def sharding_stages(plan: Plan) -> dict[int, Stage]:
-    """By rank, its stage, of stages that divide their weights."""
-    return {rank: stage for stage in plan.stages if stage.weights is not None for rank in stage.ranks}
+                box = by_share[id(share)] = (tensor_box(tensor, share),)
+            boxes[rank] = box
+    return boxes
 
 
 def owner_weights(plan: Plan) -> dict[int, float]:
@@ -194,7 +189,7 @@ def make_buckets(
     """The same buckets on every rank, computed without talking; ``holders``: of the tensors, where they are known;
     ``muon``: matrices have whole owners."""
     holders = tensor_holders(plan, spec) if holders is None else holders
-    sharding = sharding_stages(plan) if spec.lora is None else {}
+    sharding = plan.sharding_stages if spec.lora is None else {}
     if muon:
         from hetero_megatron.plans.matrices import in_order, matrix_owners
     buckets = list[Bucket]()
@@ -225,17 +220,17 @@ def _apart(plan: Plan, holders: Mapping[str, Layout]) -> list[Mapping[str, Layou
     if plan.outer is None:
         return [holders]
     layouts = {id(layout): layout for layout in holders.values()}
-    found: list[Mapping[str, Layout]] = []
+    by_island: list[Mapping[str, Layout]] = []
     for ranks in plan.outer.islands:
-        own = {key: layout.only(ranks) for key, layout in layouts.items()}
-        found.append({name: own[id(layout)] for name, layout in holders.items()})
-    return found
+        inside = {key: layout.only(ranks) for key, layout in layouts.items()}
+        by_island.append({name: inside[id(layout)] for name, layout in holders.items()})
+    return by_island
 
 
 def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | None = None) -> tuple[Bucket, ...]:
     """Of the frozen weights that stages divide, which are gathered, and never change; ``holders``: of the tensors, if
     known."""
-    sharding = sharding_stages(plan)
+    sharding = plan.sharding_stages
     if spec.lora is None or not sharding:
         return ()
     holders = tensor_holders(plan, spec) if holders is None else holders
@@ -246,8 +241,8 @@ def frozen_buckets(plan: Plan, spec: ModelSpec, holders: Mapping[str, Layout] | 
     ]  # fmt: skip
     make, buckets = _BucketMaker(plan, holders, 4), list[Bucket]()
     for (ranks, _, int8, segment), names in _runs(rows, holders, BUCKET_BYTES // 4):
-        made = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
-        buckets.append(replace(made, trained=False, int8=int8))
+        bucket = make(len(buckets), ranks, names, sharding[ranks[0]].weights, segment)
+        buckets.append(replace(bucket, trained=False, int8=int8))
     return tuple(buckets)
 
 
@@ -299,23 +294,23 @@ class _BucketMaker:
 
 def by_islands(buckets: Sequence[Bucket], islands: Islands, itemsize: int = 4) -> tuple[Bucket, ...]:
     """Buckets that go in one hop, in two where that saves bytes between these islands."""
-    known: dict[tuple[object, ...], list[Layout] | None] = {}
-    found = []
+    divided: dict[tuple[object, ...], list[Layout] | None] = {}
+    routed = []
     for bucket in buckets:
         if bucket.weights is not None or bucket.matrices:  # one hop while it computes, or to one owner of all of it
-            found.append(bucket)
+            routed.append(bucket)
             continue
         near, key = split_by_island(islands, bucket.ranks), (bucket.layout_key, _order(bucket.names))
-        if key not in known:
+        if key not in divided:
             between = island_layouts(bucket.holders, bucket.owners, near, WHOLE_BYTES // itemsize)
-            known[key] = list(between.values()) if between is not None else None
-        middle = known[key]
+            divided[key] = list(between.values()) if between is not None else None
+        middle = divided[key]
         if middle is not None:
             by_name = dict(zip(bucket.names, middle, strict=True))
             hops = (Hop(near, bucket.holders, by_name), Hop((bucket.ranks,), by_name, bucket.owners))
             bucket = replace(bucket, hops=hops)
-        found.append(bucket)
-    return tuple(found)
+        routed.append(bucket)
+    return tuple(routed)
 
 
 def _order(names: Sequence[str]) -> tuple[int, ...]:
@@ -325,22 +320,17 @@ def _order(names: Sequence[str]) -> tuple[int, ...]:
 
 def _owners(
     held: Mapping[str, Layout], weights: Mapping[int, float], whole_below: int, order: tuple[int, ...],
-    known: dict[tuple[object, ...], dict[str, Layout]],
+    divided: dict[tuple[object, ...], dict[str, Layout]],
 ) -> dict[str, Layout]:  # fmt: skip
     """As :func:`assign_owners` has it, which goes by the order of ranks, not by their numbers: so stages that hold the
-    same are divided once, and kept in ``known``. ``order``: of the names."""
+    same are divided once, and kept in ``divided``. ``order``: of the names."""
     ranks = next(iter(held.values())).ranks
     content = tuple((layout.shape, tuple(layout.boxes.values())) for layout in held.values())
     key = (content, tuple(weights[r] for r in ranks), order)
-    if key not in known:
-        known[key] = assign_owners(held, weights, whole_below=whole_below)
-        return known[key]
-    return {name: like.on_ranks(ranks) for name, like in zip(held, known[key].values(), strict=True)}
-
-
-def islands_of(plan: Plan, ranks: Sequence[int]) -> Islands:
-    """``ranks`` by island; a rank that the plan puts in none is one by itself."""
-    return split_by_island(plan.islands, ranks)
+    if key not in divided:
+        divided[key] = assign_owners(held, weights, whole_below=whole_below)
+        return divided[key]
+    return {name: like.on_ranks(ranks) for name, like in zip(held, divided[key].values(), strict=True)}
 
 
 def island_layouts(
@@ -351,18 +341,12 @@ def island_layouts(
         return None
     middle = representatives(holders, owners, islands, whole_below)
     direct = crossing_elements(holders, owners, islands)
-    return middle if _representing(middle, owners) < (1 - WORTH_A_HOP) * direct else None
+    return middle if represented_elements(middle, owners) < (1 - WORTH_A_HOP) * direct else None
 
 
-def _representing(middle: Mapping[str, Layout], owners: Mapping[str, Layout]) -> int:
+def represented_elements(middle: Mapping[str, Layout], owners: Mapping[str, Layout]) -> int:
     """Elements that cross between islands by way of ``middle``: all that an island's ranks represent and do not own."""
     return sum(int(layout.counts().sum() - owners[name].counts().sum()) for name, layout in middle.items())
-
-
-def bucket_crossing(bucket: Bucket, islands: Sequence[tuple[int, ...]]) -> tuple[int, int]:
-    """Elements of a bucket that cross between its ranks' islands on the way to the owners: straight, and as planned."""
-    direct = crossing_elements(bucket.holders, bucket.owners, islands)
-    return direct, direct if len(bucket.hops) == 1 else _representing(bucket.hops[1].sources, bucket.owners)
 
 
 def sync_actions(buckets: Sequence[Bucket], rank: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
@@ -414,20 +398,3 @@ def answer_groups(plan: Plan) -> set[tuple[int, ...]]:
     """Of stages with a head, the ranks that have tokens of the same sequences: they add up log-probabilities of
     answers."""
     return {sequence_group(s, rank) for s in plan.stages if s.head for rank in s.ranks}
-
-
-def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
-    """Of a bucket that several ranks hold, on one of them or on several in arrays: (while it is under way, while what
-    came is added up).
-
-    Gradients of a dense bucket leave from where they are kept, and their sums lie there: only what comes needs memory,
-    and of more than two ranks it comes in one piece with the own part. Else they are packed, and sums are new.
-
-    Args:
-        held, owned: elements; copies: ranks that hold the same ones.
-    """
-    wide, taken = max(item, 4), owned * (copies - 1)
-    if dense:
-        come = wide * (taken + (owned if copies > 2 else 0))
-        return come, come
-    return wide * (held - owned + taken), wide * (taken + owned)

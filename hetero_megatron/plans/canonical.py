@@ -328,6 +328,11 @@ class Plan:
         return frozenset(rank for stage in self.stages if stage.optimizer.offload for rank in stage.ranks)
 
     @cached_property
+    def sharding_stages(self) -> Mapping[int, Stage]:
+        """By rank, its stage, of stages that divide their weights."""
+        return {rank: stage for stage in self.stages if stage.weights is not None for rank in stage.ranks}
+
+    @cached_property
     def places(self) -> Mapping[int, Place]:
         """Where every rank stands."""
         return {

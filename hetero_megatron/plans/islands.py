@@ -11,11 +11,12 @@ import numpy as np
 
 from hetero_megatron.cluster import Cluster
 from hetero_megatron.errors import UserError
+from hetero_megatron.layout import crossing_elements
 from hetero_megatron.layout.layout import IntArray, reduction_elements
-from hetero_megatron.plans.buckets import Bucket, Hop, bucket_crossing, by_islands, islands_of, make_buckets
+from hetero_megatron.plans.buckets import Bucket, Hop, by_islands, make_buckets, represented_elements
 from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.experts import Islands, stage_token_hops
+from hetero_megatron.plans.experts import Islands, split_by_island, stage_token_hops
 from hetero_megatron.plans.routing import layer_loads
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import format_bytes, plural, rank_ranges, word
@@ -73,7 +74,7 @@ def over_libraries(plan: Plan, library: Callable[[int], int], name: Callable[[in
                 accepted="such groups of one library's chips, or allow_bridge: true in the plan",
             )  # fmt: skip
     found: dict[tuple[int, int], list[int]] = {}
-    for i, near in enumerate(islands_of(plan, plan.ranks) if plan.islands else [plan.ranks]):
+    for i, near in enumerate(split_by_island(plan.islands, plan.ranks) if plan.islands else [plan.ranks]):
         for rank in near:
             found.setdefault((i, library(rank)), []).append(rank)
     islands = tuple(sorted(tuple(ranks) for ranks in found.values()))
@@ -276,7 +277,7 @@ def crossing(compiled: CompiledPlan, itemsize: int = 4) -> Crossing:
     for bucket in buckets:
         key = tuple(id(layout) for layout in (*bucket.holders.values(), *bucket.owners.values()))
         if key not in known:
-            known[key] = bucket_crossing(bucket, islands_of(compiled.plan, bucket.ranks))
+            known[key] = bucket_crossing(bucket, split_by_island(compiled.plan.islands, bucket.ranks))
         direct, planned = direct + known[key][0], planned + known[key][1]
     two = sum(len(b.hops) > 1 for b in buckets)
     return Crossing(itemsize * direct, itemsize * planned, two, len(buckets))
@@ -297,3 +298,10 @@ def format_islands(compiled: CompiledPlan) -> str:
         f"{format_bytes(found.planned)} of fp32 gradients cross between islands instead of {format_bytes(found.direct)}"
         + tokens
     )
+
+
+def bucket_crossing(bucket: Bucket, islands: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Elements of a bucket that cross between its ranks' islands on the way to the owners: straight, and as planned."""
+    direct = crossing_elements(bucket.holders, bucket.owners, islands)
+    return direct, direct if len(bucket.hops) == 1 else represented_elements(bucket.hops[1].sources, bucket.owners)
+

@@ -139,7 +139,7 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
     backwards and transfers, then the sums of gradients, the update, and the way back of the parameters."""
     out = []
     rows: dict[tuple[object, ...], SyncActions] = {}  # stages that hold the same take part in the same buckets
-    known: dict[tuple[object, ...], Schedule] = {}
+    by_shape: dict[tuple[object, ...], Schedule] = {}
     for pipeline, (start, stop) in zip(plan.pipelines, pipeline_samples(plan, batch_size or plan.global_batch_size)):
         count = len(micro_batch_sizes(pipeline, stop - start))
         island = plan.outer.island(pipeline.ranks[0]) if plan.outer is not None else 0
@@ -148,10 +148,10 @@ def step_schedules(plan: Plan, buckets: Sequence[Bucket], batch_size: int | None
             if key not in rows:
                 rows[key] = sync_actions(buckets, stage.ranks[0])
         shape = (held, count, pipeline.orders, pipeline.in_flight)
-        if shape not in known:
+        if shape not in by_shape:
             plain = pipeline_schedule(plan, pipeline, count)
-            known[shape] = with_synchronisation(plain, [rows[key] for key in held])
-        out.append(known[shape])
+            by_shape[shape] = with_synchronisation(plain, [rows[key] for key in held])
+        out.append(by_shape[shape])
     return tuple(out)
 
 
@@ -241,10 +241,10 @@ def _meetings(
                 for rank in stage.ranks:
                     groups.setdefault(name, {}).update(dict.fromkeys(meet(rank, action)))
     lines = []
-    for name, found in groups.items():
-        shown = " | ".join(rank_ranges(ranks) for ranks in sorted(found)[:GROUPS_SHOWN])
-        more = f" | … {len(found) - GROUPS_SHOWN} more groups" if len(found) > GROUPS_SHOWN else ""
-        if found:
+    for name, ranks_of in groups.items():
+        shown = " | ".join(rank_ranges(ranks) for ranks in sorted(ranks_of)[:GROUPS_SHOWN])
+        more = f" | … {len(ranks_of) - GROUPS_SHOWN} more groups" if len(ranks_of) > GROUPS_SHOWN else ""
+        if ranks_of:
             lines.append(f"{name}: ranks {shown}{more} meet")
     return lines
 

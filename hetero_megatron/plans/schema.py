@@ -184,10 +184,10 @@ def _pipelines(entry: Entry, seq_length: int, num_heads: int) -> list[Pipeline]:
 
 def _in_flight(entry: Entry, stages: int) -> tuple[int, ...]:
     """One number for all stages, or one for each; () where that is what it would be anyway."""
-    found = entry.integers(1) if isinstance(entry.value, list) else (entry.integer(1),) * stages
-    if len(found) != stages:
-        entry.fail(f"{plural(len(found), 'number')} for {plural(stages, 'stage')}", accepted="one per stage, or one")
-    return () if found == (stages,) * stages else tuple(found)
+    sizes = entry.integers(1) if isinstance(entry.value, list) else (entry.integer(1),) * stages
+    if len(sizes) != stages:
+        entry.fail(f"{plural(len(sizes), 'number')} for {plural(stages, 'stage')}", accepted="one per stage, or one")
+    return () if sizes == (stages,) * stages else tuple(sizes)
 
 
 def _orders(entry: Entry, pipeline: Pipeline) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """What a model is, without torch: configuration, logical tensors, how they are shared, what they cost."""
 
+from hetero_megatron.spec.adapted_model import adapted
 from hetero_megatron.spec.dropout import Dropout
 from hetero_megatron.spec.lora import Lora
 from hetero_megatron.spec.mla import MLA
@@ -11,7 +12,6 @@ from hetero_megatron.spec.tensors import (
     Axis,
     LogicalTensor,
     Share,
-    adapted,
     logical_tensors,
     shares,
     stage_tensors,

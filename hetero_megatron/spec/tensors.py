@@ -17,11 +17,7 @@ from hetero_megatron.layout import Box, cut, cut_in_tiles
 from hetero_megatron.spec.lora import (
     EVERY_TARGET,
     MLP_TARGETS,
-    NF4_BLOCK,
-    NF4_GROUP,
-    NF4_TABLES,
     Lora,
-    nf4_blocks,
 )
 from hetero_megatron.spec.mla import MLA
 from hetero_megatron.spec.model_spec import ModelSpec
@@ -107,7 +103,7 @@ def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora
         projection = kind == "weight" and module.rpartition(".")[2] in EVERY_TARGET
         int8, nf4 = (projection and lora.base_dtype == name for name in ("int8", "nf4"))
         yield replace(tensor, trained=False, int8=int8, nf4=nf4)
-        may = projection and _may_be_adapted(tensor, spec)
+        may = projection and may_be_adapted(tensor, spec)
         site = lora.site(tensor.layer, module.rpartition(".")[2], tensor.per_expert) if may else None
         if site is not None:
             (*experts, outputs, inputs), (*over, rows, columns) = tensor.shape, tensor.axes
@@ -119,85 +115,10 @@ def _with_adapters(tensors: Iterable[LogicalTensor], spec: ModelSpec, lora: Lora
                 yield LogicalTensor(f"{module}.{MAGNITUDE}.weight", (outputs,), (rows,), tensor.layer)
 
 
-def _may_be_adapted(tensor: LogicalTensor, spec: ModelSpec) -> bool:
+def may_be_adapted(tensor: LogicalTensor, spec: ModelSpec) -> bool:
     """Of a mixture of experts, adapters of the MLP are the routed experts': peft has no way to name these together with
     dense layers or what all tokens share."""
     return tensor.per_expert or spec.moe is None or tensor.name.split(".")[-2] not in MLP_TARGETS
-
-
-def adapted(spec: ModelSpec, lora: Lora) -> ModelSpec:
-    """The model with adapters. UserError for a projection that it does not have."""
-    experts = [name for name in lora.targets if name in MLP_TARGETS] if spec.moe is not None else []
-    if lora.dropout and experts:
-        raise UserError(
-            f"adapters of experts ({experts[0]}) know no dropout, as in peft", field="dropout", value=lora.dropout,
-            accepted=f"0, or targets other than {', '.join(MLP_TARGETS)}",
-        )  # fmt: skip
-    if lora.dora and experts:
-        raise UserError(
-            f"adapters of experts ({experts[0]}) know no DoRA", field="dora", value=lora.dora,
-            accepted=f"targets other than {', '.join(MLP_TARGETS)}",
-        )  # fmt: skip
-    if lora.residual and experts:
-        raise UserError(
-            f"adapters of experts ({experts[0]}) know no such first values", field="residual", value=lora.residual,
-            accepted=f"targets other than {', '.join(MLP_TARGETS)}",
-        )  # fmt: skip
-    if lora.dora and lora.dropout:
-        raise UserError("adapters with DoRA know no dropout", field="dropout", value=lora.dropout, accepted="0")
-    with_adapters = replace(spec, lora=lora)
-    if lora.base_dtype == "nf4":
-        _fits_nf4(with_adapters)
-    has = {(t.layer, t.name.split(".")[-3]) for t in logical_tensors(with_adapters) if t.trained}
-    if lacking := [name for name in lora.targets if name not in {target for _, target in has}]:
-        every = {t.name.split(".")[-2] for t in logical_tensors(spec.base) if _may_be_adapted(t, spec)}
-        raise UserError(
-            f"{spec.name} has no such projection", field="targets", value=lacking[0],
-            accepted=", ".join(name for name in EVERY_TARGET if name in every),
-        )  # fmt: skip
-    for layer, target in ((n, name) for site in lora.sites for n in site.layers for name in site.targets):
-        if (layer, target) not in has:
-            raise UserError(
-                f"layer {layer} of {spec.name} has no {target} that may have an adapter of its own", field="sites",
-                value=f"{layer}:{target}", accepted=f"layers 0 to {spec.num_layers - 1}, none of experts",
-            )  # fmt: skip
-    return with_adapters
-
-
-def evenly_adapted(spec: ModelSpec) -> ModelSpec:
-    """With the largest rank in every layer, where adapters of layers differ: for what a stage has at most."""
-    if spec.lora is None or not spec.lora.sites:
-        return spec
-    rank = max(spec.lora.rank, *(site.rank for site in spec.lora.sites))
-    return replace(spec, lora=replace(spec.lora, rank=rank, sites=()))
-
-
-SCALE_BYTES = 4  # fp32
-
-
-def stored_bytes(tensor: LogicalTensor, box: Box) -> int:
-    """Of a rank's box of a tensor that is stored in 8 or 4 bits, with its scales."""
-    if tensor.int8:
-        return box.size + SCALE_BYTES * math.prod(box.shape[:-1])
-    rows = box.hi[0] - box.lo[0]
-    a, b = nf4_blocks(box.lo[1], box.hi[1])
-    groups = -(-tensor.size // (NF4_BLOCK * NF4_GROUP))
-    return rows * (b - a) * (NF4_BLOCK // 2 + 1) + SCALE_BYTES * (groups + 1 + NF4_TABLES)
-
-
-def _fits_nf4(spec: ModelSpec) -> None:
-    """UserError for a model of which not all frozen projections are rows of whole blocks, or with what knows none."""
-    assert spec.lora is not None
-    problem, accepted = "", "int8"
-    if spec.moe is not None:
-        problem = "matrices of experts are not stored in 4 bits"
-    elif spec.lora.dora:
-        problem = "DoRA knows no weights in 4 bits"
-    for tensor in (t for t in logical_tensors(spec) if t.nf4 and t.shape[-1] % NF4_BLOCK):
-        row = f"rows of {tensor.name}, of {tensor.shape[-1]:,} elements"
-        problem = problem or f"blocks of {NF4_BLOCK} do not divide the {row}"
-    if problem:
-        raise UserError(problem, field="base_dtype", value="nf4", accepted=accepted)
 
 
 def trained_tensors(spec: ModelSpec) -> tuple[LogicalTensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from hetero_megatron.data import Datasets
 from hetero_megatron.errors import UserError, printable
 from hetero_megatron.plans.dump import to_dict
 from hetero_megatron.training.config import RunConfig
-from hetero_megatron.training.lr_schedule import LearningRate, LossScale, WeightDecay
+from hetero_megatron.training.lr_schedule import LossScale
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.save_directory import writes_checkpoints
 from hetero_megatron.utils.text import notice_line, plural
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 # A rank may write for long while the others wait; a dead peer is noticed by the training thread anyway.
 WRITE_TIMEOUT = timedelta(hours=2)
-# What may differ between the checkpoint's model and the flags' without making it another model.
-_NO_IDENTITY = ("name", "init_std", "max_position_embeddings", "notices", "hf_model_type")
-
-
 @dataclass(frozen=True)
 class ConsumedSamples:
     """How far a run has come."""
@@ -196,7 +192,7 @@ class Checkpointing:
             self._begin_outer()
             return fresh
         from hetero_megatron.checkpoint.state import weight_dtypes
-        from hetero_megatron.training.saved_state import check_state
+        from hetero_megatron.training.saved_state import check_spec, check_state, same_schedule
 
         check_state(found)
         state = found.state
@@ -371,43 +367,3 @@ def furthest(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         kind: [max(column, key=lambda s: s["sample"]) for column in zip(*(s[kind] for s in states if kind in s))]
         for kind in sorted(kinds)
     }
-
-
-def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
-    """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
-    from hetero_megatron.checkpoint.stored_spec import stored_spec
-
-    saved, mine = stored_spec(found.state["model"]), config.spec
-    if saved.lora is not None and mine.lora is not None:  # a setting of the run
-        saved = replace(saved, lora=replace(saved.lora, dropout=mine.lora.dropout))
-    differ = [
-        f"{f.name} {getattr(saved, f.name)!r} (here {getattr(mine, f.name)!r})"
-        for f in fields(mine)
-        if f.name not in _NO_IDENTITY and getattr(saved, f.name) != getattr(mine, f.name)
-    ]
-    if differ and not finetune:
-        raise UserError(
-            f"is a checkpoint of another model than {config.spec.name}: {'; '.join(differ)}",
-            field=found.field, value=str(found.path), accepted=f"a checkpoint of {config.spec.name}, or --finetune",
-        )  # fmt: skip
-
-
-def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
-    """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
-    from hetero_megatron.checkpoint.native import LOAD
-    from hetero_megatron.training.saved_state import differences
-
-    source, schedule = config.checkpoint.schedule_from, config.schedule
-    if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet
-        return config
-    rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
-    differ = differences(rate, decay, schedule)
-    if source == "flags" or not differ:
-        return config
-    if source == "checkpoint":
-        return replace(config, schedule=replace(schedule, learning_rate=rate, weight_decay=decay))
-    raise UserError(
-        f"the learning rate or weight decay is not the checkpoint's: {'; '.join(differ)}",
-        field=LOAD, value=config.checkpoint.load,
-        accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
-    )  # fmt: skip

@@ -283,8 +283,8 @@ class ElasticRank:
         self._torn += [(comm, world_group())] if failed else []
         if comm is not None:
             comm.sever()
-            if comm.reach.beacon is not None:
-                comm.reach.beacon.close()
+            if comm.connectivity.beacon is not None:
+                comm.connectivity.beacon.close()
         if training is not None:
             with suppress(UserError, RuntimeError):  # a save that is cut off: there is an older one
                 training.checkpoints.wait()

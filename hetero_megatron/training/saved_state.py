@@ -1,21 +1,26 @@
-"""The part of a checkpoint's metadata that training goes on from, with every type and range checked."""
+"""The part of a checkpoint's metadata that training goes on from: every type and range checked, and compared with the
+run that goes on."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hetero_megatron.checkpoint.manifest import METADATA, unusable
-from hetero_megatron.checkpoint.native import Checkpoint, damaged_error
+from hetero_megatron.checkpoint.native import LOAD, Checkpoint, damaged_error
+from hetero_megatron.checkpoint.stored_spec import stored_spec
 from hetero_megatron.checkpoint.typed import typed
 from hetero_megatron.errors import UserError
-from hetero_megatron.training.config import ScheduleConfig
+from hetero_megatron.training.config import RunConfig, ScheduleConfig
 from hetero_megatron.training.lr_schedule import LearningRate, WeightDecay
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 MAX_SCALE = 2.0**127  # of fp32, in which it is applied
 MAX_UPDATES = 1 << 53  # of an optimizer, as a float counts them
+# What may differ between the checkpoint's model and the flags' without making it another model.
+_NO_IDENTITY = ("name", "init_std", "max_position_embeddings", "notices", "hf_model_type")
 
 
 @dataclass(frozen=True)
@@ -216,3 +221,38 @@ def _differ(
 
 def _number(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def check_spec(found: Checkpoint, config: RunConfig, finetune: bool) -> None:
+    """The checkpoint is of this model; with ``finetune`` only shapes must fit, which loading checks."""
+    saved, mine = stored_spec(found.state["model"]), config.spec
+    if saved.lora is not None and mine.lora is not None:  # a setting of the run
+        saved = replace(saved, lora=replace(saved.lora, dropout=mine.lora.dropout))
+    differ = [
+        f"{f.name} {getattr(saved, f.name)!r} (here {getattr(mine, f.name)!r})"
+        for f in fields(mine)
+        if f.name not in _NO_IDENTITY and getattr(saved, f.name) != getattr(mine, f.name)
+    ]
+    if differ and not finetune:
+        raise UserError(
+            f"is a checkpoint of another model than {config.spec.name}: {'; '.join(differ)}",
+            field=found.field, value=str(found.path), accepted=f"a checkpoint of {config.spec.name}, or --finetune",
+        )  # fmt: skip
+
+
+def same_schedule(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
+    """As Megatron: a learning rate or weight decay other than the checkpoint's is refused unless a flag decides."""
+    source, schedule = config.checkpoint.schedule_from, config.schedule
+    if state["learning_rate"] is None or config.skip_train:  # converted: nothing was trained yet
+        return config
+    rate, decay = LearningRate(**state["learning_rate"]), WeightDecay(**state["weight_decay"])
+    differ = differences(rate, decay, schedule)
+    if source == "flags" or not differ:
+        return config
+    if source == "checkpoint":
+        return replace(config, schedule=replace(schedule, learning_rate=rate, weight_decay=decay))
+    raise UserError(
+        f"the learning rate or weight decay is not the checkpoint's: {'; '.join(differ)}",
+        field=LOAD, value=config.checkpoint.load,
+        accepted="--override-opt_param-scheduler (the flags count) or --use-checkpoint-opt_param-scheduler (it counts)",
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.conformance.compare import cast, flatten, judge, oracle
+from hetero_megatron.ops.conformance.compare import cast, flatten, mismatch, oracle
 from hetero_megatron.ops.conformance.parts import (
     compiles,
     loss_and_gradients,
@@ -52,7 +52,7 @@ class Step:
     findings: Callable[[], Iterable[Finding]]
 
     def run(self) -> Iterator[Finding]:
-        """Its findings; what a kernel returned and the kit cannot judge is one as well."""
+        """Its findings; what a kernel returned and the kit cannot mismatch is one as well."""
         last = "forward"
         try:
             for finding in self.findings():
@@ -229,7 +229,7 @@ def _saved(subject: Subject, outcome: CallOutcome, eager: CallOutcome) -> str:
         if got.shape != want.shape or got.dtype != want.dtype:
             return f"{name} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
         if name in subject.spec.extras:
-            problem = judge(got, want.double().cpu(), None, 1e-3 if want.dtype.itemsize >= 4 else 2e-2, 1.0)
+            problem = mismatch(got, want.double().cpu(), None, 1e-3 if want.dtype.itemsize >= 4 else 2e-2, 1.0)
             if problem:
                 return f"{name}: {problem}"
     return ""

@@ -93,7 +93,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
     return float(error.norm()) / (norm if norm > NOTHING else 1.0), float(error.abs().max())
 
 
-def judge(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, cap: float, factor: float) -> str:
+def mismatch(got: torch.Tensor, want: torch.Tensor, eager: torch.Tensor | None, cap: float, factor: float) -> str:
     """Why ``got`` is not good enough, or an empty string. After FlashAttention's rule:
 
     (A) its relative error is at most ``cap``, or ``factor`` times that of ``eager``, the definition in the same dtype

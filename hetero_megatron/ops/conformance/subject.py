@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero_megatron.ops.conformance.compare import judge
+from hetero_megatron.ops.conformance.compare import mismatch
 from hetero_megatron.ops.spec import Kernel, OpSpec
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -146,7 +146,7 @@ def judge_all(
     if len(got) != len(want):
         return f"{len(got)} tensors, not {len(want)}"
     for i, (g, w, e) in enumerate(zip(got, want, eager, strict=True)):
-        problem = judge(g, w, e, cap, factor)
+        problem = mismatch(g, w, e, cap, factor)
         if problem:
             return f"{names[i]}: {problem}" if names else (f"result {i}: {problem}" if len(got) > 1 else problem)
     return ""

@@ -60,8 +60,8 @@ class HopExchange:
             return self.given, self.taken, self.given
         return 0, 0 if self.group.size == 2 else self.taken, 0
 
-    def _counts(self, own: int, others: int) -> list[int]:
-        return [own if r == self.me else others for r in self.group.ranks]
+    def _counts(self, mine: int, others: int) -> list[int]:
+        return [mine if r == self.me else others for r in self.group.ranks]
 
     def start(
         self, arrays: Sequence[torch.Tensor], empty: torch.Tensor, memory: torch.Tensor | None = None
@@ -82,12 +82,12 @@ class HopExchange:
             return
         assert memory is not None
         if self.group.size == 2:
-            send, own = memory[self.runs[1 - self.group.index]], 0
+            send, mine = memory[self.runs[1 - self.group.index]], 0
         else:  # with my own part, so that it is one piece
-            send, own = memory, self.size
+            send, mine = memory, self.size
         counts = [x.stop - x.start for x in self.runs]
-        counts[self.group.index] = own
-        self._handle = self.group.all_to_all(send, counts, self._counts(own, self.size))
+        counts[self.group.index] = mine
+        self._handle = self.group.all_to_all(send, counts, self._counts(mine, self.size))
 
     def finish(
         self, arrays: Sequence[torch.Tensor | None], memory: torch.Tensor | None = None
@@ -104,12 +104,12 @@ class HopExchange:
         self._hold(received)
         if self.runs is not None:
             assert memory is not None
-            own = memory[self.runs[self.group.index]]
+            mine = memory[self.runs[self.group.index]]
             if self.group.size == 2:  # which of two is added to the other does not matter
-                own += received
+                mine += received
             elif self.size:
-                torch.sum(received.view(self.group.size, self.size), 0, out=own)
-            return [own[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
+                torch.sum(received.view(self.group.size, self.size), 0, out=mine)
+            return [mine[t.offset : t.offset + t.box.size].view(t.box.shape) for t in self.targets]
         # Who sends nothing has no chunk: of hundreds of members most may hold nothing of what is summed up here.
         senders = [r for r in self.group.ranks if r != self.me and r in self.routes.take]
         begin = senders[0] if senders and senders[0] in self.routes.sends_all else self.me
@@ -192,11 +192,11 @@ class HopExchange:
         assert memory is not None
         send, counts = memory[self.runs[self.group.index]], [x.stop - x.start for x in self.runs]
         if self.group.size == 2:
-            into, own = memory[self.runs[1 - self.group.index]], 0
+            into, mine = memory[self.runs[1 - self.group.index]], 0
             counts[self.group.index] = 0
         else:
-            send, into, own = send.repeat(self.group.size), memory, self.size
-        self._handle = self.group.all_to_all(send, self._counts(own, self.size), counts, into)
+            send, into, mine = send.repeat(self.group.size), memory, self.size
+        self._handle = self.group.all_to_all(send, self._counts(mine, self.size), counts, into)
 
     def finish_back(self, arrays: Sequence[torch.Tensor]) -> None:
         """Write what came into my sources; the parts that are my own targets are there already. ``arrays``: one per
@@ -235,11 +235,11 @@ class BucketExchange:
 
     Args:
         boxes: of this rank's parameters in their logical tensors.
-        known: routes by layouts (which live as long as the buckets do), of other buckets of this rank; added to.
+        routes: routes by layouts (which live as long as the buckets do), of other buckets of this rank; added to.
     """
 
     def __init__(
-        self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], known: dict[tuple[object, ...], HopRoutes]
+        self, bucket: Bucket, comm: Comm, boxes: Mapping[str, Box], routes: dict[tuple[object, ...], HopRoutes]
     ) -> None:
         self.bucket = bucket
         layers = [local_pieces(bucket.hops[0].sources, comm.rank, boxes)]
@@ -249,9 +249,9 @@ class BucketExchange:
         for hop, sources, targets in zip(bucket.hops, layers[:-1], layers[1:], strict=True):
             ranks = hop.group(comm.rank)
             key = (ranks, bucket.dense, *map(id, hop.sources.values()), *map(id, hop.targets.values()))
-            if key not in known:
-                known[key] = HopRoutes(hop, ranks, comm.rank, sources, targets, bucket.dense)
-            self.hops.append(HopExchange(known[key], comm.group(ranks, lane=-1), sources, targets))
+            if key not in routes:
+                routes[key] = HopRoutes(hop, ranks, comm.rank, sources, targets, bucket.dense)
+            self.hops.append(HopExchange(routes[key], comm.group(ranks, lane=-1), sources, targets))
         self._arrays: list[torch.Tensor | None] = []
         self._memory = torch.empty(0)
 

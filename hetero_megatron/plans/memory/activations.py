@@ -14,9 +14,7 @@ from hetero_megatron.plans.fp8 import BLOCK
 from hetero_megatron.schedule import Held
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.spec import ModelSpec, shares
-from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import (
-    LOGITS_BYTES,
+from hetero_megatron.spec.activation_bytes import (
     head_activation_bytes,
     head_backward_bytes,
     head_operand_bytes,
@@ -24,6 +22,8 @@ from hetero_megatron.spec.flops import (
     layer_backward_bytes,
     layer_operand_bytes,
 )
+from hetero_megatron.spec.expert_load import ExpertLoad
+from hetero_megatron.spec.flops import LOGITS_BYTES
 
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.offloaded import LayerBytes

@@ -1,13 +1,13 @@
-"""Bytes of weights that a stage divides, and of their gradients: what of them is there at once, by formula."""
+"""Bytes of buckets under way, and of weights that a stage divides with their gradients: what is there at once."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, buffer_bytes, sharding_stages
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.program import splits_backward
 
@@ -34,7 +34,7 @@ def divided_bytes(plan: Plan, tied: bool, buckets: Iterable[Bucket], item: int) 
         tied: the head's matrix is the embedding's.
         item: bytes of a weight.
     """
-    stages, wide = sharding_stages(plan), max(item, 4)
+    stages, wide = plan.sharding_stages, max(item, 4)
     sizes, messages = (defaultdict[int, dict[Step, int]](lambda: defaultdict(int)) for _ in range(2))
     held: dict[int, dict[Step, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for bucket in (b for b in buckets if b.weights is not None):
@@ -127,3 +127,20 @@ def _gradients(parts: dict[Step, list[tuple[int, int]]], wide: int, split: bool)
         most = max(most, sum(has for has, _ in (*before, *row)))
         before = (*before, *row)[-IN_FLIGHT:]
     return wide * most + travels
+
+
+def buffer_bytes(held: Any, owned: Any, copies: float, item: int, dense: bool) -> tuple[Any, Any]:
+    """Of a bucket that several ranks hold, on one of them or on several in arrays: (while it is under way, while what
+    came is added up).
+
+    Gradients of a dense bucket leave from where they are kept, and their sums lie there: only what comes needs memory,
+    and of more than two ranks it comes in one piece with the own part. Else they are packed, and sums are new.
+
+    Args:
+        held, owned: elements; copies: ranks that hold the same ones.
+    """
+    wide, taken = max(item, 4), owned * (copies - 1)
+    if dense:
+        come = wide * (taken + (owned if copies > 2 else 0))
+        return come, come
+    return wide * (held - owned + taken), wide * (taken + owned)

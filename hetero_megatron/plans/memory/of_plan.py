@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
-from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, buffer_bytes, frozen_buckets, make_buckets, plan_groups
+from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, frozen_buckets, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
@@ -27,12 +27,13 @@ from hetero_megatron.plans.memory.activations import (
     operand_bytes,
     working_bytes,
 )
-from hetero_megatron.plans.memory.divided import DividedBytes, divided_bytes, frozen_bytes
+from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, divided_bytes, frozen_bytes
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
+from hetero_megatron.spec.adapted_model import stored_bytes
 from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.spec.tensors import stored_bytes, untrained_layers
+from hetero_megatron.spec.tensors import untrained_layers
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ADAM_MOMENTS = 2

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Protocol
 
 from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.activation_bytes import layer_activation_bytes
 from hetero_megatron.spec.expert_load import ExpertLoad
-from hetero_megatron.spec.flops import layer_activation_bytes
 
 FEW_BYTES = 16  # per token of its layer: a saved tensor that has fewer stays on the device
 

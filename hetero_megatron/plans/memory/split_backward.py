@@ -25,14 +25,14 @@ from hetero_megatron.plans.memory.offloaded import LayerBytes, layer_bytes
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.schedule.split_moments import Moment
 from hetero_megatron.spec import ModelSpec
-from hetero_megatron.spec.expert_load import expert_operand_bytes, plain_load
-from hetero_megatron.spec.flops import (
-    common_columns,
+from hetero_megatron.spec.activation_bytes import (
     head_activation_bytes,
     head_operand_bytes,
     layer_backward_bytes,
     layer_operand_bytes,
 )
+from hetero_megatron.spec.expert_load import expert_operand_bytes, plain_load
+from hetero_megatron.spec.flops import common_columns
 
 NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
 DATA = 128  # bytes of each token for its number, label, place and the like, of the micro-batches that are held

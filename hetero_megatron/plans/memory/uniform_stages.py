@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order, buffer_bytes
+from hetero_megatron.plans.buckets import BUCKET_BYTES, IN_FLIGHT, backward_order
 from hetero_megatron.plans.memory.activations import RankWork, chunk_limit, kept_bytes, operand_bytes, working_bytes
+from hetero_megatron.plans.memory.divided import buffer_bytes
 from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS, saved_in_few_bits, state_bytes
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, shares, stage_tensors, tensor_box
+from hetero_megatron.spec.adapted_model import evenly_adapted
 from hetero_megatron.spec.flops import LOGITS_BYTES
-from hetero_megatron.spec.tensors import evenly_adapted
 from hetero_megatron.utils.cached_method import cached_method
 
 AVERAGED = 16  # layers over which buckets are averaged: those of small layers have several

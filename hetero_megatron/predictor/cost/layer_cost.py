@@ -18,7 +18,8 @@ from hetero_megatron.plans.memory.uniform_stages import UniformStageMemory
 from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.expert_cost import token_bytes
 from hetero_megatron.predictor.cost.link_model import LinkModel, LinkPrice
-from hetero_megatron.predictor.cost.operator_cost import UPDATE_BYTES, Operators
+from hetero_megatron.predictor.cost.modelled_operators import UPDATE_BYTES
+from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.product_cost import Fp8Products
 from hetero_megatron.predictor.cost.rates import ChipRates, LinkRates, Rates, load_rates
 from hetero_megatron.spec import ModelSpec
@@ -191,21 +192,21 @@ class CostModel:
         """Of a rank of an equal TP group on nodes of the group ``home``."""
         link = self.tp_link(self.cluster.groups[home], tp) if tp > 1 else None
         collective = self.tp_exchange_seconds(tp, rows, link)
-        posting = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
-        routed = self._routed_seconds(tp, rows, link, posting)
+        host_seconds = (tp - 1) * (link.message_seconds or 0.0) if link is not None else 0.0
+        routed = self._routed_seconds(tp, rows, link, host_seconds)
         operators = self.operators(chip, fp8)
-        return self.unit_seconds(operators, 1 / tp, rows, collective, recompute, posting, routed=routed)
+        return self.unit_seconds(operators, 1 / tp, rows, collective, recompute, host_seconds, routed=routed)
 
     def unit_seconds(
         self, operators: Operators, share: float, rows: int, collective: float, recompute: str = "none",
-        posting: float = 0.0, load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
+        host_seconds: float = 0.0, load: ExpertLoad | None = None, routed: tuple[float, float] = (0.0, 0.0),
         chunked: bool | None = None,
     ) -> UnitSeconds:  # fmt: skip
         """Times of one rank of a TP group.
 
         Args:
             share: its part of heads and columns; rows: sequences of the micro-batch that the group computes.
-            collective: seconds of one gather or scatter of the group's activations; posting: seconds of it on the host.
+            collective: seconds of one gather or scatter of the group's activations; host_seconds: of it, on the host.
             load: of routed experts, None: of a plain TP group; routed: (forward, backward) seconds of exchanging
                 tokens in a layer that is a mixture of experts.
         """
@@ -214,7 +215,7 @@ class CostModel:
         usual = load or operators.plain(share, rows * length)
         count, moe = tp_collectives(self.model, usual), usual.layers if usual is not None else 0.0
         exchanged = count * forward + moe * routed[0], count * backward + moe * routed[1]
-        layer = operators.layer(share, rows, length, exchanged, count * posting, load)
+        layer = operators.layer(share, rows, length, exchanged, count * host_seconds, load)
         experts = operators.experts(usual) if usual is not None and rows else (0.0, 0.0)
         embed, head = operators.embed(share, rows, length), operators.head(share, rows, length, chunked)
         (layer_input, layer_weight), (head_input, head_weight) = (
@@ -235,13 +236,13 @@ class CostModel:
             experts=(moe * experts[0], moe * experts[1]),
         )
 
-    def _routed_seconds(self, tp: int, rows: int, link: LinkRates | None, posting: float) -> tuple[float, float]:
+    def _routed_seconds(self, tp: int, rows: int, link: LinkRates | None, host_seconds: float) -> tuple[float, float]:
         """(forward, backward) seconds of exchanging a mixture of experts' tokens in a plain TP group: all of them go
         everywhere. Counts go first."""
         if self.model.moe is None or tp == 1 or link is None:
             return 0.0, 0.0
         found = [self.tp_exchange_seconds(tp, rows, link, width) for width in token_bytes(self.model, self.item)]
-        counts = link.collective("exchange")[0] + posting
+        counts = link.collective("exchange")[0] + host_seconds
         return counts + found[0] + found[1], found[2] + found[3]
 
     def tp_exchange_seconds(self, tp: int, rows: int, link: LinkRates | None, width: int | None = None) -> float:
@@ -252,7 +253,7 @@ class CostModel:
         width = self.model.hidden_size * self.item if width is None else width
         size = rows * self.seq_length * width * (tp - 1) / tp
         alpha, beta = link.collective("exchange")
-        messages = tp - 1 - (link.exchange is not None)  # a measured exchange includes posting one message
+        messages = tp - 1 - (link.exchange is not None)  # a measured exchange includes starting one message
         # Over a node's shared network cards all ranks of the group send at once.
         return alpha + size * beta + messages * (link.message_seconds or 0.0)
 

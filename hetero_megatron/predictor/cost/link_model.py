@@ -132,7 +132,7 @@ class LinkModel:
         return min(known)
 
     @cached_method
-    def posting(self, ranks: tuple[int, ...]) -> float:
+    def host_seconds(self, ranks: tuple[int, ...]) -> float:
         """Host seconds of a collective on the slowest of its ranks: one message to each other rank."""
         first, second = ranks[:2]
         return (len(ranks) - 1) * max(self.message_seconds(r, second if r == first else first) for r in ranks)
@@ -148,15 +148,15 @@ class LinkModel:
     def groups_exchange(self, flows: Iterable[Flow], groups: Iterable[tuple[int, ...]]) -> tuple[float, float]:
         """(seconds of an exchange in which all of ``groups`` take part at once, seconds of it on the host)."""
         found = self.exchange(flows, collective="exchange")
-        posting = more = 0.0
+        host_seconds = more = 0.0
         for ranks in (ranks for ranks in groups if len(ranks) > 1):
             link = self.rates.link(ranks[0], ranks[-1])
-            # Inside a node the measured latency includes posting, unless the link has message_seconds.
+            # Inside a node the measured latency includes starting a message, unless the link has message_seconds.
             message = link.message_seconds or 0.0
-            posting = max(posting, (len(ranks) - 1) * message)
+            host_seconds = max(host_seconds, (len(ranks) - 1) * message)
             own = message if link.exchange is not None else 0.0  # a measured exchange includes one message
             more = max(more, (len(ranks) - 1) * message - own)
-        return found.seconds + found.latency + more, posting
+        return found.seconds + found.latency + more, host_seconds
 
     def barrier_seconds(self, kinds: Iterable[LinkKind], ranks: int) -> float:
         """An all-reduce of a few bytes, so only latency: once around a ring of all ranks, at the pace of the slowest of

@@ -1,4 +1,4 @@
-"""Seconds of operators, layers, embedding and head on one chip, from its rates; without communication.
+"""Seconds of layers, embedding and head on one chip: measured ones (``calibrate``) where there are, else by formula.
 
 ``share`` is the rank's part of heads, columns and vocabulary: 1/tp for an equal split. ``rows``: sequences of the
 micro-batch; ``length``: tokens per sequence.
@@ -7,86 +7,49 @@ micro-batch; ``length``: tokens per sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_megatron.predictor.cost.expert_cost import expert_seconds
-from hetero_megatron.predictor.cost.product_cost import Fp8Products, Products, in_all, nearest, product_seconds
-from hetero_megatron.predictor.cost.rates import ChipRates, LayerRow, model_fingerprint
-from hetero_megatron.spec import ModelSpec, logical_tensors
-from hetero_megatron.spec.expert_load import ROUTED_WIDTHS, ExpertLoad, moe_layers, plain_load
-from hetero_megatron.spec.flops import (
-    LOGITS_BYTES,
-    adapter_products,
-    common_columns,
-    layer_attention_flops,
-    mean_attention_pairs,
-    norm_outputs,
-    visible_pairs,
-)
+from hetero_megatron.predictor.cost.modelled_operators import ModelledOperators, Seconds
+from hetero_megatron.predictor.cost.product_cost import nearest
+from hetero_megatron.predictor.cost.rates import LayerRow
+from hetero_megatron.spec.expert_load import ExpertLoad
 from hetero_megatron.utils.cached_method import cached_method
 
-Seconds = tuple[float, float]  # forward, backward
-ATTENTION_BACKWARD = 2.5  # a flash backward runs five products for the forward's two
 IN_FP8 = ("layers", "split_layers")  # tables whose rows differ where linear modules are in fp8
-UNFUSED = 0.2  # cast, scale, mask, softmax, cast for one kernel: four more launches to a layer's about twenty
-NF4_MOVED = 27  # bytes per element that is made of 4 bits: these, indices and numbers in fp32, written and read
-UPDATE_BYTES = 28  # Adam reads gradient, master and two moments in fp32 and writes the last three
 
 
 @dataclass(frozen=True, eq=False)
-class Operators:
-    """Times of one chip for one model; results are cached.
-
-    Args:
-        rates: of the chip, in the dtype of the run.
-        item: bytes per activation element.
-        sequence_parallel: norms and residuals work on a token shard; False: on all tokens, on every TP rank.
-        softmax_batches: as in :class:`~hetero_megatron.predictor.cost.layer_cost.CostOptions`.
-        fp8: what the linear modules of layers compute in; None: the dtype of the run. Head, router, experts, adapters
-            and attention stay in that dtype.
-        logits_bytes: of logits on a rank, above which head and loss go through chunks of tokens.
-    """
-
-    model: ModelSpec
-    rates: ChipRates
-    item: int
-    sequence_parallel: bool = True
-    softmax_batches: int = 0
-    fp8: Fp8Products | None = None
-    logits_bytes: int = LOGITS_BYTES
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return model_fingerprint(self.model)
+class Operators(ModelledOperators):
+    """Times of one chip for one model, measured ones first: rows of the chip's tables at exactly their sizes, elsewhere
+    the modelled time, corrected by measured over modelled at the nearest sizes."""
 
     def layer(
-        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0,
+        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), host_seconds: float = 0.0,
         load: ExpertLoad | None = None,
     ) -> Seconds:  # fmt: skip
         """One decoder layer for ``rows`` sequences of ``length`` tokens, an average one where layers differ.
 
         Args:
-            exchange: (forward, backward) seconds of its collectives; posting: seconds of them on the host, per
+            exchange: (forward, backward) seconds of its collectives; host_seconds: seconds of them on the host, per
                 direction.
             load: of its routed experts; None: of a plain TP group.
         """
         if load is not None:
-            plain = self.layer(share, rows, length, exchange, posting)
+            plain = self.layer(share, rows, length, exchange, host_seconds)
             more = self.beyond_plain(share, rows, length, load)
             return plain[0] + more[0], plain[1] + more[1]
         if self._measured("layers") or (self.fp8 is not None and self.unquantised._measured("layers")):
             forward, backward = self._measured_layer(share, rows, length)
             return forward + exchange[0], backward + exchange[1]
-        return self._layer_by_operators(share, rows, length, exchange, posting) if rows else (0.0, 0.0)
+        return self.layer_by_operators(share, rows, length, exchange, host_seconds) if rows else (0.0, 0.0)
 
     def _measured_layer(self, share: float, rows: float, length: int) -> Seconds:
         """Layers that were only measured in the dtype of the run differ in fp8 as modelled ones do."""
         if self._measured("layers") or not rows:
             return self._from_table("layers", share, rows, length)
         found = self.unquantised.layer(share, rows, length)
-        here, there = (x._layer_by_operators(share, rows, length) for x in (self, self.unquantised))
+        here, there = (x.layer_by_operators(share, rows, length) for x in (self, self.unquantised))
         return found[0] * here[0] / there[0], found[1] * here[1] / there[1]
 
     @cached_property
@@ -98,17 +61,12 @@ class Operators:
         """What a layer takes more with this load than with that of a plain TP group, in an average layer."""
         plain = self.plain(share, rows * length)
         assert plain is not None, "a load of a dense model"
-        others = self._dense_mlp(share, rows * length, load.layers), self._dense_mlp(share, rows * length, plain.layers)
+        others = self.dense_mlp(share, rows * length, load.layers), self.dense_mlp(share, rows * length, plain.layers)
         here, there = self.experts(load), self.experts(plain)
         forward, backward = (
             others[0][i] - others[1][i] + load.layers * here[i] - plain.layers * there[i] for i in (0, 1)
         )
         return forward, backward
-
-    @cached_method
-    def experts(self, load: ExpertLoad) -> Seconds:
-        """(forward, backward) of the routed experts of one mixture-of-experts layer, without links."""
-        return expert_seconds(self.model, self.rates, self.item, self.fingerprint, load, self.gemm)
 
     @cached_method
     def split(self, share: float, rows: float, length: int) -> tuple[Seconds, Seconds]:
@@ -161,9 +119,9 @@ class Operators:
         return self._from_table("split_layers", share, rows, length)
 
     def _split_layer_by_operators(self, share: float, rows: float, length: int) -> Seconds:
-        by_operators, tokens = self._layer_by_operators(share, rows, length)[1], rows * length
+        by_operators, tokens = self.layer_by_operators(share, rows, length)[1], rows * length
         lora = self.model.lora is not None
-        weights = self._adapters(share, tokens) if lora else self._products(share, tokens).weight
+        weights = self.adapters(share, tokens) if lora else self.products(share, tokens).weight
         return _split(self.layer(share, rows, length)[1], weights / by_operators)
 
     def split_head(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
@@ -175,7 +133,7 @@ class Operators:
     def _split_head_by_operators(self, share: float, rows: float, length: int) -> Seconds:
         columns = share * self.model.vocab_size * (self.model.lora is None)
         product = self.gemm(rows * length, columns, self.model.hidden_size)
-        by_operators = self._head_by_operators(share, rows, length, False)[1]
+        by_operators = self.head_by_operators(share, rows, length, False)[1]
         return _split(self.head(share, rows, length, False)[1], product / by_operators)
 
     def embed(self, share: float, rows: float, length: int) -> Seconds:
@@ -192,15 +150,9 @@ class Operators:
         if chunked is None or chunked == self.in_chunks(share, rows, length):
             return found
         # Other ranks of the stage decide, which are not measured alone.
-        here, usual = (self._head_by_operators(share, rows, length, way) for way in (chunked, not chunked))
+        here, usual = (self.head_by_operators(share, rows, length, way) for way in (chunked, not chunked))
         faster = sum(found) / sum(usual) if rows else 1.0
         return here[0] * faster, here[1] * faster
-
-    def in_chunks(self, share: float, rows: float, length: int, chunked: bool | None = None) -> bool:
-        """``chunked``, or where that is None, whether the logits of so many tokens are too many for one piece."""
-        if chunked is not None:
-            return chunked
-        return rows * length * max(self.item, 4) * math.ceil(share * self.model.vocab_size) > self.logits_bytes
 
     def exchange(self, share: float, rows: float, length: int, seconds: float) -> Seconds:
         """(forward, backward) seconds of one exchange of activations in the TP group, which alone takes ``seconds``:
@@ -209,67 +161,6 @@ class Operators:
             return seconds, seconds
         forward, backward = self._from_table("waiting", share, rows, length)
         return seconds + forward, seconds + backward
-
-    def attention(self, share: float, rows: float, length: int) -> Seconds:
-        """The attention core: softmax(q k^T) v of this rank's heads."""
-        flops = layer_attention_flops(self.model, mean_attention_pairs(self.model, length)) * share * rows
-        found = self.rates.attention
-        if not found:
-            forward = flops / self.rates.attention_flops
-            scores = self.rates.score_seconds * share * rows * self.model.num_heads * length**2
-            return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
-        row = min(found, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
-        work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))
-        return flops / work * row[3], flops / work * row[4]
-
-    def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
-        """Norms before products and activations of an average layer, in forward: what reads and writes 4 h on the token
-        shard, and gate, up and their product. ``load``: of its routed experts; None: of a plain TP group."""
-        model, tokens = self.model, rows * length
-        load = load or self.plain(share, tokens)
-        routed = load.layers if load is not None else 0.0
-        moved = tokens * 2 * norm_outputs(model) * model.hidden_size * (share if self.sequence_parallel else 1.0)
-        moved += tokens * share * (3 if model.gated else 2) * common_columns(model, routed)
-        if load is not None:
-            moved += routed * load.rows * ROUTED_WIDTHS * load.columns
-        return moved * self.item / self.rates.bytes_per_second
-
-    def gemm(self, m: float, n: float, k: float) -> float:
-        """[m, k] x [k, n]: FLOPs at the rate for products of this size, or the memory traffic if that takes longer."""
-        if min(m, n, k) <= 0:
-            return 0.0
-        rates = self.rates
-        if rates.gemm:
-            near = nearest([(r[:3], 2 * r[0] * r[1] * r[2] / r[3]) for r in rates.gemm], (m, n, k))
-            return 2 * m * n * k / near
-        return product_seconds(rates, m, n, k, self.item * (m * n + n * k + m * k))
-
-    def linear(self, m: float, widths: Sequence[float], k: float) -> Products:
-        """Linear modules of these output widths that get the same x [m, k]: one product, except in fp8, where each has
-        scales of its own."""
-        if self.fp8 is not None:
-            return in_all(self.fp8.seconds(m, n, k) for n in widths)
-        return Products(*3 * (self.gemm(m, sum(widths), k),))
-
-    def optimizer(self, elements: float) -> float:
-        """One Adam update of the owned elements."""
-        rows = self.rates.optimizer
-        if len(rows) > 1 and rows[-1][1] > rows[0][1]:  # a fixed part, and so much per element
-            (a, s), (b, t) = rows[0], rows[-1]
-            return float(max(s + (t - s) * (elements - a) / (b - a), 0.0))
-        if rows:
-            return elements / nearest([(r[:1], r[0] / r[1]) for r in rows], (max(elements, 1.0),))
-        return elements * UPDATE_BYTES / self.rates.bytes_per_second
-
-    def most_updated(self, seconds: float) -> float:
-        """Upper bound on elements that are updated within ``seconds``."""
-        rows = self.rates.optimizer
-        if len(rows) > 1 and rows[-1][1] > rows[0][1]:
-            (a, s), (b, t) = rows[0], rows[-1]
-            return max(0.0, a + (seconds - s) * (b - a) / (t - s))
-        if rows:
-            return seconds * max(r[0] / r[1] for r in rows)
-        return seconds * self.rates.bytes_per_second / UPDATE_BYTES
 
     @cached_method
     def _from_table(self, table: str, share: float, rows: float, length: int) -> Seconds:
@@ -282,8 +173,8 @@ class Operators:
             if (row.micro_batch_size, row.seq_length) == (rows, length) and math.isclose(1 / row.tp, share):
                 return row.forward, row.backward
         model = {
-            "layers": self._layer_by_operators, "waiting": self._layer_by_operators, "embed": self._embed_by_operators,
-            "head": self._head_by_operators, "split_layers": self._split_layer_by_operators,
+            "layers": self.layer_by_operators, "waiting": self.layer_by_operators, "embed": self.embed_by_operators,
+            "head": self.head_by_operators, "split_layers": self._split_layer_by_operators,
             "split_head": self._split_head_by_operators,
         }[table]  # fmt: skip
         forward, backward = model(share, rows, length)
@@ -301,115 +192,6 @@ class Operators:
     def _measured(self, table: str) -> list[LayerRow]:
         rates = self.rates if self.fp8 is None or table not in IN_FP8 else self.fp8.rates
         return [r for r in getattr(rates, table) if r.fingerprint == self.fingerprint]
-
-    def _products(self, share: float, tokens: float) -> Products:
-        """Seconds of the matrix products of a layer."""
-        model = self.model
-        h, routed = model.hidden_size, moe_layers(model)
-        found = [self._projections(share, tokens), self._mlp_products(share, tokens, common_columns(model, routed))]
-        plain = self.plain(share, tokens)
-        if plain is not None and model.moe is not None:
-            router = self.gemm(plain.tokens, model.moe.num_experts, h)
-            found.append(Products(*3 * (routed * (router + self.experts(plain)[0]),)))
-        return in_all(found)
-
-    def _projections(self, share: float, tokens: float) -> Products:
-        """Those before and after attention; latents are computed by every rank of a TP group."""
-        model, mla = self.model, self.model.mla
-        h, heads = model.hidden_size, share * model.num_heads
-        if mla is None:
-            q, kv = heads * model.head_dim, share * model.num_kv_heads * model.head_dim
-            return in_all([self.linear(tokens, (q, kv, kv), h), self.linear(tokens, (h,), q)])
-        return in_all([
-            self.linear(tokens, (mla.q_rank or 0, mla.latents - (mla.q_rank or 0)), h),
-            self.linear(tokens, (heads * mla.qk_dim,), mla.q_rank or h),
-            self.linear(tokens, (heads * (mla.nope_dim + mla.v_dim),), mla.kv_rank),
-            self.linear(tokens, (h,), heads * mla.v_dim),
-        ])  # fmt: skip
-
-    def plain(self, share: float, tokens: float) -> ExpertLoad | None:
-        """The load of routed experts that a layer without another one has; None for a dense model."""
-        return plain_load(self.model, tokens, share, max(1, round(1 / share)) if share else 1)
-
-    def _mlp_products(self, share: float, tokens: float, columns: float) -> Products:
-        h, width = self.model.hidden_size, share * columns
-        up = self.linear(tokens, (width,) * (2 if self.model.gated else 1), h)
-        return in_all([up, self.linear(tokens, (h,), width)])
-
-    def _dense_mlp(self, share: float, tokens: float, routed: float) -> Seconds:
-        """(forward, backward) of what all tokens pass in an average layer's MLP."""
-        columns = common_columns(self.model, routed)
-        activation = ((2 if self.model.gated else 1) + 1) * columns * share * tokens * self.item
-        products, small = self._mlp_products(share, tokens, columns), activation / self.rates.bytes_per_second
-        return products.forward + small, products.input + products.weight + 2 * small
-
-    @cached_method
-    def _layer_by_operators(
-        self, share: float, rows: float, length: int, exchange: Seconds = (0.0, 0.0), posting: float = 0.0
-    ) -> Seconds:
-        model, tokens = self.model, rows * length
-        h, q, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        common = common_columns(model, moe_layers(model))
-        columns = (2 if model.gated else 1) * common
-        products = self._products(share, tokens)
-        # Read and written: norms and residuals (10 h, on the token shard), rotation (2 q + 2 kv), activation (2-3 f).
-        local = 2 * (q + kv) * bool(model.ropes) + columns + common
-        norms = 10 * h * (share if self.sequence_parallel else 1.0)
-        small = tokens * self.item * (norms + share * local) / self.rates.bytes_per_second
-        core = self.attention(share, rows, length)
-        # Kernels are launched ahead of the device, so launching only counts where it takes longer than running them.
-        unfused = self.softmax_batches and round(rows * share * model.num_heads) % self.softmax_batches
-        launches = 1 + UNFUSED if unfused else 1.0
-        forward = max(products.forward + small + core[0] + exchange[0], launches * self.rates.layer_seconds + posting)
-        frozen, adapters = model.lora is not None, self._adapters(share, tokens)
-        forward += adapters
-        made = self._from_few_bits(share)
-        forward += made
-        both = products.input + (0.0 if frozen else products.weight)
-        backward = both + made + 2 * (small + adapters) + core[1] + exchange[1]
-        return forward, max(backward, launches * self.rates.layer_backward_seconds + posting)
-
-    @cached_method
-    def _from_few_bits(self, share: float) -> float:
-        """Seconds in which a layer's frozen weights in few bits, but those of experts, become what products multiply
-        with: once in forward, and once in backward."""
-        moved = 0.0
-        for tensor in logical_tensors(self.model):
-            if tensor.int8 and not tensor.per_expert:
-                moved += tensor.size * (1 + self.item)
-            elif tensor.nf4:
-                moved += tensor.size * (NF4_MOVED + self.item)
-        return share * moved / self.model.num_layers / self.rates.bytes_per_second
-
-    def _adapters(self, share: float, tokens: float) -> float:
-        """Seconds of the adapters of a layer in forward: two narrow products each, and their addition."""
-        lora = self.model.lora
-        if lora is None:
-            return 0.0
-        seconds = 0.0
-        for outputs, inputs, rank, layers in adapter_products(self.model):
-            cut_rows = inputs == self.model.hidden_size  # else the columns
-            n, k = (share * outputs, inputs) if cut_rows else (outputs, share * inputs)
-            moved = 3 * n + (2 * k if lora.dropout else 0) + (2 * n if lora.dora else 0)
-            moving = self.item * tokens * moved / self.rates.bytes_per_second
-            seconds += layers * (self.gemm(tokens, rank, k) + self.gemm(tokens, n, rank) + moving)
-        return seconds
-
-    def _embed_by_operators(self, share: float, rows: float, length: int) -> Seconds:
-        moved = 2 * self.item * rows * length * self.model.hidden_size / self.rates.bytes_per_second
-        return moved, 0.0 if self.model.lora is not None else 2 * moved
-
-    def _head_by_operators(self, share: float, rows: float, length: int, chunked: bool | None = None) -> Seconds:
-        tokens, vocab = rows * length, share * self.model.vocab_size
-        product = self.gemm(tokens, vocab, self.model.hidden_size)
-        wide = max(self.item, 4)
-        forward = tokens * vocab * (self.item + 3 * wide) / self.rates.bytes_per_second
-        backward = tokens * vocab * (2 * wide + self.item) / self.rates.bytes_per_second
-        backward += (2 if self.model.lora is None else 1) * product
-        if not self.in_chunks(share, rows, length, chunked):
-            return product + forward, backward
-        handed_on = 4 * tokens * self.model.hidden_size * self.item / self.rates.bytes_per_second  # and the norm's
-        return product + forward + backward, handed_on
 
 
 def _split(backward: float, weight_share: float) -> Seconds:

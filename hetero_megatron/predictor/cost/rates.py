@@ -121,8 +121,8 @@ NUMBERS = tuple(f.name for f in fields(ChipRates) if f.type == "float")
 @dataclass(frozen=True)
 class LinkRates:
     """One direction of a link: ``alpha`` seconds per message, ``beta`` seconds per byte, ``message_seconds`` on the
-    host (None: the chips' own); (alpha, beta) of ``all_to_all`` and of a TP group's ``exchange``, what posting takes
-    included, where these were measured. ``same_node``: the bandwidth is each chip's own; otherwise it is that of a
+    host (None: the chips' own); (alpha, beta) of ``all_to_all`` and of a TP group's ``exchange``, with what starting it
+    takes, where these were measured. ``same_node``: the bandwidth is each chip's own; otherwise it is that of a
     node's network cards together, which its chips share. ``alone``: seconds per byte that one chip's messages take
     more than those of all chips of its node together, where they go through hosts. ``spread``: relative standard
     deviation of a large message's seconds; None: not measured."""

@@ -58,7 +58,7 @@ class GradSync:
     @cached_method
     def price(self, content: BucketFlows, item: float, gather: bool) -> PortPrice:
         found = price(content.traffic(gather, self.structure.places), item, self.network)
-        return replace(found, latency=found.latency + self.network.posting(content.ranks))
+        return replace(found, latency=found.latency + self.network.host_seconds(content.ranks))
 
     def last_backwards(
         self, begin: Mapping[int, float], parts: Mapping[int, UnitSeconds], chunks: Mapping[int, int]

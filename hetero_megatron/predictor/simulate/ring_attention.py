@@ -110,7 +110,7 @@ class _Layer:
         self.floor: Pair = (0.0, 0.0)
         whole = mean_attention_pairs(model.model, self.context.seq_length)
         for unit in units:
-            collective, posting = prices._tp_collective(unit, rows)
+            collective, host_seconds = prices._tp_collective(unit, rows)
             for t, rank in enumerate(unit.ranks):
                 operators = model.operators(prices._chip(rank), fp8)
                 rates = operators.rates
@@ -122,8 +122,8 @@ class _Layer:
                     linear[0] + TP_COLLECTIVES * there, linear[1] + TP_COLLECTIVES * back + elementwise * again
                 )  # fmt: skip
                 self.floor = (
-                    max(self.floor[0], rates.layer_seconds + TP_COLLECTIVES * posting),
-                    max(self.floor[1], rates.layer_backward_seconds + TP_COLLECTIVES * posting),
+                    max(self.floor[0], rates.layer_seconds + TP_COLLECTIVES * host_seconds),
+                    max(self.floor[1], rates.layer_backward_seconds + TP_COLLECTIVES * host_seconds),
                 )
                 heads = self.context.member(rank).computed.q_heads
                 share = (heads[1] - heads[0]) / model.model.num_heads
@@ -158,7 +158,7 @@ class _Layer:
             price = self._price(volumes, item, "all_to_all", back)
             for port, seconds in price.ports.items():
                 ports[port] += seconds
-            found.append((price, price.latency + self._posting(volumes)))
+            found.append((price, price.latency + self._host_seconds(volumes)))
         out = {}
         for group, place in self.traffic.exchange_of.items():
             price, latency = found[place]
@@ -170,7 +170,7 @@ class _Layer:
         rows = [(b, a, float(n * size)) if back else (a, b, float(n * size)) for (a, b), n in volumes.items()]
         return self.prices.network.exchange(rows, collective=collective)
 
-    def _posting(self, volumes: Volumes) -> float:
+    def _host_seconds(self, volumes: Volumes) -> float:
         """Host seconds of the rank with the most messages at either end."""
         return self.prices.network.busiest_host(ends for a, b in volumes for ends in ((a, b), (b, a)))
 
@@ -188,7 +188,7 @@ class _Layer:
 
     @cached_method
     def _post(self, passage: Passage) -> float:
-        return self._posting(self.traffic.volumes(passage))
+        return self._host_seconds(self.traffic.volumes(passage))
 
 
 class _Ring:

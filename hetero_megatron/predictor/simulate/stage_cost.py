@@ -10,7 +10,6 @@ from typing import Any
 
 from hetero_megatron.layout import Box, Layout, transfer
 from hetero_megatron.plans import Pipeline, Plan, Stage, Unit, token_intervals, unit_sequences
-from hetero_megatron.plans.buckets import sharding_stages
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.experts import Islands, expert_groups, split_by_island
@@ -81,7 +80,7 @@ class StageCosts:
 
     @cached_property
     def divided(self) -> DividedCost:
-        return DividedCost(self.model, self.prepared.compiled.divided if sharding_stages(self.plan) else ())
+        return DividedCost(self.model, self.prepared.compiled.divided if self.plan.sharding_stages else ())
 
     def _sharing(self) -> Mapping[str, int]:
         """By node, how many pipelines send activations through its network cards; replicas run in step, so they send at
@@ -142,9 +141,9 @@ class StageCosts:
             home = self.network.exchange([(b, a, size) for a, b, size in flows], self.sharing)
             sent = self.network.busiest_host((a, b) for a, b, _ in flows)
             received = self.network.busiest_host((b, a) for a, b, _ in flows)
-            for at, kinds, posting in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
+            for at, kinds, host_seconds in ((s, ("SEND_F", "RECV_B"), sent), (t, ("RECV_F", "SEND_B"), received)):
                 for kind, travel in zip(kinds, (there, home), strict=True):
-                    host[at][kind] = max(host[at].get(kind, 0.0), posting)
+                    host[at][kind] = max(host[at].get(kind, 0.0), host_seconds)
                     if self.model.options.blocking:
                         host[at][kind] += travel.seconds + travel.latency
             if self.model.options.blocking:
@@ -232,12 +231,12 @@ class StageCosts:
             return self.context.unit_seconds(stage, unit, t, load, routed)
         rows = unit.sequences[1] - unit.sequences[0]
         size = rows * self.plan.seq_length * model.model.hidden_size * model.item
-        collective, posting = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
+        collective, host_seconds = self.network.tp_exchange(unit.ranks, size) if exchanges else (0.0, 0.0)
         chip = self.network.ranks[unit.ranks[t]].chip
         share = work_share(model, unit.tp_split, t)
         operators = model.operators(chip, model.computes_in_fp8(stage))
         kind, chunked = stage.recompute.kind, model.head_in_chunks(stage)
-        return model.unit_seconds(operators, share, rows, collective, kind, posting, load, routed, chunked)
+        return model.unit_seconds(operators, share, rows, collective, kind, host_seconds, load, routed, chunked)
 
     def boundary(self, up: Stage, down: Stage, size: int) -> list[Flow]:
         """(source, destination, bytes) of the activations of one micro-batch, from the runtime's own transfer."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_megatron.cli.check import judge, main
+from hetero_megatron.cli.check import check_launch, main
 from hetero_megatron.cli.foreign_launch import launches_of
 from hetero_megatron.cli.shell_script import read_script, shown, unresolved
 from tests.support.paths import FIXTURES
@@ -95,8 +95,9 @@ def test_flagscale_and_nemo(tmp_path: Path) -> None:
         "data: {data_path: x, split: '1', tokenizer: {vocab_size: 64, tokenizer_type: NullTokenizer}}\n"
     )
     (launch,) = launches_of(yaml, "c.yaml", {})
-    assert judge(launch).ok, judge(launch)
-    assert "--swiglu" not in launch.flags and "--disable-bias-linear" in launch.flags and judge(launch).ranks == 2
+    assert check_launch(launch).ok, check_launch(launch)
+    assert "--swiglu" not in launch.flags and "--disable-bias-linear" in launch.flags
+    assert check_launch(launch).ranks == 2
     nemo = (
         "python /opt/NeMo/megatron_gpt_pretraining.py trainer.devices=4 trainer.num_nodes=2 trainer.max_steps=9 "
         "trainer.precision=bf16 model.num_layers=4 model.hidden_size=64 model.num_attention_heads=4 "
@@ -104,7 +105,7 @@ def test_flagscale_and_nemo(tmp_path: Path) -> None:
         "model.mcore_gpt=True"
     )
     (launch,) = launches_of(nemo, "x.sh", {})
-    verdict = judge(launch)
+    verdict = check_launch(launch)
     assert verdict.ranks == 8 and {f.flag for f in verdict.flags if f.status == "refused"} == {"--mcore-gpt"}
     assert "--data-path 1.0 /d" in shlex.join(launch.flags) and "--bf16" in launch.flags
 
@@ -114,7 +115,7 @@ def test_known_launch_lines_are_judged_as_training_judges_them() -> None:
         header = "".join(line for line in file.read_text().splitlines() if line.startswith(("# refused", "# drop")))
         world = int(re.search(r"# world: (\d+)", file.read_text())[1])
         (launch,) = launches_of(file.read_text(), file.name, {})
-        verdict = judge(launch, world)
+        verdict = check_launch(launch, world)
         assert launch.ranks in (None, world)
         for flag in verdict.flags:
             assert (flag.status == "refused") <= (flag.flag in header), (file.name, flag)

@@ -14,7 +14,7 @@ import torch
 from hetero_megatron.cli.scaffold import plugin_files
 from hetero_megatron.ops import SPECS, Signature, torch_registry
 from hetero_megatron.ops.conformance import DTYPES, FAIL, Finding, check_kernel, kernel_steps
-from hetero_megatron.ops.conformance.compare import flatten, judge
+from hetero_megatron.ops.conformance.compare import flatten, mismatch
 from hetero_megatron.ops.conformance.run import Sandbox
 from hetero_megatron.platform.plugins import load_plugins
 from hetero_megatron.plugin_check.check import check_plugin
@@ -162,13 +162,13 @@ def test_every_defect_of_the_bad_plugin_is_found(vendors: None, capsys: pytest.C
 def test_one_wrong_row_and_small_truths_do_not_hide_behind_tolerances() -> None:
     """Rows of a softmax are far below 1; an error of 3 % in the largest element of a bf16 tensor is no rounding."""
     row = torch.full((4, 1000), 1e-3, dtype=torch.float64)
-    assert not judge(row.float(), row, row.float(), 1e-6, 2.0)
-    assert "error" in judge((row * (1 + 2e-5)).float(), row, row.float(), 1e-6, 2.0)
+    assert not mismatch(row.float(), row, row.float(), 1e-6, 2.0)
+    assert "error" in mismatch((row * (1 + 2e-5)).float(), row, row.float(), 1e-6, 2.0)
     many = torch.ones(65_537, 4, dtype=torch.float64)
     off = many.clone()
     off[77] *= 1.03
-    assert not judge(many.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
-    assert "one element is off" in judge(off.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
+    assert not mismatch(many.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
+    assert "one element is off" in mismatch(off.bfloat16(), many, many.bfloat16(), 5e-3, 2.0)
 
 
 @pytest.mark.slow

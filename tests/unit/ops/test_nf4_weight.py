@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from hetero_megatron.layout import Box
 from hetero_megatron.ops.int8_weight import narrow_product, widened
 from hetero_megatron.ops.nf4_weight import VALUES, dynamic_values, quantize_nf4
-from hetero_megatron.spec.tensors import Axis, LogicalTensor, stored_bytes
+from hetero_megatron.spec.adapted_model import stored_bytes
+from hetero_megatron.spec.tensors import Axis, LogicalTensor
 from tests.support.nf4_reference import NF4, dynamic, rounded
 
 

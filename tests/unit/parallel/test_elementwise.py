@@ -15,7 +15,7 @@ from hetero_megatron.parallel.recompute import apply_recompute
 from hetero_megatron.parallel.tensor import apply_tensor_parallel
 from hetero_megatron.plans import Recompute
 from hetero_megatron.spec import ModelSpec, shares
-from hetero_megatron.spec.flops import layer_activation_bytes
+from hetero_megatron.spec.activation_bytes import layer_activation_bytes
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.families import DENSE
 from tests.support.moe_models import MOE_FAMILIES

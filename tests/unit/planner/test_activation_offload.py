@@ -131,7 +131,7 @@ def test_what_the_host_has_no_memory_for_is_not_planned_and_refused() -> None:
 
 
 def test_memory_of_a_chosen_plan_is_that_of_a_dry_run(tmp_path: Path) -> None:
-    """Of device and host."""
+    """Of device and host; PyTorch's own operators make one more tensor in SwiGLU's backward than fused kernels do."""
     model = replace(load_model("tiny"), hidden_size=256, ffn_hidden_size=768, max_position_embeddings=4096)
     case = replace(long("0.75 GiB", "200 GB/s", 2), model=model, seq_length=2048, batch=4)
     space = SearchSpace((2,), inner_dp=False, more_schedules="never", offload="never")
@@ -143,4 +143,5 @@ def test_memory_of_a_chosen_plan_is_that_of_a_dry_run(tmp_path: Path) -> None:
     dry, known = run_rank(run, 0), best.prediction.memory[0]
     assert dry.activations == known.host > 0
     device = known.total - known.overhead - known.communicators
-    assert abs(device - dry.peak) < 0.03 * dry.peak
+    product = 2 * 2048 * model.ffn_hidden_size * 4
+    assert -0.01 * dry.peak <= dry.peak - device <= product + 0.01 * dry.peak

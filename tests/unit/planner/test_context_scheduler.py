@@ -359,7 +359,7 @@ def test_more_members_than_heads_need_several_groups_or_idle_members() -> None:
 
 def test_real_models_have_the_memory_that_the_estimate_counts() -> None:
     """Alone and without recompute, a member's activations are those of the layer formula that training uses."""
-    from hetero_megatron.spec.flops import layer_activation_bytes
+    from hetero_megatron.spec.activation_bytes import layer_activation_bytes
 
     model = load_model("llama3-8b")
     member = ContextMember((0,), 0, 0, 1e12, 1e12, BIG)

@@ -23,7 +23,8 @@ from hetero_megatron.predictor.cost.cost_options import CostOptions, StageChoice
 from hetero_megatron.predictor.cost.efficiency import share_of_peak
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkModel
-from hetero_megatron.predictor.cost.operator_cost import ATTENTION_BACKWARD, UPDATE_BYTES, Operators
+from hetero_megatron.predictor.cost.modelled_operators import ATTENTION_BACKWARD, UPDATE_BYTES
+from hetero_megatron.predictor.cost.operator_cost import Operators
 from hetero_megatron.predictor.cost.rates import load_rates, model_fingerprint
 from hetero_megatron.predictor.cost.rates_document import as_document
 from hetero_megatron.predictor.report.prediction import format_prediction
@@ -267,8 +268,8 @@ def test_exchanges_of_tensor_parallel_groups_cost_what_was_measured_of_them() ->
             expected = seconds[0] + seconds[1] * size * (tp - 1) / tp + 0.5 * (tp - 1 - posted)
             link = model.tp_link(model.cluster.nodes[0], tp) if tp > 1 else None
             assert model.tp_exchange_seconds(tp, 1, link) == pytest.approx(expected)
-            found, posting = LinkModel(model.rates).tp_exchange(tuple(range(tp)), size)
-            assert found == pytest.approx(expected) and posting == 0.5 * (tp - 1)
+            found, host_seconds = LinkModel(model.rates).tp_exchange(tuple(range(tp)), size)
+            assert found == pytest.approx(expected) and host_seconds == 0.5 * (tp - 1)
 
 
 def test_ranks_of_a_tensor_parallel_group_wait_for_each_other_at_every_exchange() -> None:

@@ -25,8 +25,8 @@ from hetero_megatron.predictor.simulate.bucket_flows import bucket_flows
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import logical_tensors, tensor_box, whole_share
+from hetero_megatron.spec.activation_bytes import layer_activation_bytes
 from hetero_megatron.spec.expert_load import plain_load
-from hetero_megatron.spec.flops import layer_activation_bytes
 from hetero_megatron.spec.hf_config import from_hf_config
 from tests.support.moe_models import MOE_FAMILIES
 from tests.support.small_plans import pipe, plan, stage

@@ -27,9 +27,8 @@ from hetero_megatron.spec import (
     tensor_box,
     whole_share,
 )
+from hetero_megatron.spec.activation_bytes import head_activation_bytes, layer_activation_bytes
 from hetero_megatron.spec.flops import (
-    head_activation_bytes,
-    layer_activation_bytes,
     layer_parameters,
     parameter_count,
     projection_elements,

@@ -28,7 +28,7 @@ from hetero_megatron.comm.connectivity import (
     UNREACHABLE,
     Address,
     Beacon,
-    Reach,
+    Connectivity,
     dial,
     explain,
     own_address,
@@ -95,11 +95,11 @@ def test_ranks_that_were_waited_for_are_dialled_and_one_of_every_host() -> None:
     beacons = [Beacon("127.0.0.1") for _ in range(3)]
     gone = Beacon("127.0.0.1")
     gone.close()
-    reach = Reach(0, [beacons[0].address, beacons[1].address, None, gone.address], beacons[0], lambda: {1})
+    reach = Connectivity(0, [beacons[0].address, beacons[1].address, None, gone.address], beacons[0], lambda: {1})
     assert reach.look([3]) == {1: UNREACHABLE, 3: GONE}  # the emulated link to rank 1 is cut
-    assert Reach().look([1, 2]) == {}
+    assert Connectivity().look([1, 2]) == {}
     known = {r: Address(f"10.0.0.{r // 100}", 1, "") for r in range(300)}
-    chosen = Reach._choose([7, 205], known)
+    chosen = Connectivity._choose([7, 205], known)
     assert chosen[:2] == [7, 205] and {0, 100, 200} <= set(chosen) and len(chosen) == 64
     for beacon in beacons:
         beacon.close()
@@ -119,7 +119,7 @@ def test_what_this_host_lacks_tells_nothing_of_the_peer(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket, "create_connection", no_more_files)
     assert dial(Address("127.0.0.1", 1, "x"), 0.5) is None
-    assert Reach(0, [None, Address("127.0.0.1", 1, "x")]).look([1]) == {}
+    assert Connectivity(0, [None, Address("127.0.0.1", 1, "x")]).look([1]) == {}
 
 
 def test_own_address() -> None:
@@ -225,6 +225,6 @@ def test_of_many_peers_all_are_asked_in_turn_whether_they_are_gone() -> None:
     addresses = [beacon.address] * 100
     addresses[97] = closed
     peers = [rank for rank in range(100) if rank != 3]
-    found = [Reach(3, addresses).gone(peers, turn) for turn in range(4)]
+    found = [Connectivity(3, addresses).gone(peers, turn) for turn in range(4)]
     assert [97] in found and all(gone in ([], [97]) for gone in found)
     beacon.close()
