@@ -27,7 +27,6 @@ from hetero_megatron.spec.flops import LOGITS_BYTES
 
 if TYPE_CHECKING:
     from hetero_megatron.plans.memory.offloaded import LayerBytes
-    from hetero_megatron.schedule.split_moments import Moment
 
 
 def backward_bytes(recipe: str, rows: int, length: float, n: float, k: float, item: int, trained: bool = True) -> float:
@@ -187,19 +186,9 @@ def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     return total + (head_operand_bytes(spec, *sizes, held.limit is not None) if held.head else 0)
 
 
-def activation_bytes(
-    spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held], moments: Sequence[Moment] = ()
-) -> int:
-    """Bytes of activations that a rank holds at most, and of what backward works with.
-
-    Args:
-        states: of its stage, from :func:`~hetero_megatron.schedule.held_states`.
-        moments: the same by what comes then, where backwards are split.
-    """
-    if moments:
-        from hetero_megatron.plans.memory.split_backward import split_activation_bytes
-
-        return split_activation_bytes(spec, chunks, moments)
+def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
+    """Bytes of activations that a rank holds at most, and of what whole backwards work with; ``states``: of its stage,
+    from :func:`~hetero_megatron.schedule.held_states`."""
     kept = [kept_bytes(spec, chunk) for chunk in chunks]
     waiting = [operand_bytes(spec, chunk) for chunk in chunks]
     working = max(working_bytes(spec, chunk) for chunk in chunks)
@@ -300,56 +289,6 @@ class ContextLayers:
         return 0 if alone else self.item * q
 
 
-def context_activations(
-    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]], states: Iterable[Held],
-    moments: Sequence[Moment] = (),
-) -> dict[int, tuple[int, int]]:  # fmt: skip
-    """By rank, bytes of the activations in flight and of one layer's backward, on the device and in host memory; empty
-    without context groups.
-
-    Args:
-        work: of the stage's ranks, by chunk. states, moments: as in :func:`activation_bytes`.
-    """
-    found, states = {}, list(states)
-    contexts = stage_contexts(spec, stage, seq_length)
-    for context, rows in zip(contexts, stage.dp_split if contexts else ()):
-        for group in context.groups:
-            for member in group.members:
-                chunks = [replace(chunk, tokens=rows * _tokens(member), rows=rows) for chunk in work[member.rank]]
-                kept, working, host, splitting = list[int](), list[int](), list[int](), list[int]()
-                for chunk in chunks:
-                    each, whole = _member(context, group, member, chunk)
-                    head = head_activation_bytes(spec, chunk.tokens, chunk.item, chunk.tp, limit=chunk.limit)
-                    layers = _member_layers(context, group, member, chunk) if chunk.offloaded or moments else ()
-                    host.append(round(rows * sum(layer.host for layer in layers)))
-                    kept.append(round(rows * each) + (head if chunk.head else 0) - host[-1])
-                    linear = linear_bytes(spec, chunk) if chunk.layers else None
-                    if linear is not None:
-                        whole = max(whole, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
-                    rest = "selective" if chunk.recompute == "selective" else "none"
-                    backward = _member(context, group, member, replace(chunk, layers=1, recompute=rest, first=0))[1]
-                    if chunk.offloaded:
-                        from hetero_megatron.plans.memory.offloaded import worst_layer
-
-                        passed = boundary_bytes(spec, chunk) / rows
-                        whole = worst_layer(layers, chunk.ahead, backward, 0.0 if chunk.head else passed)
-                    working.append(round(rows * whole))
-                    if moments:
-                        from hetero_megatron.plans.memory.split_backward import splitting_bytes
-
-                        of_rows = [layer.times(rows) for layer in layers]
-                        kept[-1] += beside_layers(spec, chunk)
-                        splitting.append(splitting_bytes(spec, chunk, of_rows, kept[-1], round(rows * backward)))
-                if moments:
-                    from hetero_megatron.plans.memory.split_backward import most_at_moments
-
-                    device = most_at_moments(spec, chunks, moments, kept, working, splitting)
-                else:
-                    device = most_held(kept, [operand_bytes(spec, x) for x in chunks], states) + max(working)
-                found[member.rank] = device, most_held(host, [0] * len(host), states)
-    return found
-
-
 def context_host_layers(
     spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]]
 ) -> dict[int, list[list[float]]]:
@@ -357,7 +296,7 @@ def context_host_layers(
     contexts = stage_contexts(spec, stage, seq_length)
     return {
         member.rank: [
-            [rows * layer.host for layer in _member_layers(context, group, member, chunk)]
+            [rows * layer.host for layer in member_layers(context, group, member, chunk)]
             for chunk in work[member.rank]
         ]
         for context, rows in zip(contexts, stage.dp_split if contexts else ())
@@ -366,24 +305,24 @@ def context_host_layers(
     }
 
 
-def _member_layers(
+def member_layers(
     context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
 ) -> tuple[LayerBytes, ...]:
     """Of one sequence, on one rank."""
     from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes
 
     def kept(kind: str) -> float:
-        return _member(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
+        return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 
-    given = _tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
+    given = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
     return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given)
 
 
-def _tokens(member: Member) -> int:
+def own_tokens(member: Member) -> int:
     return sum(b - a for a, b in member.tokens)
 
 
-def _member(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
+def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
     """(kept, working) bytes of one sequence on one rank, all layers of a chunk; without the head."""
     layers = ContextLayers(
         context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
@@ -394,7 +333,7 @@ def _member(context: StageContext, group: ContextGroup, member: Member, chunk: R
     q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
     own, (queries, keys) = layers.per_own_token(chunk.tp, len(group.members) == 1), layers.per_core_token(q, kv)
     kept, work = (
-        _tokens(member) * own[i] + group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1)
+        own_tokens(member) * own[i] + group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1)
     )
     if not gather and len(context.groups) > 1:
         work += layers.blocks(kv, max((x.size for x in context.blocks), default=0))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, frozen_buckets, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
@@ -18,7 +19,6 @@ from hetero_megatron.plans.memory.activations import (
     RankWork,
     activation_bytes,
     chunk_limit,
-    context_activations,
     context_host_layers,
     graph_bytes,
     host_kept_bytes,
@@ -259,11 +259,20 @@ def plan_activations(
             moments = split[s] if split else ()
             for rank, chunks in work.items():
                 if (chunks, held, moments) not in known:
-                    activations = activation_bytes(spec, chunks, held, moments)
+                    if moments:
+                        from hetero_megatron.plans.memory.split_backward import split_activation_bytes
+
+                        activations = split_activation_bytes(spec, chunks, moments)
+                    else:
+                        activations = activation_bytes(spec, chunks, held)
                     beside = graph_bytes(spec, chunks, held) if graphs else 0
                     host = most_held([host_kept_bytes(spec, x) for x in chunks], [0] * len(chunks), held)
                     known[chunks, held, moments] = MemoryBytes(activations=activations, graphs=beside, host=host)
                 out[rank] = known[chunks, held, moments]
+            if not has_context(stage, plan.seq_length):
+                continue
+            from hetero_megatron.plans.memory.context_members import context_activations
+
             with_context = context_activations(spec, stage, plan.seq_length, work, held, moments)
             out |= {rank: MemoryBytes(activations=size, host=host) for rank, (size, host) in with_context.items()}
     return out
