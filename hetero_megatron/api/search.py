@@ -171,7 +171,8 @@ def plan(
     model: Model | str, cluster: Cluster, *, seq_length: int, global_batch_size: int, dtype: str = DTYPE,
     optimizer: str = OPTIMIZER, fp8: Fp8 | None = None, micro_batch_size: int | None = None,
     recompute: str | None = None, context: str = "auto", offload: str = "auto",
-    more_schedules: str = "auto", schedule_effort: float = SearchSpace.schedule_effort,
+    offload_activations: str = "auto", more_schedules: str = "auto",
+    schedule_effort: float = SearchSpace.schedule_effort,
     shares: bool = True, routing_stats: str | None = None,
     memory_margin: float = CostOptions.margin, time_limit: float | None = None, seed: int = 0,
     objective: str = "tokens", deadline_hours: float | None = None, train_tokens: float | None = None,
@@ -185,7 +186,8 @@ def plan(
         dtype: of weights and activations: "bf16", "fp16", "fp32", "fp64"; optimizer: "adam", "sgd", "muon".
         fp8: what linear modules may compute in.
         micro_batch_size, recompute ("none", "selective", "elementwise", "full"): only this; None: the search chooses.
-        context, offload, more_schedules: "auto", "always" or "never", as the flags of ``hetero-megatron plan``.
+        context, offload, offload_activations, more_schedules: "auto", "always" or "never", as the flags of
+            ``hetero-megatron plan``.
         shares: pipelines may own unequal shares of the optimizer's state.
         routing_stats: file of a run, of how often experts were chosen.
         memory_margin: share of a chip's memory that stays free.
@@ -203,8 +205,8 @@ def plan(
         raise UserError("unknown objective", field="objective", value=objective, accepted=", ".join(OBJECTIVES))
     space = SearchSpace(
         micro_batch_sizes=None if micro_batch_size is None else (micro_batch_size,), recompute=recompute,
-        context=context, offload=offload, more_schedules=more_schedules, schedule_effort=schedule_effort,
-        shares=shares,
+        context=context, offload=offload, offload_activations=offload_activations, more_schedules=more_schedules,
+        schedule_effort=schedule_effort, shares=shares,
     )  # fmt: skip
     costs = CostOptions(
         margin=memory_margin, moments=moments_of(optimizer), muon=optimizer == "muon", fp8=fp8,

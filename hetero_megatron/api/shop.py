@@ -58,7 +58,8 @@ def shop(
     model: Model | str, cluster: Cluster, cards: Sequence[str], prices: str | os.PathLike[str], budget: float, *,
     seq_length: int, global_batch_size: int, dtype: str = DTYPE, optimizer: str = OPTIMIZER, fp8: Fp8 | None = None,
     micro_batch_size: int | None = None, recompute: str | None = None, context: str = "auto", offload: str = "auto",
-    memory_margin: float = CostOptions.margin, progress: Callable[[str], None] | None = None,
+    offload_activations: str = "auto", memory_margin: float = CostOptions.margin,
+    progress: Callable[[str], None] | None = None,
 ) -> Offers:  # fmt: skip
     """The best plan with every set of more cards that the budget allows, in hosts of their own.
 
@@ -75,7 +76,7 @@ def shop(
     shapes = (model if isinstance(model, Model) else Model(model)).stretched(seq_length)
     space = SearchSpace(
         micro_batch_sizes=None if micro_batch_size is None else (micro_batch_size,), recompute=recompute,
-        context=context, offload=offload, more_schedules="never",
+        context=context, offload=offload, offload_activations=offload_activations, more_schedules="never",
     )  # fmt: skip
     costs = CostOptions(margin=memory_margin, moments=moments_of(optimizer), muon=optimizer == "muon", fp8=fp8)
     options = SearchOptions(dtype=dtype, space=space, costs=costs)

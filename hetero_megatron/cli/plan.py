@@ -150,11 +150,13 @@ def _parser() -> ArgumentParser:
     add("--routing-stats", metavar="FILE",
         help="how often experts were chosen (default: all alike)")  # fmt: skip
     add("--more-schedules", default="auto", choices=("auto", "always", "never"),
-        help="adaptive schedules for the best plans: up to 64 chips (auto), or as said")  # fmt: skip
+        help="adaptive schedules: up to 64 chips (auto), or as said")  # fmt: skip
     add("--schedule-effort", type=Number(float, 1e-3, 1e6), default=SearchSpace.schedule_effort, metavar="X",
         help="how much longer than by default better plans are looked for (%(default)g)")  # fmt: skip
     add("--offload", default="auto", choices=("auto", "always", "never"),
         help="optimizers in host memory: where nothing fits without (auto), also to be faster, or never")  # fmt: skip
+    add("--offload-activations", default="auto", choices=("auto", "always", "never"),
+        help="activations there: of chips with known links (auto)")  # fmt: skip
     add("--memory-margin", type=SHARE, default=CostOptions.margin, metavar="X",
         help="share of a chip's memory that stays free (%(default)s)")  # fmt: skip
     add("--time-limit", type=seconds(1e9), metavar="SECONDS",
@@ -174,7 +176,7 @@ def _parser() -> ArgumentParser:
     add("--no-baselines", action="store_true", help="no uniform plan and single chip types for comparison")
     add("--export", metavar="FORMAT:FILE", help=f"also write the plan for others: {', '.join(FORMATS)}")
     add("--for", dest="runtime", choices=tuple(RUNTIMES),
-        help="the best plan that this runtime can express, its file, and what that costs")  # fmt: skip
+        help="the best plan that it can express, and its file")  # fmt: skip
     add("--shop", metavar="CARD,CARD", help="what more of these cards would buy")
     add("--prices", metavar="FILE", help="for --shop (docs/planner.md)")
     add("--budget", type=Number(float, 1e-6, 1e15), metavar="N", help="for --shop, in the currency of --prices")
@@ -220,7 +222,9 @@ def _check_export(text: str) -> None:
 
 
 # What other tools' formats cannot say is not searched: field of the space -> its only value.
-_EXPORTED: dict[str, Any] = {"more_schedules": "never", "context": "never", "offload": "never"}
+_EXPORTED: dict[str, Any] = {
+    "more_schedules": "never", "context": "never", "offload": "never", "offload_activations": "never",
+}
 
 
 def _exportable(args: Namespace) -> dict[str, Any]:
@@ -240,7 +244,7 @@ def _exportable(args: Namespace) -> dict[str, Any]:
 
 _ASKED = (
     "seq_length", "global_batch_size", "dtype", "optimizer", "micro_batch_size", "recompute", "context", "offload",
-    "more_schedules", "schedule_effort", "routing_stats", "memory_margin", "time_limit", "seed",
+    "offload_activations", "more_schedules", "schedule_effort", "routing_stats", "memory_margin", "time_limit", "seed",
     "objective", "deadline_hours", "train_tokens",
 )  # fmt: skip
 

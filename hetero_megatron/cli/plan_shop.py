@@ -13,7 +13,7 @@ from hetero_megatron.cli.output import print_json, write_text
 
 _ASKED = (
     "seq_length", "global_batch_size", "dtype", "optimizer", "micro_batch_size", "recompute", "context", "offload",
-    "memory_margin",
+    "offload_activations", "memory_margin",
 )  # fmt: skip
 
 

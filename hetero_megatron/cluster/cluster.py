@@ -27,13 +27,15 @@ MAX_RANKS = 1 << 17  # of a cluster or a plan
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """``count`` equal nodes. ``settings``: how launchers reach them."""
+    """``count`` equal nodes. ``settings``: how launchers reach them; ``host_memory``: bytes of a node that jobs may use
+    beside their chips', 0: not known."""
 
     name: str
     count: int
     chip: str
     chips_per_node: int
     settings: HostSettings = field(default=HostSettings(), compare=False)
+    host_memory: int = 0
 
     def node(self, index: int) -> str:
         """Name of a node: the group's name if it has a single node, else ``name-index``."""

@@ -23,7 +23,7 @@ from hetero_megatron.utils.text import did_you_mean
 from hetero_megatron.utils.yaml_document import Entry, from_data
 
 CLUSTER_KEYS = ("version", "nodes", "chips", "links", "rates", "launch")
-NODE_KEYS = ("name", "count", "chip", "chips_per_node", *HOST_KEYS)
+NODE_KEYS = ("name", "count", "chip", "chips_per_node", "host_memory", *HOST_KEYS)
 CHIP_KEYS = (
     "memory", "tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth", "dtypes", "emulate", "rates", "source",
     "cost_per_hour", "vendor", "communicators",
@@ -114,7 +114,8 @@ def _nodes(entry: Entry, chips: Mapping[str, Chip]) -> tuple[NodeGroup, ...]:
         per_node = keys["chips_per_node"].integer(1) if "chips_per_node" in keys else 1
         if count * per_node + sum(g.count * g.chips_per_node for g in groups) > MAX_RANKS:
             item.fail("too many chips", accepted=f"at most {MAX_RANKS:,} in all")
-        groups.append(NodeGroup(name, count, chip, per_node, read_host_settings(keys, count)))
+        there = int(quantity(keys["host_memory"], "bytes")) if "host_memory" in keys else 0
+        groups.append(NodeGroup(name, count, chip, per_node, read_host_settings(keys, count), there))
         if "hosts" in keys:
             hosts[name] = keys["hosts"]
         clash = _same_node_name(groups)

@@ -15,6 +15,7 @@ def document(cluster: Cluster) -> dict[str, Any]:
         "version": 1,
         "nodes": [
             {"name": g.name, "count": g.count, "chip": g.chip, "chips_per_node": g.chips_per_node}
+            | ({"host_memory": f"{g.host_memory} B"} if g.host_memory else {})
             | host_keys(g.settings)
             for g in cluster.nodes
         ],

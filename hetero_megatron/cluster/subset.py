@@ -44,12 +44,16 @@ def shrink(cluster: Cluster, keep: Sequence[int]) -> Cluster:
                 continue
             # Consecutive numbers from 0 keep the group's name, the others stand alone under their node's name.
             if run[0][0] == 0 and len(run) > 1:
-                groups.append(NodeGroup(group.name, len(run), group.chip, run[0][1], _settings(group, run)))
+                groups.append(replace(
+                    group, count=len(run), chips_per_node=run[0][1], settings=_settings(group, run)
+                ))  # fmt: skip
                 origin[group.name] = group.name
             else:
                 for index, chips in run:
                     settings = _settings(group, [(index, chips)])
-                    groups.append(NodeGroup(group.node(index), 1, group.chip, chips, settings))
+                    groups.append(replace(
+                        group, name=group.node(index), count=1, chips_per_node=chips, settings=settings
+                    ))  # fmt: skip
                     origin[group.node(index)] = group.name
     pairs: dict[frozenset[str], Link] = {}
     for a in groups if cluster.pairs else ():

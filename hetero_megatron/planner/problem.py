@@ -94,6 +94,9 @@ class PlanningProblem:
         problem = cannot_offload(self.options.costs.moments, self.dtype, self.options.costs.muon)
         if self.space.offload == "always" and problem is not None:
             raise UserError(problem[0], field="--offload", value="always", accepted="auto, never")
+        if self.space.offload_activations == "always" and self.space.recompute is not None:
+            raise UserError("it is looked for in place of recompute, which is given", field="--offload-activations",
+                            value="always", accepted="auto, never, or no --recompute")  # fmt: skip
         if batch < 1:
             raise UserError("too small", field="--global-batch-size", value=batch, accepted="an integer >= 1")
         if sizes is not None and len(sizes) == 1 and batch % sizes[0]:

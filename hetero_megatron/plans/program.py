@@ -7,7 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.buckets import Bucket, sync_actions
@@ -32,6 +32,9 @@ from hetero_megatron.schedule.actions import COMPUTE, SYNCHRONISATION
 from hetero_megatron.schedule.generators import SPLITTING
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.utils.text import rank_ranges
+
+if TYPE_CHECKING:
+    from hetero_megatron.schedule.split_moments import Moment
 
 ADAPTIVE = "adaptive"
 
@@ -65,6 +68,14 @@ def held_by_stages(plan: Plan, pipeline: Pipeline) -> tuple[tuple[Held, ...], ..
         return held_states(pipeline_schedule(plan, pipeline))
     shape = len(pipeline.stages), pipeline.num_micro_batches, pipeline.chunks, pipeline.in_flight
     return _held_by_generated(plan.schedule, *shape)
+
+
+def moments_by_stages(plan: Plan, pipeline: Pipeline) -> Sequence[Sequence[Moment]]:
+    """What each stage holds before its backwards, where these are split; empty where none is."""
+    from hetero_megatron.schedule.split_moments import split_moments, splits_backward
+
+    schedule = pipeline_schedule(plan, pipeline)
+    return split_moments(schedule) if splits_backward(schedule) else ()
 
 
 @lru_cache(maxsize=64)

@@ -32,9 +32,12 @@ pipelines:
   - micro_batch_size: 1
     num_micro_batches: 3
     stages:
-      - {ranks: [0, 1], layers: [0, 4], tp: 2, tp_split: [3, 1]}
+      - {ranks: [0, 1], layers: [0, 4], tp: 2, tp_split: [3, 1], activations: {offload: all}}
       - {ranks: 2, layers: [4, 6]}
-  - {micro_batch_size: 1, num_micro_batches: 1, stages: [{ranks: 3, layers: [0, 6]}]}
+  - micro_batch_size: 1
+    num_micro_batches: 1
+    stages:
+      - {ranks: 3, layers: [0, 6], recompute: elementwise, activations: {offload: {first: 4}, ahead: 2}}
 """
 
 

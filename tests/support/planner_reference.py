@@ -97,14 +97,15 @@ class Exhaustive:
 
     Plans must fit with the optimizer states where they are placed, as ``predict`` counts them. ``shares``: those of the
     states that stages may own, ascending; all combinations are tried. ``offload``: whether the optimizer of a stage may
-    be in host memory.
+    be in host memory; ``away``: whether the activations of its first layers may be, beside any recompute.
     """
 
     def __init__(
-        self, case: Case, scorer: TemplateScorer, best: float, shares: Sequence[int] = (1,), offload: bool = False
+        self, case: Case, scorer: TemplateScorer, best: float, shares: Sequence[int] = (1,), offload: bool = False,
+        away: bool = False,
     ) -> None:
         self.case, self.scorer, self.best, self.shares = case, scorer, best, tuple(shares)
-        self.places = (False, True) if offload else (False,)
+        self.places, self.away = (False, True) if offload else (False,), away
         self.counts = scorer.pool.counts
         self.found: PlanTemplate | None = None
         self.tried = 0
@@ -189,7 +190,9 @@ class Exhaustive:
         levels += [("first", n) for n in range(1, stage.layers)]
         if self.case.recompute is not None:
             levels = [(self.case.recompute, 0)]
-        return [replace(stage, recompute=recompute, first=first) for recompute, first in levels]
+        found = [replace(stage, recompute=recompute, first=first) for recompute, first in levels]
+        counts = range(stage.layers + 1 if self.away else 1)
+        return [replace(made, away=n) for made in found for n in counts if made.recompute != "first" or not n]
 
     def _stages(self, usage: Usage, size: int) -> Iterator[tuple[StageTemplate, ...]]:
         if not any(usage):
@@ -326,7 +329,8 @@ class Exhaustive:
             overhead, limit = costs.overhead(choice.chip), costs.memory_limit(choice.chip)
             if any(replace(m, activations=activations, overhead=overhead).total > limit for m in states):
                 continue
-            seconds = costs.backward_seconds(choice, shape.micro_batch_size)
+            size = shape.micro_batch_size
+            seconds = costs.forward_seconds(choice, size) + costs.backward_seconds(choice, size)
             if best is None or seconds < best[0]:
                 best = (seconds, made)
         return best[1] if best else None

@@ -2,7 +2,8 @@
 
 Seconds and bytes of a stage are affine in its layers, and activations in the micro-batches in flight, so a few calls of
 the cost model per kind of stage give every entry. The table also chooses recomputation: for every entry the fastest of
-none, selective, elementwise, first n layers and full that fits.
+none, selective, elementwise, first n layers and full that fits; or activations of all or the first n layers in host
+memory, where that is faster.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from hetero_megatron.utils.cached_method import cached_by, cached_method
 
 Floats = NDArray[np.float64]
 RECOMPUTES = ("none", "selective", "elementwise", "full")
+AWAY = ("none", "elementwise")  # recompute beside which the activations of all layers may be in host memory
+SOME = 3  # layers from which on bytes and waits of layers in host memory are affine
 MANY_REPLICAS = 1e6  # so many that a rank's share of the optimizer states is negligible
 
 
@@ -73,6 +76,7 @@ class StageTable:
         backward: [levels, layers] seconds.
         first: ([in flight - 1, layers] layers that must be recomputed where not all can be kept, else inf; seconds of
             recomputing one); None: first n layers not allowed.
+        away: of activations in host memory; None: not allowed, or not needed.
     """
 
     seconds: Floats
@@ -81,22 +85,60 @@ class StageTable:
     most: Floats
     backward: Floats
     first: tuple[Floats, float] | None
+    away: AwayTable | None = None
 
     def row(self, in_flight: int) -> int:
         """Index of the first axis for so many micro-batches in flight."""
         return min(in_flight, self.seconds.shape[0]) - 1
 
-    def choice(self, in_flight: int, layers: int) -> tuple[str, int]:
-        """(recompute, number of first layers) of an entry."""
+    def choice(self, in_flight: int, layers: int) -> tuple[str, int, int]:
+        """(recompute, number of first layers recomputed whole, number of first layers in host memory) of an entry."""
         k = self.row(in_flight)
-        best, found = np.inf, ("none", 0)
+        best, found = np.inf, ("none", 0, 0)
         for i, level in enumerate(self.levels):
             if k < self.most[i, layers] and self.backward[i, layers] < best:
-                best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0)
+                best, found = self.backward[i, layers], (level if layers or level == "selective" else "none", 0, 0)
         if self.first is not None:
             need, extra = self.first
             if self.backward[0, layers] + need[k, layers] * extra < best - 1e-15:
-                found = "first", int(need[k, layers])
+                best, found = self.backward[0, layers] + need[k, layers] * extra, ("first", int(need[k, layers]), 0)
+        if self.away is not None:
+            found = self.away.better(k, layers, best - 1e-15) or found
+        return found
+
+
+@dataclass(frozen=True)
+class AwayTable:
+    """Stages with activations in host memory.
+
+    Attributes:
+        most: [levels, layers] micro-batches in flight that fit with those of all layers there, beside each recompute of
+            ``AWAY``.
+        backward: [levels, layers] seconds, with what forward and backward wait for copies.
+        some: [in flight - 1, layers] first layers that must be there for the rest to be kept, else inf.
+        with_some: the same shape, seconds.
+    """
+
+    most: Floats
+    backward: Floats
+    some: Floats
+    with_some: Floats
+
+    def least(self, alive: NDArray[np.int64]) -> Floats:
+        """[in flight - 1, layers] seconds of the fastest that fits; inf where none does."""
+        found = self.with_some
+        for fits, seconds in zip(self.most, self.backward, strict=True):
+            found = np.minimum(found, np.where(alive <= fits, seconds, np.inf))
+        return found
+
+    def better(self, k: int, layers: int, best: float) -> tuple[str, int, int] | None:
+        """As :meth:`StageTable.choice`, where it takes less than ``best`` seconds."""
+        found = None
+        if self.with_some[k, layers] < best:
+            best, found = self.with_some[k, layers], ("none", 0, int(self.some[k, layers]))
+        for recompute, fits, seconds in zip(AWAY, self.most, self.backward, strict=True):
+            if k < fits[layers] and seconds[layers] < best:
+                best, found = seconds[layers], (recompute, 0, layers)
         return found
 
 
@@ -128,7 +170,8 @@ class _StageSeconds:
 class StageTables:
     """Stage tables of one cost model over one pool, for up to ``layers`` layers and ``depth`` micro-batches in flight.
     ``offload``: chip types whose stages all keep their optimizer in host memory; ``lent``: of several pipelines, others
-    may own all optimizer states of a stage, which then take no memory."""
+    may own all optimizer states of a stage, which then take no memory; ``away``: chip types whose stages may have
+    activations in host memory."""
 
     def __init__(
         self,
@@ -138,9 +181,10 @@ class StageTables:
         depth: int,
         offload: frozenset[str] = frozenset(),
         lent: bool = False,
+        away: frozenset[str] = frozenset(),
     ) -> None:
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
-        self.offload, self.lent = offload, lent
+        self.offload, self.lent, self.away = offload, lent, away
         self.links = costs.links
         self.communicators = StageCommunicators(costs, pool)
         self._layers = np.arange(layers + 1)
@@ -150,12 +194,12 @@ class StageTables:
         self, pool: DevicePool, costs: CostModel | None = None, offload: frozenset[str] | None = None
     ) -> StageTables:
         """Tables for other chips, other costs or other offloaded chip types."""
-        away = self.offload if offload is None else offload
-        return StageTables(costs or self.costs, pool, self.layers, self.depth, away, self.lent)
+        there = self.offload if offload is None else offload
+        return StageTables(costs or self.costs, pool, self.layers, self.depth, there, self.lent, self.away)
 
     def lending(self) -> StageTables:
         """Tables where other pipelines may own all optimizer states of a stage."""
-        return StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, lent=True)
+        return StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, True, self.away)
 
     def owners(self, replicas: float) -> float:
         """Pipelines by which the optimizer states of a stage are divided."""
@@ -168,7 +212,7 @@ class StageTables:
         group = self.pool.groups[stage.group]
         return StageChoice(
             group.chip, stage.tp, stage.dp, stage.layers, embed, head, stage.recompute, stage.first, stage.offload,
-            group.home,
+            group.home, min(stage.away, stage.layers),
         )  # fmt: skip
 
     def table(self, kind: StageKind, depth: int | None = None) -> StageTable:
@@ -187,8 +231,8 @@ class StageTables:
         table = self.table(kind)
         if not table.seconds[table.row(in_flight), stage.layers] < float("inf"):
             return None
-        recompute, first = table.choice(in_flight, stage.layers)
-        return replace(stage, recompute=recompute, first=first)
+        recompute, first, away = table.choice(in_flight, stage.layers)
+        return replace(stage, recompute=recompute, first=first, away=away)
 
     @cached_by(lambda kind: kind.compute)
     def _affine_seconds(self, kind: StageKind) -> _StageSeconds:
@@ -207,10 +251,10 @@ class StageTables:
         layer_again = found[1 + RECOMPUTES.index("full")][1] - found[1 + RECOMPUTES.index("none")][1]
         return _StageSeconds(seconds[0], seconds[1:], layer_again)
 
-    def _stage(self, kind: StageKind, recompute: str, layers: int) -> StageChoice:
+    def _stage(self, kind: StageKind, recompute: str, layers: int, away: int = 0) -> StageChoice:
         group, offload = self.pool.groups[kind.group], kind.offload or self.offloads(kind.group)
         return StageChoice(
-            group.chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload, group.home
+            group.chip, kind.tp, kind.dp, layers, kind.embed, kind.head, recompute, 0, offload, group.home, away
         )
 
     def _states(self, kind: StageKind) -> Floats:
@@ -239,14 +283,72 @@ class StageTables:
         best = np.where(alive <= most[0], each[0], np.inf)  # [in flight, layers]
         for fits, seconds in zip(most[1:], each[1:], strict=True):
             np.minimum(best, seconds, out=best, where=alive <= fits)
-        first = None
-        if self.first and kind.recompute is None and ((room >= 0) & (most[0] < depth)).any():
+        first = away = None
+        tight = kind.recompute is None and bool(((room >= 0) & (most[0] < depth)).any())
+        if self.first and tight:
             need = np.ceil((alive * bytes_each[0] + (work[0] - room)) / (alive * (per[0] - per[-1])) - 1e-9)
             need[(alive <= most[0]) | (room < 0) | (need < 1) | (need >= self._layers)] = np.inf
             np.minimum(best, each[0] + need * unit.layer_again, out=best)
             first = need, unit.layer_again
+        if tight and self.pool.groups[kind.group].chip in self.away and self.layers:
+            away = self._away(kind, room, alive, alive * bytes_each[0], most[0])
+            np.minimum(best, away.least(alive), out=best)
         best += unit.forward
-        return StageTable(best, unit.forward, levels, most, each, first)
+        return StageTable(best, unit.forward, levels, most, each, first, away)
+
+    def _away(
+        self, kind: StageKind, room: Floats, alive: NDArray[np.int64], kept: Floats, fitting: Floats
+    ) -> AwayTable:
+        """``kept``: [in flight - 1, layers] bytes of all activations; ``fitting``: [layers] micro-batches in flight of
+        which all fit."""
+        (plain_ends, *_), (plain_per, *_), _ = self._activations(kind)
+        seconds, (ends, per, work) = self._away_seconds(kind), self._away_bytes(kind)
+        most = np.where(room >= 0, np.floor((room - work) / np.maximum(ends + per * self._layers, 1.0)), 0.0)
+        host, given = plain_per - per[0], ends[0] - plain_ends  # the input of the first layer stays
+        some = np.ceil((kept + alive * given + (work[0] - room)) / (alive * np.maximum(host, 1.0)) - 1e-9)
+        some[(alive <= fitting) | (room < 0) | (some < 1) | (some >= self._layers)] = np.inf
+        if there := self._host_room(kind):
+            every = RECOMPUTES.index("elementwise")  # of whose layers less is there
+            each = np.array([plain_per[0], self._activations(kind)[1][every, 0]])[:, None] - per
+            most = np.minimum(most, np.floor(there / np.maximum(each * self._layers, 1.0)))
+            some[alive * some * host > there] = np.inf
+        waits = seconds[0] - self._affine_seconds(kind).backward[0]  # where all layers are there
+        last = min(self.layers, SOME)
+        one = max(0.0, float(waits[-1] - waits[last]) / max(self.layers - last, 1))
+        # Copies that are hidden take no time, and inf x 0 is no number.
+        with_some = self._affine_seconds(kind).backward[0] + (some * one if one else np.where(some < np.inf, 0.0, some))
+        most[:, 0] = 0.0  # nothing to be there
+        return AwayTable(most, seconds, some, with_some)
+
+    def _host_room(self, kind: StageKind) -> float:
+        """Bytes of a node's memory for each of its chips; 0: not known."""
+        home = self.costs.cluster.groups[self.pool.groups[kind.group].home]
+        return home.host_memory / home.chips_per_node
+
+    @cached_by(lambda kind: kind.compute)
+    def _away_seconds(self, kind: StageKind) -> Floats:
+        """[levels, layers] seconds of backward with all layers in host memory, beside each recompute of ``AWAY``, and
+        those for which forward waits."""
+        unit, found = self._affine_seconds(kind), []
+        for recompute in AWAY:
+            stages = [self._stage(kind, recompute, n, n) for n in (1, 2, SOME, SOME + 1)]
+            waits = [sum(self.costs.copy_waits(stage, kind.micro_batch_size)) for stage in stages]
+            rest = waits[2] + (waits[3] - waits[2]) * (self._layers - SOME)
+            few = np.array([0.0, *waits[:2]])[: self.layers + 1]
+            rest[: len(few)] = few
+            found.append(unit.backward[RECOMPUTES.index(recompute)] + rest)
+        return np.array(found)
+
+    @cached_by(lambda kind: kind.compute)
+    def _away_bytes(self, kind: StageKind) -> tuple[Floats, Floats, Floats]:
+        """As :meth:`_activations` with all layers in host memory, beside each recompute of ``AWAY``."""
+        rows = []
+        for recompute in AWAY:
+            a, b = (self._stage(kind, recompute, n, n) for n in (SOME, SOME + 1))
+            (one, working), (two, _) = (self.costs.activation_bytes(s, kind.micro_batch_size) for s in (a, b))
+            rows.append((one - SOME * (two - one), two - one, working))
+        ends, each, work = np.array(rows, np.float64).T[:, :, None]
+        return ends, each, work
 
     @cached_by(lambda kind: kind.states)
     def _room(self, kind: StageKind) -> Floats:

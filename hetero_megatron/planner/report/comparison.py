@@ -89,6 +89,7 @@ class Summary:
     losses: list[NodeLoss] = field(default_factory=list)  # plans for the loss of a node, where these were asked for
     experts: ExpertGain | None = None  # where the plan divides experts
     asked: Question | None = None
+    activations: tuple[str, ...] = ()  # of those in host memory, or why they are not
     roomier: Roomier | None = None  # where the plan nearly fills a chip
     seconds: float = 0.0  # that the comparisons took
 
@@ -129,7 +130,16 @@ def outline(result: SearchResult, problem: PlanningProblem, deadline: Deadline |
         left_out=tuple(name for name in nodes if name not in there),
         experts=expert_gain(result.best, result.scorer.costs),
         asked=question(result.scorer.costs, problem.global_batch_size),
+        activations=_activations(result, problem),
     )  # fmt: skip
+
+
+def _activations(result: SearchResult, problem: PlanningProblem) -> tuple[str, ...]:
+    if all(stage.activations is None and stage.recompute.kind == "none" for stage in result.best.plan.stages):
+        return ()
+    from hetero_megatron.planner.report.activations import activation_lines
+
+    return activation_lines(result.best, problem, result.scorer.costs)
 
 
 def compare(
@@ -300,7 +310,7 @@ def _even_layers(result: SearchResult, template: PlanTemplate, model: ModelSpec)
     tables, parts = result.scorer.tables, []
     for part in template.parts:
         each, more = divmod(model.num_layers, len(part.shape.stages))
-        stages = [replace(s, layers=each + (i < more), recompute="none", first=0)
+        stages = [replace(s.plain, layers=each + (i < more))
                   for i, s in enumerate(part.shape.stages)]  # fmt: skip
         shape = PipelineTemplate(part.shape.micro_batch_size, tuple(stages))
         fitting = best_recompute(tables, shape, template.schedule, part.num_micro_batches, template.pipelines)

@@ -58,6 +58,7 @@ def format_plan(summary: Summary) -> str:
     lines.append(f"  context groups: {result.context}")
     if result.divided:
         lines.append(f"  divided weights: {result.divided}")
+    lines += [f"  activations in host memory: {line}" for line in summary.activations]
     if result.experts:
         gain = f"; {summary.experts}" if summary.experts is not None else ""
         lines.append(f"  experts: {result.experts}{gain}")
@@ -301,6 +302,7 @@ def summary_json(summary: Summary) -> Mapping[str, Any]:
         "hetero_speedup_ratio": summary.speedup_ratio,
         "context": result.context,
         "divided": result.divided,
+        "activations": list(summary.activations),
         "experts": summary.experts.as_json() if summary.experts is not None else None,
         "uniform": vars(summary.uniform) if summary.uniform else None,
         "alone": [vars(b) for b in summary.alone],

@@ -43,6 +43,7 @@ from hetero_megatron.planner.time_budget import TimeBudget
 from hetero_megatron.predictor.simulate.stage_cost import with_dtypes, without_fp8
 from hetero_megatron.predictor.simulate.step import predict
 
+WORTH = 0.01  # part of a step that activations in host memory save at least, unless they are asked for
 MARGIN = 0.1  # largest share of memory kept free in retries when no template fits as a concrete plan
 
 
@@ -124,7 +125,22 @@ def _search_all(
         result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
     result.complete = result.complete and not budget.cut
     result.work_ended = scorer.work.cut
+    if problem.space.offload_activations == "auto":
+        _stay_on_chips(result)
     return result
+
+
+def _stay_on_chips(result: SearchResult) -> None:
+    """Take the fastest plan whose activations stay on the chips, where host memory makes the best one hardly faster."""
+    if all(stage.activations is None for stage in result.best.plan.stages):
+        return
+    for other in result.others:
+        if other.step_seconds > (1 + WORTH) * result.best.step_seconds:
+            return
+        if all(stage.activations is None for stage in other.plan.stages):
+            rest = [plan for plan in result.others if plan is not other]
+            result.best, result.others = other, [result.best, *rest]
+            return
 
 
 def _improve(

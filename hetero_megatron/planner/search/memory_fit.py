@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hetero_megatron.planner.estimate.stage_table import RECOMPUTES
+from hetero_megatron.planner.estimate.stage_table import AWAY, RECOMPUTES
 from hetero_megatron.planner.estimate.template_score import TemplateScorer
 from hetero_megatron.planner.template.placement import PlacedTemplate, Units, to_plan
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate, in_flight
@@ -172,16 +172,21 @@ class MemoryFit:
     def levels(self, x: _PlacedStage) -> list[Level]:
         """All recompute levels of a stage, fastest first."""
         stage, tables, costs = x.stage, self.scorer.tables, self.scorer.costs
-        kinds = [(kind, 0) for kind in RECOMPUTES]
+        kinds = [(kind, 0, 0) for kind in RECOMPUTES]
         if tables.first:
-            kinds += [("first", n) for n in range(1, stage.layers)]
+            kinds += [("first", n, 0) for n in range(1, stage.layers)]
         if self.recompute is not None:
-            kinds = [(self.recompute, 0)]
+            kinds = [(self.recompute, 0, 0)]
+        if self.scorer.pool.groups[stage.group].chip in tables.away:
+            kinds += [("none", 0, n) for n in range(1, stage.layers)] + [(kind, 0, stage.layers) for kind in AWAY]
         found = []
-        for recompute, first in kinds if stage.layers else kinds[:1]:
-            made = replace(stage, recompute=recompute, first=first)
+        for recompute, first, away in kinds if stage.layers else kinds[:1]:
+            made = replace(stage, recompute=recompute, first=first, away=away)
             choice = tables.choice(made, x.embed, x.head)
-            found.append((costs.backward_seconds(choice, x.size), made, *costs.activation_bytes(choice, x.size)))
+            seconds = costs.backward_seconds(choice, x.size)
+            if away:
+                seconds += costs.copy_waits(choice, x.size)[0]
+            found.append((seconds, made, *costs.activation_bytes(choice, x.size)))
         return sorted(found, key=lambda level: level[0])
 
 
@@ -336,7 +341,7 @@ def _with_levels(template: PlanTemplate, levels: Levels) -> PlanTemplate:
 
 
 def _plain(shape: PipelineTemplate) -> PipelineTemplate:
-    return replace(shape, stages=tuple(replace(s, recompute="none", first=0) for s in shape.stages))
+    return replace(shape, stages=tuple(s.plain for s in shape.stages))
 
 
 def _over(states: StateRoom, cap: int) -> float:

@@ -150,18 +150,25 @@ class ScheduleScorer:
     ) -> tuple[_ChunkWork, ...]:
         """``messages``: seconds of the host for those of one direction, with the stage before and the one after."""
         whole, found = self.tables.choice(stage, embed, head), list[_ChunkWork]()
-        parts, again = self.costs.parts(whole, size), whole.full
+        parts, again, away = self.costs.parts(whole, size), whole.full, whole.away
         for c in range(chunks):
             layers = stage.layers * (c + 1) // chunks - stage.layers * c // chunks
             full = min(again, layers)
             again -= full
+            there = min(away, layers)
+            away -= there
             first, last = embed and c == 0, head and c == chunks - 1
-            choice = replace(whole, layers=layers, embed=first, head=last)
+            choice = replace(whole, layers=layers, embed=first, head=last, away=there)
             forward, backward = parts.total(layers, full, first, last)
+            if there:
+                forward, backward = (
+                    a + b for a, b in zip((forward, backward), self.costs.copy_waits(choice, size), strict=True)
+                )
             weight, more = parts.split(layers, last)
             host = messages[0] * (not first) + messages[1] * (not last)
             kept, working = self.costs.activation_bytes(choice, size)
             waiting = self.costs.waiting_bytes(choice, size)
+            working = max(working, self.costs.splitting_bytes(choice, size) - kept)
             inputs = backward + host - weight + more
             found.append(_ChunkWork(forward + host, inputs, weight, more, kept, waiting, working))
         return tuple(found)

@@ -278,7 +278,7 @@ def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
         if space.micro_batch_sizes is None and size % 2 == 0 and all(size // 2 % s.dp == 0 for s in part.shape.stages):
             shapes.append((replace(part.shape, micro_batch_size=size // 2), 2 * count))
         for s, stage in enumerate(part.shape.stages if space.recompute is None else ()):
-            other = replace(stage, recompute="none" if stage.recompute != "none" else "full", first=0)
+            other = replace(stage.plain, recompute="none" if stage.recompute != "none" else "full")
             shapes.append((part.shape.with_stages({s: other}), count))
         yield from (_with_part(template, p, shape, m) for shape, m in shapes)
     for p, part in enumerate(template.parts):
@@ -287,8 +287,9 @@ def _near(template: PlanTemplate, space: SearchSpace) -> Iterator[PlanTemplate]:
 
 
 def _with_part(template: PlanTemplate, p: int, shape: PipelineTemplate, micro_batches: int) -> PlanTemplate:
-    """Other pipelines as part ``p``. A stage that gave away a layer recomputes no more than it has left."""
-    stages = tuple(replace(x, first=min(x.first, x.layers)) for x in shape.stages)
+    """Other pipelines as part ``p``. A stage that gave away a layer recomputes no more than it has left, nor has
+    more in host memory."""
+    stages = tuple(replace(x, first=min(x.first, x.layers), away=min(x.away, x.layers)) for x in shape.stages)
     copies = template.parts[p].copies
     return template.with_part(p, PipelineReplicas(replace(shape, stages=stages), copies, micro_batches))
 

@@ -17,7 +17,7 @@ from hetero_megatron.cluster import Cluster
 from hetero_megatron.planner.template.device_pool import DeviceGroup, DevicePool
 from hetero_megatron.planner.template.plan_template import PipelineTemplate, PlanTemplate, StageTemplate
 from hetero_megatron.plans import Interval, Pipeline, Plan, Recompute, Stage, Unit
-from hetero_megatron.plans.canonical import Optimizer
+from hetero_megatron.plans.canonical import ActivationOffload, Optimizer
 
 Units = tuple[tuple[int, ...], ...]  # ranks of each TP group of a stage
 
@@ -134,4 +134,8 @@ def _stage(
     )
     recompute = Recompute(stage.recompute, stage.first) if stage.layers else Recompute()
     last = len(shape.stages) - 1
-    return Stage(layers, made, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share))
+    away = min(stage.away, stage.layers)
+    return Stage(
+        layers, made, index == 0, index == last, recompute, chip, Optimizer(stage.offload, share=stage.share),
+        activations=ActivationOffload(away) if away else None,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ class StageTemplate:
         group: index of the device group.
         first: number of recomputed layers when ``recompute="first"``.
         offload: the optimizer is kept in host memory.
+        away: so many first layers have their activations in host memory from forward to backward.
         share: weight of each rank in the division of optimizer states among all holders.
     """
 
@@ -29,10 +30,16 @@ class StageTemplate:
     first: int = 0
     offload: bool = False
     share: int = 1
+    away: int = 0
 
     @property
     def chips(self) -> int:
         return self.tp * self.dp
+
+    @property
+    def plain(self) -> StageTemplate:
+        """The stage with all activations kept on the chip."""
+        return replace(self, recompute="none", first=0, away=0)
 
 
 @dataclass(frozen=True)
@@ -154,11 +161,12 @@ def describe(shape: PipelineTemplate, chips: Sequence[str]) -> str:
         )
         recompute = {s.recompute for s in stages} - {"none"}
         owned = sorted({s.share for s in stages} - {1})
-        away = sum(s.offload for s in stages)
+        away, there = sum(s.offload for s in stages), dict.fromkeys(min(s.away, s.layers) for s in stages)
         words.append(
             f"{word} [{layers}]"
             + (f" recompute {'/'.join(sorted(recompute))}" if recompute else "")
             + (f" optimizer share {'/'.join(map(str, owned))}" if owned else "")
             + ("" if not away else " offload" if away == len(stages) else f" offload {away} of {len(stages)}")
+            + (f" activations of {'/'.join(map(str, there))} layers in host memory" if any(there) else "")
         )
     return " > ".join(words)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from hetero_megatron.cluster.catalogue import Chip
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import StageTemplate
@@ -30,6 +31,9 @@ class SearchSpace:
         more_schedules: auto (up to 64 chips) | always | never: the best plans are also tried under adaptive schedules.
         schedule_effort: how much longer than by default such schedules and better plans are looked for.
         offload: auto (where nothing fits otherwise) | always | never: optimizers in host memory.
+        offload_activations: auto (of chips whose link to the host is known, where that saves 1 % of a step) | always
+            (of others, too, whatever it saves) | never: those of layers in host memory, where they do not fit
+            otherwise, or where that is faster than to recompute them.
     """
 
     micro_batch_sizes: tuple[int, ...] | None = None
@@ -41,8 +45,16 @@ class SearchSpace:
     shares: bool = True
     context: str = "auto"
     offload: str = "auto"
+    offload_activations: str = "auto"
     more_schedules: str = "auto"
     schedule_effort: float = 1.0
+
+    def activations_away(self, chips: Mapping[str, Chip]) -> frozenset[str]:
+        """Those of the chip types whose stages may have activations in host memory."""
+        if self.recompute is not None or self.offload_activations == "never":
+            return frozenset()
+        every = self.offload_activations == "always"
+        return frozenset(name for name, chip in chips.items() if every or chip.host_bandwidth is not None)
 
 
 def tp_degrees(pool: DevicePool, group: int, model: ModelSpec, space: SearchSpace, every: bool) -> tuple[int, ...]:

@@ -124,11 +124,14 @@ def kept_bytes(spec: ModelSpec, held: RankWork) -> int:
     total = held.full * layer_activation_bytes(spec, held.tokens, "full", *sizes, held.load)
     keeping = held.layers - max(held.full, held.untrained)
     total += keeping * layer_activation_bytes(spec, held.tokens, rest, *sizes, held.load)
-    total += sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
-    total -= host_kept_bytes(spec, held)
-    if held.head:
-        return total + ends_bytes(spec, held)[0] + ends_bytes(spec, held)[1]
-    return total + boundary_bytes(spec, held)
+    total += beside_layers(spec, held) - host_kept_bytes(spec, held)
+    return total + (sum(ends_bytes(spec, held)) if held.head else 0)
+
+
+def beside_layers(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes that one micro-batch keeps outside of layers and head: rotary tables, and what the next stage gets."""
+    tables = sum(held.tokens * rope.width(spec.head_dim) * max(held.item, 4) for rope in spec.ropes)
+    return tables + (0 if held.head else boundary_bytes(spec, held))
 
 
 def ends_bytes(spec: ModelSpec, held: RankWork) -> tuple[int, int]:
@@ -214,27 +217,26 @@ def operand_bytes(spec: ModelSpec, held: RankWork) -> int:
     """Bytes that one micro-batch keeps in a stage from B_INPUT to W, where backward is split."""
     sizes = (held.tokens, held.item, held.tp)
     total = held.layers * layer_operand_bytes(spec, *sizes, held.load)
-    if not held.head:
-        return total
+    return total + (ends_operand_bytes(spec, held) if held.head else 0)
+
+
+def ends_operand_bytes(spec: ModelSpec, held: RankWork) -> int:
+    """The same of the head, and of modules that predict further tokens."""
     rows = (1 + spec.mtp_layers) * held.tokens
-    total += head_operand_bytes(spec, rows, held.item, held.tp, held.limit is not None)
-    if spec.mtp_layers:
-        each = module_operand_bytes(spec, held.tokens, held.item, held.tp, held.shards, module_load(held))
-        total += spec.mtp_layers * each
-    return total
+    head = head_operand_bytes(spec, rows, held.item, held.tp, held.limit is not None)
+    if not spec.mtp_layers:
+        return head
+    each = module_operand_bytes(spec, held.tokens, held.item, held.tp, held.shards, module_load(held))
+    return head + spec.mtp_layers * each
 
 
 def activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
-    """Bytes of activations that a rank holds at most, and of what backward works with; ``states``: of its stage, from
-    :func:`~hetero_megatron.schedule.held_states`."""
+    """Bytes of activations that a rank holds at most, and of what whole backwards work with; ``states``: of its stage,
+    from :func:`~hetero_megatron.schedule.held_states`."""
     kept = [kept_bytes(spec, chunk) for chunk in chunks]
     waiting = [operand_bytes(spec, chunk) for chunk in chunks]
     working = max(working_bytes(spec, chunk) for chunk in chunks)
-    if not any(chunk.offloaded for chunk in chunks):
-        return most_held(kept, waiting, states) + working
-    states, calm = list(states), max(working_bytes(spec, replace(chunk, offloaded=0)) for chunk in chunks)
-    # Nothing comes back where only weight gradients are left to be computed.
-    return max(most_held(kept, waiting, [state]) + (working if any(state[0]) else calm) for state in states)
+    return most_held(kept, waiting, states) + working
 
 
 def graph_bytes(spec: ModelSpec, chunks: Sequence[RankWork], states: Iterable[Held]) -> int:
@@ -331,45 +333,6 @@ class ContextLayers:
         return 0 if alone else self.item * q
 
 
-def context_activations(
-    spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]], states: Iterable[Held]
-) -> dict[int, tuple[int, int]]:
-    """By rank, bytes of the activations in flight and of one layer's backward, on the device and in host memory; empty
-    without context groups.
-
-    Args:
-        work: of the stage's ranks, by chunk. states: what the stage may hold at once.
-    """
-    found, states = {}, list(states)
-    contexts = stage_contexts(spec, stage, seq_length)
-    for context, rows in zip(contexts, stage.dp_split if contexts else ()):
-        for group in context.groups:
-            for member in group.members:
-                own, kept, waiting, most = rows * _tokens(member), list[int](), list[int](), 0
-                host = list[int]()
-                for chunk in work[member.rank]:
-                    each, working = _member(context, group, member, chunk)
-                    ends = replace(chunk, tokens=own, shards=max(1, round(chunk.tp)))
-                    head = sum(ends_bytes(spec, ends)) if chunk.head else 0
-                    layers = _member_layers(context, group, member, chunk) if chunk.offloaded else ()
-                    host.append(round(rows * sum(layer.host for layer in layers)))
-                    kept.append(round(rows * each) + head - host[-1])
-                    waiting.append(operand_bytes(spec, replace(chunk, tokens=own)))
-                    linear = linear_bytes(spec, replace(chunk, tokens=own, rows=rows)) if chunk.layers else None
-                    if linear is not None:
-                        working = max(working, linear(spec.hidden_size, spec.ffn_hidden_size / chunk.tp) / rows)
-                    if layers:
-                        from hetero_megatron.plans.memory.offloaded import worst_layer
-
-                        rest = "selective" if chunk.recompute == "selective" else "none"
-                        one = replace(chunk, layers=1, recompute=rest, first=0)
-                        backward, passed = _member(context, group, member, one)[1], boundary_bytes(spec, chunk) / rows
-                        working = worst_layer(layers, chunk.ahead, backward, 0.0 if chunk.head else passed)
-                    most = max(most, round(rows * working))
-                found[member.rank] = most_held(kept, waiting, states) + most, most_held(host, [0] * len(host), states)
-    return found
-
-
 def context_host_layers(
     spec: ModelSpec, stage: Stage, seq_length: int, work: Mapping[int, Sequence[RankWork]]
 ) -> dict[int, list[list[float]]]:
@@ -377,7 +340,7 @@ def context_host_layers(
     contexts = stage_contexts(spec, stage, seq_length)
     return {
         member.rank: [
-            [rows * layer.host for layer in _member_layers(context, group, member, chunk)]
+            [rows * layer.host for layer in member_layers(context, group, member, chunk)]
             for chunk in work[member.rank]
         ]
         for context, rows in zip(contexts, stage.dp_split if contexts else ())
@@ -386,24 +349,24 @@ def context_host_layers(
     }
 
 
-def _member_layers(
+def member_layers(
     context: StageContext, group: ContextGroup, member: Member, chunk: RankWork
 ) -> tuple[LayerBytes, ...]:
     """Of one sequence, on one rank."""
     from hetero_megatron.plans.memory.offloaded import chunk_layers, input_goes
 
     def kept(kind: str) -> float:
-        return _member(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
+        return member_bytes(context, group, member, replace(chunk, layers=1, recompute=kind, first=0))[0]
 
-    given = _tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
+    given = own_tokens(member) * context.spec.hidden_size * chunk.item / chunk.tp
     return chunk_layers(chunk, kept, 0.0 if input_goes(context.spec, chunk) else given)
 
 
-def _tokens(member: Member) -> int:
+def own_tokens(member: Member) -> int:
     return sum(b - a for a, b in member.tokens)
 
 
-def _member(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
+def member_bytes(context: StageContext, group: ContextGroup, member: Member, chunk: RankWork) -> tuple[float, float]:
     """(kept, working) bytes of one sequence on one rank, all layers of a chunk; without the head."""
     layers = ContextLayers(
         context.spec, chunk.layers, chunk.full, chunk.recompute == "selective", chunk.item, max(chunk.item, 4),
@@ -414,7 +377,7 @@ def _member(context: StageContext, group: ContextGroup, member: Member, chunk: R
     q, kv = (b - a for a, b in (member.computed.q_heads, member.computed.kv_heads))
     own, (queries, keys) = layers.per_own_token(chunk.tp, len(group.members) == 1), layers.per_core_token(q, kv)
     kept, work = (
-        _tokens(member) * own[i] + group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1)
+        own_tokens(member) * own[i] + group.num_tokens * queries[i] + seen * keys[i] for i in (0, 1)
     )
     if not gather and len(context.groups) > 1:
         work += layers.blocks(kv, max((x.size for x in context.blocks), default=0))

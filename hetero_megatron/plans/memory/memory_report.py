@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetero_megatron.cluster import format_bytes
+from hetero_megatron.cluster import Cluster, format_bytes
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.memory.of_plan import MemoryBytes
 from hetero_megatron.utils.text import plural, rank_ranges
@@ -31,6 +31,34 @@ class OverLimit:
         )
 
 
+@dataclass(frozen=True)
+class OverHost(OverLimit):
+    """A node whose ranks, of which ``rank`` is the first, need more host memory than it has."""
+
+    node: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node} needs {format_bytes(self.need)} of its {format_bytes(self.limit)} of host memory: "
+            f"over by {format_bytes(self.over)}"
+        )
+
+
+def over_host(memory: Mapping[int, MemoryBytes], cluster: Cluster) -> tuple[OverHost, ...]:
+    """The nodes that exceed their ``host_memory``, where the cluster file says it, worst first."""
+    needs: dict[str, int] = {}
+    for rank, m in memory.items():
+        node = cluster.ranks[rank].node
+        needs[node] = needs.get(node, 0) + m.host
+    found = []
+    for rank in sorted(memory):
+        there, known = cluster.ranks[rank], cluster.group_of(rank).host_memory
+        if known and needs.pop(there.node, 0) > known:
+            need = sum(m.host for r, m in memory.items() if cluster.ranks[r].node == there.node)
+            found.append(OverHost(rank, there.chip, need, known, there.node))
+    return tuple(sorted(found, key=lambda o: (-o.over, o.rank)))
+
+
 def over_limit(
     memory: Mapping[int, MemoryBytes], limits: Mapping[int, int], chips: Mapping[int, str]
 ) -> tuple[OverLimit, ...]:
@@ -42,6 +70,12 @@ def over_limit(
 def refuse(over: tuple[OverLimit, ...], memory: Mapping[int, MemoryBytes], where: str = "") -> UserError:
     """The error for a plan that does not fit: its worst rank, what fills it, and what would help most."""
     worst = over[0]
+    if isinstance(worst, OverHost):
+        return UserError(
+            f"the plan does not fit: {worst}", field="memory", where=where,
+            accepted="activations: {offload: {first: n}} of fewer layers, recompute instead, fewer offloaded "
+            "optimizers, or more host_memory: of its nodes in the cluster file",
+        )  # fmt: skip
     largest = memory[worst.rank].largest
     bytes_ = format_bytes(memory[worst.rank].parts()[largest])
     help_by = {

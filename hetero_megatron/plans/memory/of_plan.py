@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hetero_megatron.cluster import Chip, Cluster, format_bytes
 from hetero_megatron.plans.buckets import IN_FLIGHT, Bucket, frozen_buckets, make_buckets, plan_groups
 from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.context_plan import has_context
 from hetero_megatron.plans.experts import Islands, rank_shares
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.fp8_checks import stage_fp8
@@ -18,7 +19,6 @@ from hetero_megatron.plans.memory.activations import (
     RankWork,
     activation_bytes,
     chunk_limit,
-    context_activations,
     context_host_layers,
     graph_bytes,
     host_kept_bytes,
@@ -28,7 +28,7 @@ from hetero_megatron.plans.memory.activations import (
     working_bytes,
 )
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, divided_bytes, frozen_bytes
-from hetero_megatron.plans.program import held_by_stages
+from hetero_megatron.plans.program import held_by_stages, moments_by_stages
 from hetero_megatron.plans.routing import EVEN, Routing, mean_loads
 from hetero_megatron.spec import LogicalTensor, ModelSpec, Share, stage_tensors, tensor_box
 from hetero_megatron.spec.adapted_model import stored_bytes
@@ -251,16 +251,29 @@ def plan_activations(
     out: dict[int, MemoryBytes] = {}
     known: dict[tuple[object, ...], MemoryBytes] = {}
     for pipeline in plan.pipelines:
-        for stage, held in zip(pipeline.stages, held_by_stages(plan, pipeline), strict=True):
+        rows = held_by_stages(plan, pipeline)
+        # Of a stage that splits backwards, what waits for W.
+        split = moments_by_stages(plan, pipeline) if any(any(left) for row in rows for _, left in row) else ()
+        for s, (stage, held) in enumerate(zip(pipeline.stages, rows, strict=True)):
             work = stage_work(stage, spec, item, logits_bytes, routing, fp8, plan.islands)
+            moments = split[s] if split else ()
             for rank, chunks in work.items():
-                if (chunks, held) not in known:
-                    activations = activation_bytes(spec, chunks, held)
+                if (chunks, held, moments) not in known:
+                    if moments:
+                        from hetero_megatron.plans.memory.split_backward import split_activation_bytes
+
+                        activations = split_activation_bytes(spec, chunks, moments)
+                    else:
+                        activations = activation_bytes(spec, chunks, held)
                     beside = graph_bytes(spec, chunks, held) if graphs else 0
                     host = most_held([host_kept_bytes(spec, x) for x in chunks], [0] * len(chunks), held)
-                    known[chunks, held] = MemoryBytes(activations=activations, graphs=beside, host=host)
-                out[rank] = known[chunks, held]
-            with_context = context_activations(spec, stage, plan.seq_length, work, held)
+                    known[chunks, held, moments] = MemoryBytes(activations=activations, graphs=beside, host=host)
+                out[rank] = known[chunks, held, moments]
+            if not has_context(stage, plan.seq_length):
+                continue
+            from hetero_megatron.plans.memory.context_members import context_activations
+
+            with_context = context_activations(spec, stage, plan.seq_length, work, held, moments)
             out |= {rank: MemoryBytes(activations=size, host=host) for rank, (size, host) in with_context.items()}
     return out
 
@@ -269,9 +282,14 @@ def micro_batch_bytes(
     stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN, fp8: Fp8 | None = None
 ) -> dict[int, list[tuple[int, int, int]]]:
     """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
-    B_INPUT to W, what a backward works with)."""
+    B_INPUT to W, what a backward works with, split or not)."""
+    from hetero_megatron.plans.memory.split_backward import splitting_bytes
+
     return {
-        rank: [(kept_bytes(spec, x), operand_bytes(spec, x), working_bytes(spec, x)) for x in chunks]
+        rank: [
+            (kept, operand_bytes(spec, x), max(working_bytes(spec, x), splitting_bytes(spec, x) - kept))
+            for x in chunks for kept in [kept_bytes(spec, x)]
+        ]
         for rank, chunks in stage_work(stage, spec, item, routing=routing, fp8=fp8).items()
     }
 

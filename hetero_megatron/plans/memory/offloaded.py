@@ -51,6 +51,10 @@ class LayerBytes:
     host: float
     again: float = 0.0
 
+    def times(self, rows: int) -> LayerBytes:
+        """Of so many sequences."""
+        return LayerBytes(rows * self.kept, rows * self.host, rows * self.again)
+
 
 def chunk_layers(
     held: ChunkWork, kept: Callable[[str], float], given: float, lse: float = 0.0

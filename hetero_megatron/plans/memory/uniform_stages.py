@@ -147,15 +147,38 @@ class UniformStageMemory:
     @cached_method
     def activations(
         self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
-        fp8: str | None = None,
+        fp8: str | None = None, away: int = 0,
     ) -> tuple[int, int]:  # fmt: skip
-        """(bytes kept per micro-batch, working bytes of backward).
+        """(bytes kept per micro-batch on the device, working bytes of backward).
 
         Args:
             recompute, first, fp8: as in :class:`RankWork`; rows: sequences of ``length`` tokens on a TP group.
+            away: so many first layers have theirs in host memory.
         """
-        work = self._work(tp, layers, embed, head, recompute, first, rows, length, fp8)
+        work = self._work(tp, layers, embed, head, recompute, first, rows, length, fp8, away)
         return kept_bytes(self.spec, work), working_bytes(self.spec, work)
+
+    @cached_method
+    def splitting(
+        self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
+        fp8: str | None = None, away: int = 0,
+    ) -> int:  # fmt: skip
+        """Bytes of a micro-batch at the worst moment of its B_INPUT; arguments as of :meth:`activations`."""
+        from hetero_megatron.plans.memory.split_backward import splitting_bytes
+
+        work = self._work(tp, layers, embed, head, recompute, first, rows, length, fp8, away)
+        return splitting_bytes(self.spec, work)
+
+    @cached_method
+    def host_layers(
+        self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
+        away: int,
+    ) -> tuple[float, ...]:  # fmt: skip
+        """By layer, bytes of a micro-batch in host memory; arguments as of :meth:`activations`."""
+        from hetero_megatron.plans.memory.offloaded import layer_bytes
+
+        work = self._work(tp, layers, embed, head, recompute, first, rows, length, away=away)
+        return tuple(layer.host for layer in layer_bytes(self.spec, work))
 
     @cached_method
     def operands(self, tp: int, layers: int, head: bool, rows: int, length: int) -> int:
@@ -164,11 +187,13 @@ class UniformStageMemory:
 
     def _work(
         self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
-        fp8: str | None = None,
+        fp8: str | None = None, away: int = 0,
     ) -> RankWork:  # fmt: skip
         tokens = rows * length
         limit = chunk_limit(self.spec, [(tokens, (1,) * tp)], self.item, self.logits_bytes) if head else None
-        return RankWork(layers, embed, head, recompute, first, tokens, self.item, tp, tp, limit, fp8=fp8, rows=rows)
+        return RankWork(
+            layers, embed, head, recompute, first, tokens, self.item, tp, tp, limit, fp8=fp8, rows=rows, offloaded=away
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -21,6 +21,7 @@ class StageChoice:
         embed, head: the stage has the embedding; the output head and loss.
         recompute: none | selective | elementwise | full | first (the first ``first`` layers whole, the rest none).
         offload: optimizer states live in host memory.
+        away: so many first layers have their activations in host memory from forward to backward.
         home: node group of the ranks, which determines links and node size; empty: the one with the chip and the
             largest nodes.
     """
@@ -35,6 +36,7 @@ class StageChoice:
     first: int = 0
     offload: bool = False
     home: str = ""
+    away: int = 0
 
     @property
     def full(self) -> int:

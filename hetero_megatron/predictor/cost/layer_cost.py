@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hetero_megatron.cluster import Cluster, NodeGroup
 from hetero_megatron.errors import UserError
@@ -169,7 +170,27 @@ class CostModel:
 
     @cached_method
     def _stage(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
-        return self.parts(stage, micro_batch_size).total(stage.layers, stage.full, stage.embed, stage.head)
+        forward, backward = self.parts(stage, micro_batch_size).total(
+            stage.layers, stage.full, stage.embed, stage.head
+        )
+        if not stage.away:
+            return forward, backward
+        there, back = self.copy_waits(stage, micro_batch_size)
+        return forward + there, backward + back
+
+    def copy_waits(self, stage: StageChoice, micro_batch_size: int) -> tuple[float, float]:
+        """Seconds for which (forward, backward) wait for copies of activations to host memory, and back."""
+        from hetero_megatron.predictor.cost.host_copies import waits
+
+        rows, rate, part = -(-micro_batch_size // stage.dp), self.host_rate(stage.chip), self.parts(
+            stage, micro_batch_size
+        )
+        sizes = self.memory.host_layers(
+            *stage.cut, stage.recompute, stage.first, rows, self.seq_length, stage.away
+        )
+        backward = [part.layer[1] + (part.layer[0] if i < stage.full else 0.0) for i in range(stage.layers)]
+        head = part.head[1] if stage.head else 0.0
+        return waits([size / rate for size in sizes], part.layer[0], backward, 1, head)
 
     def parts(self, stage: StageChoice, micro_batch_size: int) -> UnitSeconds:
         """Seconds of one layer, of embedding and head on a rank of the stage."""
@@ -352,10 +373,17 @@ class CostModel:
 
     def activation_bytes(self, stage: StageChoice, micro_batch_size: int) -> tuple[int, int]:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
+        return self.memory.activations(*self._work(stage, micro_batch_size))
+
+    def splitting_bytes(self, stage: StageChoice, micro_batch_size: int) -> int:
+        """Bytes of a micro-batch on a rank of the stage at the worst moment of its B_INPUT."""
+        return self.memory.splitting(*self._work(stage, micro_batch_size))
+
+    def _work(self, stage: StageChoice, micro_batch_size: int) -> tuple[Any, ...]:
+        """What :class:`UniformStageMemory` asks for."""
         rows, fp8 = -(-micro_batch_size // stage.dp), self.options.fp8
         recipe = fp8.recipe if fp8 is not None and self.in_fp8(stage, micro_batch_size) else None
-        again = stage.recompute, stage.first
-        return self.memory.activations(*stage.cut, *again, rows, self.seq_length, recipe)
+        return *stage.cut, stage.recompute, stage.first, rows, self.seq_length, recipe, stage.away
 
     def waiting_bytes(self, stage: StageChoice, micro_batch_size: int) -> int:
         """Bytes of a micro-batch on a rank of the stage from B_INPUT to W, where backward is split."""

@@ -20,7 +20,7 @@ from hetero_megatron.plans import Plan, validate
 from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.fp8_checks import fp8_fits
-from hetero_megatron.plans.memory.memory_report import OverLimit, over_limit, refuse
+from hetero_megatron.plans.memory.memory_report import OverLimit, over_host, over_limit, refuse
 from hetero_megatron.plans.memory.of_plan import (
     MemoryBytes,
     estimate_memory,
@@ -354,8 +354,8 @@ class StepSimulator:
 
     @cached_property
     def over(self) -> tuple[OverLimit, ...]:
-        """The ranks that do not fit, worst first."""
-        return over_limit(self.memory, self.limits, self.chips)
+        """The ranks that do not fit, worst first, and nodes without enough host memory."""
+        return over_limit(self.memory, self.limits, self.chips) + over_host(self.memory, self.costs.cluster)
 
     @cached_property
     def memory(self) -> dict[int, MemoryBytes]:

@@ -1,0 +1,122 @@
+"""What the report says of activations in host memory: what they need and save, what recompute would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hetero_megatron.cluster import format_bytes
+from hetero_megatron.errors import UserError
+from hetero_megatron.planner.problem import PlanningProblem
+from hetero_megatron.planner.search.incumbent import SimulatedPlan
+from hetero_megatron.plans import Plan, Stage
+from hetero_megatron.plans.canonical import Recompute
+from hetero_megatron.plans.memory.of_plan import host_layers, plan_activations
+from hetero_megatron.predictor.cost.layer_cost import CostModel
+from hetero_megatron.predictor.simulate.stage_cost import StageCosts
+from hetero_megatron.predictor.simulate.step import Prediction, predict
+from hetero_megatron.utils.text import format_seconds
+
+
+def activation_lines(best: SimulatedPlan, problem: PlanningProblem, costs: CostModel) -> tuple[str, ...]:
+    """Lines of the report; none where no activations are in host memory, nor would be if a chip's link were known.
+
+    Args:
+        costs: of the search, whose cluster may be another one than the plan's.
+    """
+    if costs.cluster is not best.cluster:
+        costs = CostModel(costs.model, best.cluster, costs.seq_length, costs.dtype, costs.options)
+    lines = [*_needs(best.plan, costs)]
+    if lines:
+        lines += _instead(best, costs)
+    unknown = _unknown(best, problem)
+    if unknown:
+        names, key = ", ".join(unknown), f"chips: {{{unknown[0]}: {{host_bandwidth: 25 GB/s}}}}"
+        lines.append(
+            f"not tried on {names}, whose link to the host is unknown: {key} in the cluster file, or "
+            "--offload-activations always"
+        )
+    return tuple(lines)
+
+
+def _needs(plan: Plan, costs: CostModel) -> Iterator[str]:
+    """By stage, alike ones once."""
+    options, prices = costs.options, StageCosts(plan, costs)
+    sizes = costs.item, options.logits_bytes, options.routing, options.fp8
+    there = plan_activations(plan, costs.model, *sizes)
+    here = plan_activations(plan.with_stages(lambda s: replace(s, activations=None)), costs.model, *sizes)
+    seen = set[str]()
+    for p, pipeline in enumerate(plan.pipelines):
+        forward = prices.of(pipeline).costs.forward
+        for s, stage in enumerate(pipeline.stages):
+            if stage.activations is None:
+                continue
+            found = host_layers(stage, costs.model, plan.seq_length, costs.item, options.routing, options.fp8)
+            rank = max(stage.ranks, key=lambda r: (sum(map(sum, found[r])), -r))
+            rate, most = sum(map(sum, found[rank])) / forward[s], costs.host_rate(costs.cluster.ranks[rank].chip)
+            saved = here[rank].activations - there[rank].activations
+            known = costs.cluster.group_of(rank).host_memory
+            text = (
+                f"offloads the activations of {stage.activations.layers} of {stage.num_layers} layers: needs "
+                f"{rate / 1e9:.3g} GB/s of {most / 1e9:.3g} of the host link, saves {format_bytes(max(saved, 0))} "
+                f"({format_bytes(there[rank].host)} of host memory per chip"
+                f"{')' if known else ', which nodes without host_memory: in the cluster file are taken to have)'}"
+            )
+            if text not in seen:
+                seen.add(text)
+                yield f"stage {p}.{s} {text}"
+
+
+def _instead(best: SimulatedPlan, costs: CostModel) -> Iterator[str]:
+    """What the fastest recompute would cost that fits instead."""
+    plan = best.plan.with_stages(lambda stage: _recomputed(stage, best, costs))
+    if any(stage.activations is not None for stage in plan.stages):
+        yield "without it no recompute fits in its place"
+        return
+    try:
+        found = predict(plan, costs.model, costs.cluster, costs.dtype, costs)
+    except UserError:  # an adaptive schedule that is not for these stages
+        return
+    kinds = dict.fromkeys(
+        str(b.recompute) for a, b in zip(best.plan.stages, plan.stages, strict=True) if a.activations is not None
+    )
+    more = found.step_seconds - best.step_seconds
+    yield f"recompute ({', '.join(kinds)}) in its place would take {format_seconds(max(more, 0.0))} more per step"
+
+
+def _recomputed(stage: Stage, best: SimulatedPlan, costs: CostModel) -> Stage:
+    """The stage with the least recompute that fits in place of host memory; itself where none does."""
+    if stage.activations is None:
+        return stage
+    levels = [Recompute("selective"), Recompute("elementwise")]
+    levels += [Recompute("first", n) for n in range(1, stage.num_layers)] if stage.recompute.kind == "none" else []
+    found = list[tuple[float, Stage]]()
+    prices = StageCosts(best.plan, costs)
+    for level in [*levels, Recompute("full")]:
+        made = replace(stage, recompute=level, activations=None)
+        if (not found or level.kind != "first" or found[-1][1].recompute.kind != "first") and _fits(made, best, costs):
+            found.append((prices.stage_seconds(made), made))
+    return min(found, key=lambda row: row[0])[1] if found else stage
+
+
+def _fits(made: Stage, best: SimulatedPlan, costs: CostModel) -> bool:
+    """Whether a stage in the place of that with its ranks does."""
+    plan, options = best.plan.with_stages(lambda s: made if s.ranks == made.ranks else s), costs.options
+    needs = plan_activations(plan, costs.model, costs.item, options.logits_bytes, options.routing, options.fp8)
+    found: Prediction = best.prediction
+
+    def total(rank: int) -> int:
+        return replace(found.memory[rank], activations=needs[rank].activations).total
+
+    return all(total(rank) <= found.limits[rank] for rank in made.ranks)
+
+
+def _unknown(best: SimulatedPlan, problem: PlanningProblem) -> list[str]:
+    """Chips of stages that recompute because nothing is known of their links to hosts."""
+    if problem.space.offload_activations != "auto" or problem.space.recompute is not None:
+        return []
+    chips = {
+        best.cluster.ranks[rank].chip
+        for stage in best.plan.stages for rank in stage.ranks if stage.recompute.kind != "none"
+    }  # fmt: skip
+    return sorted(chips - problem.space.activations_away(best.cluster.chips))

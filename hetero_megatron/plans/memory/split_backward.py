@@ -1,0 +1,131 @@
+"""Bytes of activations where backward is split: while B_INPUT goes through the layers, what they keep becomes operands
+of W, which may be more.
+
+In a B_INPUT the layers before the one that computes have what they keep, those after it the operands of their weight
+gradients, and it has both: at the worst moment, in its activation, all that it keeps is still there, as are the
+gradient that goes around the MLP (before and after a norm), that of what ``down_proj`` put out (after the gather), the
+product's, those of gate and up, and one helper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from operator import mul
+
+from hetero_megatron.plans.memory.activations import (
+    RankWork,
+    boundary_bytes,
+    ends_bytes,
+    ends_operand_bytes,
+    kept_bytes,
+    linear_bytes,
+    operand_bytes,
+    working_bytes,
+)
+from hetero_megatron.plans.memory.offloaded import LayerBytes, layer_bytes
+from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
+from hetero_megatron.schedule.split_moments import Moment
+from hetero_megatron.spec import ModelSpec
+from hetero_megatron.spec.activation_bytes import (
+    layer_backward_bytes,
+    layer_operand_bytes,
+)
+from hetero_megatron.spec.expert_load import expert_operand_bytes, plain_load
+from hetero_megatron.spec.flops import common_columns
+
+NUMBERS = 16  # bytes of each token that norms and the like keep of a layer beside its activations
+DATA = 128  # bytes of each token for its number, label, place and the like, of the micro-batches that are held
+
+
+def splitting_bytes(
+    spec: ModelSpec, held: RankWork, layers: Sequence[LayerBytes] | None = None, kept: int | None = None,
+    working: int | None = None,
+) -> int:  # fmt: skip
+    """Bytes of one micro-batch of a chunk at the worst moment of its B_INPUT, all that it kept and will wait among
+    them, with messages on their way.
+
+    Args:
+        layers, kept, working: of a rank of a context group, whose attention is not that of :class:`RankWork`: bytes of
+            the layers, on the device and in host memory; what the chunk keeps on the device; what a whole backward of
+            one layer works with.
+    """
+    head, of_head = (sum(ends_bytes(spec, held)), ends_operand_bytes(spec, held)) if held.head else (0, 0)
+    in_layer = _layer_working(spec, held)
+    if working is not None:  # the gradients around the MLP wait while attention works
+        in_layer = max(in_layer, working + 2 * boundary_bytes(spec, held) * held.shards)
+    kept = kept_bytes(spec, held) if kept is None else kept
+    most = kept + working_bytes(spec, replace(held, offloaded=0)) if held.head else 0  # operands of the head are made
+    layers = layer_bytes(spec, held) if layers is None else layers
+    # All that no layer has: rotary tables, and the output that the next stage got.
+    beside = kept - head - sum(layer.kept - layer.host for layer in layers)
+    # By then the product alone is made again; of 16 bits, what is normed, too.
+    if held.recompute == "elementwise" and not held.full and spec.moe is None:
+        wide = common_columns(spec, 0.0) / held.tp + (spec.hidden_size if held.item == 2 else 0)
+        layers = [replace(layer, again=min(layer.again, held.tokens * held.item * wide)) for layer in layers]
+    operands = layer_operand_bytes(spec, held.tokens, held.item, held.tp, held.load)
+    inside = beside + of_head + in_layer + _moving(held) * boundary_bytes(spec, held)
+    inside += held.tokens * (NUMBERS * held.layers / held.shards + DATA)
+    return round(max(most, inside + _layers(layers, operands, held.ahead)))
+
+
+def _layers(layers: Sequence[LayerBytes], operands: float, ahead: int) -> float:
+    """Of all layers, while B_INPUT is in the worst one."""
+    most, there = 0.0, [layer.kept - layer.host for layer in layers]
+    for i, layer in enumerate(layers):
+        coming = sum(x.host for x in layers[max(i - ahead, 0) : i])
+        after = (len(layers) - 1 - i) * operands
+        most = max(most, sum(there[:i]) + coming + layer.kept + layer.again + after)
+    return most
+
+
+def _layer_working(spec: ModelSpec, held: RankWork) -> float:
+    """Beside what a layer keeps and has made again."""
+    sizes = (held.item, held.tp, held.shards, held.load)
+    load = held.load or plain_load(spec, held.tokens, 1 / held.tp, held.shards)
+    routed = load.layers if load is not None else 0.0
+    h, row = spec.hidden_size, held.tokens * held.item
+    columns = common_columns(spec, 0.0 if routed < 1 else 1.0) / held.tp
+    around = 2 * h / held.shards + (h if held.tp > 1 else 0)
+    dense = row * (around + (4 if spec.gated else 2) * columns)
+    whole = layer_backward_bytes(spec, held.tokens, *sizes, linear_bytes(spec, held))
+    if load is not None and routed:
+        whole += round(routed * expert_operand_bytes(spec, load, held.item))
+    return max(dense, whole)
+
+
+def _moving(held: RankWork) -> int:
+    """Messages of a micro-batch's size that are posted or on their way."""
+    return (not (held.embed and held.head)) * LOOKAHEAD + (not held.embed) * SEND_LAG
+
+
+def _weight_working(spec: ModelSpec, held: RankWork) -> float:
+    """While W makes the gradients of weights: the largest one before it is added up, and messages."""
+    if spec.lora is not None:
+        return _moving(held) * boundary_bytes(spec, held)
+    columns = max(common_columns(spec, 0.0), spec.num_heads * spec.head_dim) / held.tp
+    vocabulary = spec.vocab_size / held.tp if held.head else 0.0
+    widest = (held.item + (4 if held.item == 2 else 0)) * spec.hidden_size * max(2 * columns, vocabulary)
+    return widest + _moving(held) * boundary_bytes(spec, held)
+
+
+def split_activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], moments: Iterable[Moment]) -> int:
+    """Most bytes of activations and of what backward works with, by what comes at each moment of a rank's stage."""
+    kept = [kept_bytes(spec, chunk) for chunk in chunks]
+    working = [working_bytes(spec, chunk) for chunk in chunks]
+    return most_at_moments(spec, chunks, moments, kept, working, [splitting_bytes(spec, chunk) for chunk in chunks])
+
+
+def most_at_moments(
+    spec: ModelSpec, chunks: Sequence[RankWork], moments: Iterable[Moment], kept: Sequence[int],
+    working: Sequence[int], splitting: Sequence[int],
+) -> int:  # fmt: skip
+    """The same; by chunk, what a micro-batch keeps, what a whole backward works with, :func:`splitting_bytes`."""
+    waiting = [operand_bytes(spec, chunk) for chunk in chunks]
+    weights = [_weight_working(spec, chunk) for chunk in chunks]
+    beside = [size - own for size, own in zip(splitting, kept, strict=True)]
+    more: dict[str, Sequence[float]] = {"B": working, "B_INPUT": beside, "W": weights}
+    return round(max(
+        sum(map(mul, whole, kept)) + sum(map(mul, split, waiting)) + more[kind][chunk]
+        for whole, split, kind, chunk in moments
+    ))  # fmt: skip
