@@ -209,6 +209,12 @@ class Accelerator:
         """Most bytes allocated at once so far."""
         return int(self.module().max_memory_allocated(index))
 
+    def memory_recorder(self) -> Any:
+        """torch's module that records what the allocator does (``_record_memory_history``, ``_dump_snapshot``); None
+        where there is none."""
+        module = getattr(self.module(), "memory", None)
+        return module if hasattr(module, "_record_memory_history") else None
+
     def synchronize(self) -> None:
         self.module().synchronize()
 
@@ -334,6 +340,9 @@ class CPU(Accelerator):
         """Max RSS of the process."""
         scale = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+    def memory_recorder(self) -> Any:
+        return None
 
     def synchronize(self) -> None:
         return None

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -75,6 +76,10 @@ class Platform:
             self.accelerator.synchronize()
         elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+
+    def memory_recorder(self) -> Any:
+        """See :meth:`Accelerator.memory_recorder`."""
+        return self.accelerator.memory_recorder() if self.accelerator is not None else None
 
     def peak_memory(self) -> int:
         """Peak bytes: of the accelerator's allocator, or of the process (max RSS) on the CPU."""

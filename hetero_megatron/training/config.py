@@ -90,7 +90,7 @@ class LoggingConfig:
     ``wandb``, ``mlflow``: arguments of ``monitoring.boards``; None: off. ``validation_perplexity``: of evaluations, for
     dashboards. ``kernel_plan``: each stage's kernels are printed with what was passed over and why. ``log_format``: of
     the console line, ``short`` or ``megatron``. ``profile``: None: off. ``routing_stats``: file for how often experts
-    were chosen.
+    were chosen. ``memory_snapshot``: file for the history of each rank's memory, with its number; None: not recorded.
     """
 
     interval: int = 100
@@ -105,6 +105,7 @@ class LoggingConfig:
     profile: ProfileSteps | None = None
     routing_stats: str | None = None
     mlflow: Mapping[str, Any] | None = None
+    memory_snapshot: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ in which every refusal comes before what takes long; ``training/loop.py`` then r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -246,13 +246,21 @@ def train(
     say_joined(comm.rank, launcher.diagnoses)
     if comm.accelerator is not None and type(comm.clock) is Clock:  # a device queues its work: the host's seconds
         comm.clock = DeviceClock(comm.accelerator)  # would say nothing about it
-    with leaving(comm, platform):
+    with leaving(comm, platform), _memory_history(config.logging.memory_snapshot, platform, comm.rank):
         config = agree(config, comm, platform, plugins, emulation)
         if comm.rank not in config.plan.ranks:
             return 0
         training = set_up(config, comm, platform, plugins, emulation)
         training.on_step = on_step
         return run_training(training)
+
+
+def _memory_history(path: str | None, platform: Platform, rank: int) -> AbstractContextManager[None]:
+    if path is None:
+        return nullcontext()
+    from hetero_megatron.training.memory_history import recorded_memory
+
+    return recorded_memory(path, platform, rank)
 
 
 def agree(

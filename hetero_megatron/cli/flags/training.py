@@ -213,6 +213,7 @@ def build_logging(args: Arguments) -> LoggingConfig:
         _profile(args),
         _routing_stats(args),
         mlflow if "experiment" in mlflow else None,
+        (args["memory_snapshot_path"] or "snapshot.pickle") if args["record_memory_history"] else None,
     )
 
 
@@ -313,7 +314,8 @@ def build_elastic(args: Arguments, data: DataConfig | None, supervised: bool) ->
     if data is not None and data.reads_stream:
         problem = "a data set that is read as a stream has one reader on each node, which may be lost"
         raise flag_error("elastic", True, problem, "another --dataloader-type than streaming, or --mock-data")
-    once = ("replan_on_drift", "profile", "wandb_project", "mlflow_experiment", "dump_layers", "capture_operators")
+    once = ("replan_on_drift", "profile", "wandb_project", "mlflow_experiment", "dump_layers", "capture_operators",
+            "record_memory_history")
     for key in (*once, "skip_train"):
         if args[key]:
             raise flag_error(key, args[key], "it belongs to one run of the processes, and --elastic makes several",

@@ -13,7 +13,6 @@ _NEVER_WRITTEN = (
     "--log-num-zeros-in-grad", "--log-params-norm", "--log-energy", "--log-max-attention-logit", "--enable-one-logger",
     "--no-one-logger",
 )  # fmt: skip
-_PROFILE = "profiles are not built yet"
 _WITHOUT = "the trace holds steps, actions and transfers"
 _PROFILED = needs("--profile", harmless=True)
 _BOARD, _WANDB = needs("--tensorboard-dir"), needs("--wandb-project")
@@ -69,8 +68,10 @@ FLAGS = (
           needs=needs("--use-pytorch-profiler", harmless=True)),
     switch("--use-pytorch-profiler", "also write torch profiler output of --profile-ranks: "
            "SAVE/profile/torch-rank-N.json", needs=_PROFILED),
-    refused("--record-memory-history", _PROFILE),
-    refused("--memory-snapshot-path", _PROFILE, nargs=1),
+    switch("--record-memory-history", "record what the allocator of each rank's device does, for torch's viewer "
+           "(docs.pytorch.org/memory_viz)"),
+    value("--memory-snapshot-path", str, None, "write it there when the run ends, however it does; a file's name gets "
+          "the rank's number (default: snapshot.pickle)", needs=needs("--record-memory-history", harmless=True)),
     count("--exit-interval", None, "stop after a step that is a multiple of this"),
     count("--exit-duration-in-mins", None, "stop after so many minutes"),
     switch("--exit-signal-handler", "stop cleanly, on all ranks, when the signal comes"),
