@@ -201,12 +201,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """No rank needs more than what its chip has, the margin left free."""
+        """No rank needs more than what its chip has, the margin left free, and no node more than its host memory."""
         return not self.simulated.over
 
     @property
     def over(self) -> list[str]:
-        """A line per rank that does not fit."""
+        """A line per rank, or node, that does not fit."""
         return [str(over) for over in self.simulated.over]
 
     def explain(self, width: int = 100) -> str:

@@ -109,7 +109,7 @@ def check_target(directory: str, spec: ModelSpec, world: Group) -> None:
 
 def _check_target(path: Path, spec: ModelSpec) -> None:
     """Refuse a directory that is not empty or cannot be made, and a model without a Hugging Face family."""
-    to_hf_config(spec)
+    to_hf_config(exported_model(spec))
     check_folder(path, FLAG)
 
 

@@ -15,7 +15,7 @@ from hetero_megatron.cli.early import check_data, check_early, check_offload
 from hetero_megatron.cli.flags import training as training
 from hetero_megatron.cli.flags.adapter import build_adapter, with_adapters
 from hetero_megatron.cli.flags.expert_flags import build_balancing
-from hetero_megatron.cli.flags.model import build_dropout, build_spec
+from hetero_megatron.cli.flags.model import build_dropout, build_spec, with_predictions
 from hetero_megatron.cli.flags.parse import (
     Arguments,
     Collector,
@@ -83,19 +83,22 @@ _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path",
 
 
 def configure(
-    argv: Sequence[str], environment: Mapping[str, str], model: ModelSpec | None = None, early: bool = False
-) -> RunConfig:
+    argv: Sequence[str], environment: Mapping[str, str], model: ModelSpec | None = None, early: bool = False,
+    generates: bool = False,
+) -> RunConfig:  # fmt: skip
     """Parse the flags and check everything that can be known before the ranks start.
 
     Args:
         environment: the launcher's, which gives the ranks.
         model: that of a checkpoint, where flags name none.
+        generates: nothing is trained.
         early: also look at places, packages and data, as the first rank of a run does (see ``early``).
 
     Raises:
         UserError: all errors in one; but what cannot be judged because of another is not.
     """
     args, errors = parse_all(argv)
+    args.generates = generates
     return configure_arguments(args, errors, environment, model, early)
 
 
@@ -117,7 +120,7 @@ def configure_arguments(
     data = part(_own_tokenizer, args, data)
     part(_set_dtype, args, dtype)
     part(check_use, args, data)
-    spec = model if model is not None else part(_spec, args, data)
+    spec = part(lambda: with_predictions(args, model)) if model is not None else part(_spec, args, data)
     part(_check_vocabulary, args, data, spec)
     cluster = part(_cluster, args)
     plan = part(_plan, args, spec, launcher, cluster, dtype, fp8)

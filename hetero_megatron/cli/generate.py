@@ -8,7 +8,6 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -167,14 +166,14 @@ def _configure(
         if checkpoint is None:
             accepted = "a directory that --save wrote"
             raise UserError("holds no checkpoint", field="--load", value=args.load, accepted=accepted)
-        spec = replace(spec_of(checkpoint), mtp_layers=0)  # what predicts further tokens has no part in it
+        spec = spec_of(checkpoint)
     if args.load_hf is not None:
         words += ["--load-hf", args.load_hf]
     if args.load_adapter is not None:
         words += ["--load-adapter", args.load_adapter]
     if not {"--plan", "--auto-plan"} & {word.partition("=")[0] for word in rest}:
         words += ["--seq-length", "8", "--micro-batch-size", "1"]
-    config = configure(words, environment, spec)
+    config = configure(words, environment, spec, generates=True)
     source = config.load_hf if config.load_hf is not None else args.load
     tokenizer = _tokenizer(args, source, checkpoint)
     return config, checkpoint, tokenizer, find_settings(args, source, checkpoint, tokenizer, config.spec.vocab_size)

@@ -37,6 +37,7 @@ class _Batch:
     documents: None = None
     draws: None = None
     loss_mask: None = None
+    ahead: tuple[()] = ()
 
 
 class Decoder:

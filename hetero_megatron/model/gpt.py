@@ -257,7 +257,8 @@ class GPTStage(nn.Module):
         # On the device from the start (no parameter or buffer: no checkpoint holds it): a copy in each forward
         # would make the host wait for all that the device has queued.
         # A stage without layers has them too: calibration takes what an action costs besides its layers to be alike.
-        used = dict.fromkeys(spec.layer(i).rope for i in (layers or range(spec.num_layers)))
+        numbers = (*(layers or range(spec.num_layers)), *(spec.predictions if head else ()))
+        used = dict.fromkeys(spec.layer(i).rope for i in numbers)
         self._freqs = {rope: torch.empty(0) for rope in used if rope is not None}
         self._angles: dict[Rope, Angles] = {}
         self._place = (seq_length, device)
@@ -301,7 +302,8 @@ class GPTStage(nn.Module):
         return cast(Iterable[Layer], cast(nn.ModuleDict, self.model["layers"]).values())
 
     def forward(self, x: torch.Tensor, batch: StageBatch, part: StagePart | None = None) -> torch.Tensor:
-        """x: [b, s] int64 or [b, s, h] -> [b, s, h] or logits [b, s, V_local]; see the class."""
+        """x: [b, s] int64 or [b, s, h] -> [b, s, h] or logits [b, s, V_local], of a batch with tokens ahead
+        [(1 + modules) b, s, V_local]; see the class."""
         numbers = self.numbers if part is None else part.layers
         layers = [self.model["layers"][str(i)] for i in numbers]  # type: ignore[index]
         embedded = self.has_embed and (part is None or part.embed)

@@ -232,7 +232,8 @@ class StageLoss:
         [1 + modules]: that sum, and that of each module, whose gradient has the weight of its loss.
 
         Args:
-            out: logits [b, s, V_local], or the head's input [b, s, h] where ``head`` is not None.
+            out: logits [b, s, V_local], or the head's input [b, s, h] where ``head`` is not None; with targets further
+                ahead of (1 + modules) b rows.
             seed: gradient of the sum with which backward will start.
         """
         if batch.ahead:
@@ -248,8 +249,8 @@ class StageLoss:
         assert every.loss_mask is not None
         rows = len(batch.labels)
         wide = torch.promote_types(out.dtype, torch.float32)
-        factors = torch.tensor([1.0, *[factor] * depth], dtype=wide, device=every.labels.device)
-        weights = factors.repeat_interleave(rows)[:, None] * every.loss_mask
+        weights = every.loss_mask.to(wide)  # without a copy from the host, for which it would wait
+        weights[rows:] *= factor
         losses = self.losses(out, every, weights, seed)
         weighted = (losses * weights).unflatten(0, (1 + depth, rows)).sum((1, 2))
         plain = (losses.detach() * every.loss_mask).unflatten(0, (1 + depth, rows)).sum((1, 2))

@@ -15,7 +15,8 @@ from hetero_megatron.schedule import Action
 
 
 class LossFunction(Protocol):
-    """(logits, batch, gradient with which backward will start) -> sum of losses, scalar."""
+    """(logits, batch, gradient with which backward will start) -> sum of losses, [], or [1 + modules] where modules
+    predict further tokens."""
 
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float, /) -> torch.Tensor: ...
 
@@ -141,7 +142,8 @@ class StepResult:
     gradients after the last backward included), and ``actions``.
     """
 
-    losses: list[torch.Tensor] = field(default_factory=list)  # [] each, so that the executor never waits for the device
+    # [] or [1 + modules] each, so that the executor never waits for the device.
+    losses: list[torch.Tensor] = field(default_factory=list)
     tokens: int = 0
     ran: list[tuple[Action, Any, Any]] = field(default_factory=list)
     whole: tuple[Any, Any] | None = None

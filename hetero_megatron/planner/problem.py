@@ -83,6 +83,10 @@ class PlanningProblem:
         """Whether the runtime can keep this optimizer in host memory."""
         return cannot_offload(self.options.costs.moments, self.dtype, self.options.costs.muon) is None
 
+    def activations_away(self) -> frozenset[str]:
+        """Chip types whose stages may have activations in host memory."""
+        return frozenset() if self.model.mtp_layers else self.space.activations_away(self.cluster.chips)
+
     def check(self) -> None:
         """Raise UserError for sequence lengths, batch sizes and offload settings that no plan can have."""
         model, batch, sizes = self.model, self.global_batch_size, self.space.micro_batch_sizes
@@ -97,6 +101,9 @@ class PlanningProblem:
         if self.space.offload_activations == "always" and self.space.recompute is not None:
             raise UserError("it is looked for in place of recompute, which is given", field="--offload-activations",
                             value="always", accepted="auto, never, or no --recompute")  # fmt: skip
+        if self.space.offload_activations == "always" and model.mtp_layers:
+            raise UserError("not built beside modules that predict further tokens", field="--offload-activations",
+                            value="always", accepted="auto or never, or --mtp-num-layers 0")  # fmt: skip
         if batch < 1:
             raise UserError("too small", field="--global-batch-size", value=batch, accepted="an integer >= 1")
         if sizes is not None and len(sizes) == 1 and batch % sizes[0]:

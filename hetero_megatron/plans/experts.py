@@ -20,6 +20,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
 from hetero_megatron.plans.fields import Source, parse_ranks, reduced, stages
+from hetero_megatron.plans.predictions import run_layers
 from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples, unit_sequences
 from hetero_megatron.utils.text import plural
 
@@ -147,8 +148,7 @@ def require_rows(plan: Plan, batch_size: int) -> None:
 
 def has_experts(spec: ModelSpec, stage: Stage) -> bool:
     """Whether some layer of the stage is a mixture of experts."""
-    numbers = (*stage.layer_indices(), *(spec.predictions if stage.head else ()))
-    return any(spec.layer(i).mlp == "moe" for i in numbers)
+    return any(spec.layer(i).mlp == "moe" for i in run_layers(spec, stage))
 
 
 def rank_shares(spec: ModelSpec, stage: Stage) -> Mapping[int, Share]:

@@ -16,7 +16,7 @@ from hetero_megatron.cluster.catalogue import DTYPES
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import FORMATS, RECIPES, Fp8
 from hetero_megatron.spec.lora import Lora, sites_of
-from hetero_megatron.utils.text import format_bytes
+from hetero_megatron.utils.text import format_bytes, plural
 
 if TYPE_CHECKING:
     from hetero_megatron.cluster import Cluster
@@ -81,10 +81,11 @@ class MadeFor:
     def agree_on_model(self, model: ModelSpec, source: str) -> None:
         """UserError for a model that differs in what counts, adapters among it; its name does not."""
         if model_hash(model) != self.model_hash:
-            if model_hash(replace(model, mtp_layers=self.mtp_layers)) == self.model_hash:
+            if model_hash(self.with_predictions(model)) == self.model_hash:
+                modules = plural(self.mtp_layers, "module")
                 raise UserError(
-                    f"the plan was made for {self.mtp_layers} modules that predict further tokens (made_for of "
-                    f"{source})", field="--mtp-num-layers", value=model.mtp_layers, where="command line",
+                    f"the plan was made for {modules} that predict further tokens (made_for of {source})",
+                    field="--mtp-num-layers", value=model.mtp_layers, where="command line",
                     accepted=f"{self.mtp_layers}, or a plan made for {model.mtp_layers}",
                 )  # fmt: skip
             if model_hash(replace(model, lora=self.lora)) == self.model_hash:
@@ -94,6 +95,11 @@ class MadeFor:
                 value=f"{model.name} ({model_hash(model)})", where=source,
                 accepted=f"{self.model}, or a plan made for {model.name}",
             )  # fmt: skip
+
+    def with_predictions(self, model: ModelSpec) -> ModelSpec:
+        """The model with as many modules that predict further tokens as the plan's, where it may have such."""
+        may = model.position == "rope" and model.lora is None
+        return replace(model, mtp_layers=self.mtp_layers) if may else model
 
     def _other_adapters(self, asked: Lora | None, source: str) -> UserError:
         """The refusal of adapters that differ from the plan's, by the first flag that does."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hetero_megatron.plans.canonical import Plan, Stage
 from hetero_megatron.plans.fields import Source, stages
+from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
@@ -22,8 +23,8 @@ def predictions_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
     depth = spec.mtp_layers
     if depth >= plan.seq_length:
         raise source.error(
-            f"{depth} modules predict tokens beyond a sequence of {plan.seq_length}", "--mtp-num-layers", depth,
-            f"at most {plan.seq_length - 1}",
+            f"{plural(depth, 'module')} would predict tokens beyond a sequence of {plan.seq_length}",
+            "--mtp-num-layers", depth, f"at most {plan.seq_length - 1}",
         )  # fmt: skip
     for path, _, stage in stages(plan):
         for key, what in (("weights", "divides its weights"), ("activations", "has activations in host memory")):

@@ -29,8 +29,9 @@ COMMAND = ["hetero-megatron", "pretrain", "--plan", "a plan.yaml", "$(USER) $$ $
 BASE: dict[str, Any] = {
     "version": 1,
     "nodes": [
-        {"name": "big", "count": 2, "chip": "own", "chips_per_node": 2, "hosts": ["n1", "n2"], "interface": "eth0",
-         "env": {"MODE": "x y"}, "partition": "a", "gres": "gpu:2", "node_selector": {"pool": "a"}, "resource": "x/y",
+        {"name": "big", "count": 2, "chip": "own", "chips_per_node": 2, "host_memory": "64 GiB",
+         "hosts": ["n1", "n2"], "interface": "eth0", "env": {"MODE": "x y"}, "partition": "a", "gres": "gpu:2",
+         "node_selector": {"pool": "a"}, "resource": "x/y",
          "python": "/rocm/bin/python", "directory": "/rocm/job", "image": "e.com/rocm:1"},
         {"name": "small", "count": 1, "chip": "H20"},
     ],

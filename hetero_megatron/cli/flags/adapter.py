@@ -140,6 +140,11 @@ def with_lora(args: Namespace, model: ModelSpec, made: MadeFor | None = None) ->
     if args.mtp_num_layers is None and made is not None:
         args.mtp_num_layers = made.mtp_layers
     if args.mtp_num_layers:
+        if args.fp8_format is not None:
+            raise UserError(
+                "not known beside --fp8-format: a last stage may have nothing in fp8", field="--mtp-num-layers",
+                value=args.mtp_num_layers, accepted="0, or no --fp8-format",
+            )  # fmt: skip
         try:
             model = replace(model, mtp_layers=args.mtp_num_layers)
         except UserError as error:

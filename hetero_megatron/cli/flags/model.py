@@ -23,7 +23,7 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         named = "model" if args["model"] is not None else "load_hf"
         spec = _stretched(args, load_model(args[named], flag_name(named)))
         _check_agreement(args, spec)
-        spec = _predicting(args, spec)
+        spec = with_predictions(args, spec)
         args.notices.extend(spec.notices)
         _say_unused_dropout(args, spec)
         return spec
@@ -31,13 +31,15 @@ def build_spec(args: Arguments, data: DataConfig | None) -> ModelSpec:
         if args[key] is None:
             raise flag_error(key, None, "missing, and there is no --model", "a number, or --model")
     try:
-        return _predicting(args, _spec(args, _vocabulary(args, data)))
+        return with_predictions(args, _spec(args, _vocabulary(args, data)))
     except UserError as error:
         raise _renamed(error) from None
 
 
-def _predicting(args: Arguments, spec: ModelSpec) -> ModelSpec:
-    """With the modules that predict further tokens that the flags ask for."""
+def with_predictions(args: Arguments, spec: ModelSpec) -> ModelSpec:
+    """With the modules that predict further tokens that the flags ask for, which generation leaves out."""
+    if args.generates:
+        return replace(spec, mtp_layers=0)
     key, wanted, said = "mtp_num_layers", args["mtp_num_layers"], spec.mtp_said
     if args["load_hf"] is not None and wanted > said:
         accepted = f"at most {said}" if said else "0, or --model, whose weights begin anew"

@@ -42,6 +42,7 @@ class Arguments:
         facts: facts about the data, for ``Flag.needs``.
         failed: keys of flags that were given with a value that cannot be taken: reading one raises ``Unknown``.
         places: flag -> file and line, of those that ``--config`` brought.
+        generates: nothing is trained, so that modules which predict further tokens have no part in it.
     """
 
     values: dict[str, Any]
@@ -51,6 +52,7 @@ class Arguments:
     facts: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     places: Mapping[str, str] = field(default_factory=dict)
+    generates: bool = False
 
     def __getitem__(self, key: str) -> Any:
         if key in self.failed:

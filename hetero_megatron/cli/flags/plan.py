@@ -102,7 +102,7 @@ def _from_file(
     document = read_document(args["plan"])
     made_for = made_for_of(document)
     if made_for is not None:  # first: what else does not fit another model would be a riddle
-        made_for.agree_on_model(spec, args["plan"])
+        made_for.agree_on_model(made_for.with_predictions(spec) if args.generates else spec, args["plan"])
     plan = load_plan(document, spec, cluster, dtype)
     if cluster is not None and (added := add_islands(plan, spec, cluster)) is not plan:
         plan = added
@@ -146,7 +146,7 @@ def take_defaults(args: Arguments) -> None:
     if made_for.known_model() is not None and not args.has("model", "load_hf", "num_layers", "hidden_size"):
         args.values["model"] = made_for.model
         args.notices.append(f"model {made_for.model}: the plan was made for it")
-    if made_for.mtp_layers and "mtp_num_layers" not in args.given:
+    if made_for.mtp_layers and "mtp_num_layers" not in args.given and not args.generates:
         args.values["mtp_num_layers"] = made_for.mtp_layers
         args.notices.append(f"--mtp-num-layers {made_for.mtp_layers}: the plan was made with it")
     _take_adapters(args, made_for)
@@ -187,7 +187,9 @@ def _searched(
             raise flag_error(key, None, "missing beside --auto-plan", "an integer >= 1")
     sizes = (args["micro_batch_size"],) if "micro_batch_size" in args.given else None
     costs = CostOptions(moments=moments_of(args["optimizer"]), muon=args["optimizer"] == "muon", fp8=fp8)
-    options = SearchOptions(dtype=dtype or "fp32", space=SearchSpace(micro_batch_sizes=sizes), costs=costs)
+    fixed = args["compile"] or args["cuda_graph_impl"] == "local"  # neither goes with activations in host memory
+    space = SearchSpace(micro_batch_sizes=sizes, offload_activations="never" if fixed else "auto")
+    options = SearchOptions(dtype=dtype or "fp32", space=space, costs=costs)
     if launcher.rank == 0:
         chips = plural(cluster.world_size, "chip")
         what = f"searching for a plan on {chips}; hetero-megatron plan would show how that goes"

@@ -201,6 +201,10 @@ class StageTables:
         """Tables where other pipelines may own all optimizer states of a stage."""
         return StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, True, self.away)
 
+    def on_chips(self) -> StageTables:
+        """Tables where no activations go to host memory."""
+        return StageTables(self.costs, self.pool, self.layers, self.depth, self.offload, self.lent)
+
     def owners(self, replicas: float) -> float:
         """Pipelines by which the optimizer states of a stage are divided."""
         return MANY_REPLICAS if self.lent and replicas > 1 else replicas

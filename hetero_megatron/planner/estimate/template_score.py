@@ -240,8 +240,8 @@ def make_scorer(problem: PlanningProblem, costs: CostModel | None = None) -> Tem
     known, layers = costs.rates, problem.model.num_layers
     pool = make_pool(problem.cluster, lambda a, b: known.link(a, b).as_link(), problem.dtype)
     depth = max(LEAST_DEPTH, min(DEPTH if pool.chips <= LARGE else LARGE_DEPTH, layers + 2, pool.chips))
-    away = problem.space.activations_away(problem.cluster.chips)
-    return TemplateScorer(StageTables(costs, pool, layers, depth, away=away), pool)
+    tables = StageTables(costs, pool, layers, depth, away=problem.activations_away())
+    return TemplateScorer(tables, pool)
 
 
 def best_recompute(

@@ -10,7 +10,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.plans import Plan, Stage
-from hetero_megatron.plans.canonical import Recompute
+from hetero_megatron.plans.canonical import Pipeline, Recompute
 from hetero_megatron.plans.memory.of_plan import host_layers, plan_activations
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
@@ -69,7 +69,11 @@ def _needs(plan: Plan, costs: CostModel) -> Iterator[str]:
 
 def _instead(best: SimulatedPlan, costs: CostModel) -> Iterator[str]:
     """What the fastest recompute would cost that fits instead."""
-    plan = best.plan.with_stages(lambda stage: _recomputed(stage, best, costs))
+    pipelines = (
+        replace(pipeline, stages=tuple(_recomputed(stage, pipeline, best, costs) for stage in pipeline.stages))
+        for pipeline in best.plan.pipelines
+    )
+    plan = replace(best.plan, pipelines=tuple(pipelines))
     if any(stage.activations is not None for stage in plan.stages):
         yield "without it no recompute fits in its place"
         return
@@ -84,7 +88,7 @@ def _instead(best: SimulatedPlan, costs: CostModel) -> Iterator[str]:
     yield f"recompute ({', '.join(kinds)}) in its place would take {format_seconds(max(more, 0.0))} more per step"
 
 
-def _recomputed(stage: Stage, best: SimulatedPlan, costs: CostModel) -> Stage:
+def _recomputed(stage: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel) -> Stage:
     """The stage with the least recompute that fits in place of host memory; itself where none does."""
     if stage.activations is None:
         return stage
@@ -94,14 +98,17 @@ def _recomputed(stage: Stage, best: SimulatedPlan, costs: CostModel) -> Stage:
     prices = StageCosts(best.plan, costs)
     for level in [*levels, Recompute("full")]:
         made = replace(stage, recompute=level, activations=None)
-        if (not found or level.kind != "first" or found[-1][1].recompute.kind != "first") and _fits(made, best, costs):
+        if (not found or level.kind != "first" or found[-1][1].recompute.kind != "first") and _fits(
+            made, pipeline, best, costs
+        ):
             found.append((prices.stage_seconds(made), made))
     return min(found, key=lambda row: row[0])[1] if found else stage
 
 
-def _fits(made: Stage, best: SimulatedPlan, costs: CostModel) -> bool:
+def _fits(made: Stage, pipeline: Pipeline, best: SimulatedPlan, costs: CostModel) -> bool:
     """Whether a stage in the place of that with its ranks does."""
-    plan, options = best.plan.with_stages(lambda s: made if s.ranks == made.ranks else s), costs.options
+    stages, options = tuple(made if s.ranks == made.ranks else s for s in pipeline.stages), costs.options
+    plan = replace(best.plan, pipelines=(replace(pipeline, stages=stages),))
     needs = plan_activations(plan, costs.model, costs.item, options.logits_bytes, options.routing, options.fp8)
     found: Prediction = best.prediction
 
@@ -113,7 +120,7 @@ def _fits(made: Stage, best: SimulatedPlan, costs: CostModel) -> bool:
 
 def _unknown(best: SimulatedPlan, problem: PlanningProblem) -> list[str]:
     """Chips of stages that recompute because nothing is known of their links to hosts."""
-    if problem.space.offload_activations != "auto" or problem.space.recompute is not None:
+    if problem.space.offload_activations != "auto" or problem.space.recompute is not None or problem.model.mtp_layers:
         return []
     chips = {
         best.cluster.ranks[rank].chip

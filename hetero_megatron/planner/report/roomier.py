@@ -84,4 +84,8 @@ def _recomputed(result: SearchResult, problem: PlanningProblem) -> Iterator[tupl
 
 def _levels(template: PlanTemplate) -> list[str]:
     stages = (stage for part in template.parts for stage in part.shape.stages)
-    return list(dict.fromkeys(f"first {s.first}" if s.recompute == "first" else s.recompute for s in stages))
+    return list(dict.fromkeys(
+        (f"first {s.first}" if s.recompute == "first" else s.recompute)
+        + (f", activations of {s.away} layers in host memory" if s.away else "")
+        for s in stages
+    ))  # fmt: skip

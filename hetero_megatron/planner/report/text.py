@@ -214,8 +214,8 @@ def _memory_lines(best: SimulatedPlan, model: ModelSpec) -> list[str]:
     held, seen = [], dict[object, int]()
     for p, pipeline in enumerate(best.plan.pipelines):
         stages = tuple(
-            (s.layers, s.chip, s.recompute, s.optimizer, tuple((u.sequences, u.tokens, u.tp_split) for u in s.units))
-            for s in pipeline.stages
+            (s.layers, s.chip, s.recompute, s.activations, s.optimizer,
+             tuple((u.sequences, u.tokens, u.tp_split) for u in s.units)) for s in pipeline.stages
         )
         key = pipeline.micro_batch_size, min(pipeline.num_micro_batches, len(stages)), stages
         seen[key] = seen.get(key, 0) + 1

@@ -79,7 +79,9 @@ def _room(scorer: TemplateScorer) -> bool:
 
 def _short(best: SimulatedPlan) -> bool:
     """Whether a plan shows that memory is short."""
-    return bool(best.idle) or any(x.recompute.kind != "none" or x.optimizer.offload for x in best.plan.stages)
+    return bool(best.idle) or any(
+        x.recompute.kind != "none" or x.optimizer.offload or x.activations is not None for x in best.plan.stages
+    )
 
 
 def shares_text(best: SimulatedPlan) -> list[str]:

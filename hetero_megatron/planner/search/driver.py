@@ -1,10 +1,10 @@
 """The search for the best plan of a model on a mixed cluster (HeteroAuto).
 
 :func:`search` runs proposers of plan templates: uniform plans, dynamic programs (:mod:`pipeline_dp`, or
-:mod:`graph_partition` for many kinds of nodes), local search, the same on each chip type alone, and more where the
-cluster is small (:mod:`small_clusters`); optimizers in host memory if asked for or if nothing fits otherwise. The best
-few by estimate become concrete plans that the step simulator times. Plans with context groups (:mod:`context_stages`)
-and divided experts (:mod:`expert_stages`) are compared with those.
+:mod:`graph_partition` for many kinds of nodes), local search, the same on parts of the cluster (:mod:`parts`), and
+more where the cluster is small (:mod:`small_clusters`); optimizers in host memory if asked for or if nothing fits
+otherwise. The best few by estimate become concrete plans that the step simulator times. Plans with context groups
+(:mod:`context_stages`) and divided experts (:mod:`expert_stages`) are compared with those.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from hetero_megatron.cluster.subset import of_type
 from hetero_megatron.errors import UserError
 from hetero_megatron.planner.estimate.context_certificate import work_bound
-from hetero_megatron.planner.estimate.template_score import TemplateScorer, make_scorer
+from hetero_megatron.planner.estimate.template_score import TemplateScorer, best_recompute, make_scorer
 from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.context_stages import ContextStages
 from hetero_megatron.planner.search.divided_stages import DividedStages
@@ -29,6 +29,7 @@ from hetero_megatron.planner.search.incumbent import (
     Proposer,
     SimulatedPlan,
     simulate_best,
+    simulate_template,
 )
 from hetero_megatron.planner.search.infeasible import no_room, refuse
 from hetero_megatron.planner.search.local_search import LocalSearch
@@ -126,14 +127,17 @@ def _search_all(
     result.complete = result.complete and not budget.cut
     result.work_ended = scorer.work.cut
     if problem.space.offload_activations == "auto":
-        _stay_on_chips(result)
+        _stay_on_chips(result, problem)
     return result
 
 
-def _stay_on_chips(result: SearchResult) -> None:
-    """Take the fastest plan whose activations stay on the chips, where host memory makes the best one hardly faster."""
+def _stay_on_chips(result: SearchResult, problem: PlanningProblem) -> None:
+    """Take the fastest plan whose activations stay on the chips, where host memory makes the best one hardly faster:
+    one of the runners-up, or the same with recompute instead."""
     if all(stage.activations is None for stage in result.best.plan.stages):
         return
+    if (same := _recomputed(result, problem)) is not None:
+        result.others = sorted([*result.others, same], key=lambda plan: plan.step_seconds)
     for other in result.others:
         if other.step_seconds > (1 + WORTH) * result.best.step_seconds:
             return
@@ -141,6 +145,22 @@ def _stay_on_chips(result: SearchResult) -> None:
             rest = [plan for plan in result.others if plan is not other]
             result.best, result.others = other, [result.best, *rest]
             return
+
+
+def _recomputed(result: SearchResult, problem: PlanningProblem) -> SimulatedPlan | None:
+    """The best plan's template with recompute in place of host memory; None where that does not fit."""
+    template, tables = result.best.template, result.scorer.tables.on_chips()
+    parts = []
+    for part in template.parts:
+        plain = part.shape.with_stages({s: stage.plain for s, stage in enumerate(part.shape.stages)})
+        shape = best_recompute(tables, plain, template.schedule, part.num_micro_batches, template.pipelines)
+        if shape is None:
+            return None
+        parts.append(replace(part, shape=shape))
+    if not parts:  # of a plan that no template describes
+        return None
+    found = simulate_template(replace(template, parts=tuple(parts)), problem, result.scorer)
+    return found if found is not None and not found.prediction.over else None
 
 
 def _improve(
@@ -306,7 +326,7 @@ class Offloaded:
         for away in self._sets(chips):
             there = incumbent.on(incumbent.scorer.offloading(away))
             proposers: list[Proposer] = [GraphPartition() if many else PipelineDP()]
-            if len(away) == len(chips) and not many:  # results for single types do not depend on the set
+            if len(away) == len(chips) and not many:
                 proposers.append(Parts(incumbent))
             if not all(proposer.propose(problem, there) for proposer in proposers):
                 return False

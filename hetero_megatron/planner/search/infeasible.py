@@ -82,6 +82,8 @@ def _short_of(problem: PlanningProblem, scorer: TemplateScorer, away: bool) -> s
             f"{states}{where}: {format_bytes(least)} of states, and all chips together have {format_bytes(usable)} to "
             f"use, {format_bytes(least - usable)} too little even without activations"
         )
+    if fits(problem, scorer):
+        return f"{states}{where} and activations would fit on the chips, but what is put into host memory not there"
     layers = min(most_layers(problem, scorer), model.num_layers - 1)
     size = min(problem.space.micro_batch_sizes or (1,))
     short = replace(problem, seq_length=1)

@@ -81,9 +81,12 @@ class Parts:
                 return True
         own = Incumbent(problem, incumbent.scorer, incumbent.budget, keep=incumbent.keep, part_of=incumbent)
         polished = own.on((self.polished or incumbent).scorer)
-        small: list[Proposer] = [] if self.polished is not None else [SmallClusters(counts)]
-        proposers: list[Proposer] = [UniformSeeds(counts), PipelineDP(counts), LocalSearch(), *small]
-        complete = all(x.propose(problem, polished if isinstance(x, LocalSearch) else own) for x in proposers)
-        for seconds, _, template in own.rows:
-            incumbent.take(template, seconds)
+        proposers: list[Proposer] = [PipelineDP(counts), LocalSearch()]
+        if self.polished is None:  # with optimizers on the chips
+            proposers = [UniformSeeds(counts), *proposers, SmallClusters(counts)]
+        try:
+            complete = all(x.propose(problem, polished if isinstance(x, LocalSearch) else own) for x in proposers)
+        finally:
+            for seconds, _, template in own.rows:
+                incumbent.take(template, seconds)
         return complete and not incumbent.should_stop()

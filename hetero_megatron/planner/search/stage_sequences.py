@@ -104,10 +104,10 @@ class StageSequences:
 
     @cached_property
     def _speeds(self) -> Floats:
-        """[groups] layers per second of a chip, at best."""
+        """[groups] layers per second of a chip, at best; 0 of groups without chips."""
         rates = [
-            max((rate for size in self.sizes for _, rate in self.inputs.rates(g, size)), default=0.0)
-            for g in range(len(self.inputs.counts))
+            max((rate for size in self.sizes for _, rate in self.inputs.rates(g, size)), default=0.0) if chips else 0.0
+            for g, chips in enumerate(self.inputs.counts)
         ]
         return np.array(rates)
 

@@ -108,7 +108,8 @@ def make_pool(cluster: Cluster, link_of: LinkOf, dtype: str | None = None) -> De
     for i in usable:
         group = cluster.nodes[i]
         plain = not cluster.rates.get("links") and not any(group.name in pair for pair in cluster.pairs)
-        key = (group.chip, group.chips_per_node) if plain else (group.chip, group.chips_per_node, i)
+        alike = (group.chip, group.chips_per_node, group.host_memory)
+        key = alike if plain else (*alike, i)
         merged.setdefault(key, []).append(i)
     groups = tuple(
         DeviceGroup(home.chip, home.chips_per_node, tuple(n for i in m for n in first[i]), home.name)

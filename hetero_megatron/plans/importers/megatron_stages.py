@@ -188,7 +188,8 @@ def layout_stages(text: str, pp: int, num_layers: int) -> tuple[list[int], int, 
     stages = expand_layout(text).split("|")
     symbols = "".join(stages)
     if "m" in symbols:
-        raise flag_error(name, text, "this version cannot run multi-token prediction ('m')", "E, t, L and |")
+        problem = "modules that predict further tokens ('m') are always with 'L', and not written"
+        raise flag_error(name, text, problem, "E, t, L and |, and --mtp-num-layers")
     if len(stages) % pp or (pp == 1 and len(stages) > 1):
         problem = f"it has {plural(len(stages), 'stage')} for {plural(pp, 'pipeline-parallel rank')}"
         raise flag_error(name, text, problem, plural(pp, "stage") + (", or a multiple" if pp > 1 else ""))

@@ -14,7 +14,7 @@ from hetero_megatron.plans import Plan, Stage
 from hetero_megatron.plans.canonical import Unit
 from hetero_megatron.plans.fp8 import Fp8
 from hetero_megatron.plans.made_for import lora_words
-from hetero_megatron.plans.memory.memory_report import format_memory
+from hetero_megatron.plans.memory.memory_report import OverHost, format_memory
 from hetero_megatron.plans.memory.of_plan import ADAM_MOMENTS
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import Prediction
@@ -79,7 +79,7 @@ def format_prediction(found: Prediction) -> str:
     if found.over:
         lines += [f"does not fit: {over}" for over in found.over[:4]]
         if len(found.over) > 4:
-            lines.append(f"and {len(found.over) - 4} more ranks")
+            lines.append(f"and {len(found.over) - 4} more")
     else:
         lines.append(f"fits: rank {free[1]} has least left, {format_bytes(free[0])} below its limit")
     if found.assumed:
@@ -130,7 +130,10 @@ def as_json(found: Prediction) -> Mapping[str, Any]:
         "parts": dict(found.parts),
         "pipeline_seconds": list(found.pipeline_seconds),
         "fits": not found.over,
-        "over": [{"rank": o.rank, "chip": o.chip, "bytes": o.over} for o in found.over],
+        "over": [
+            {"rank": o.rank, "chip": o.chip, "bytes": o.over} | ({"host": o.node} if isinstance(o, OverHost) else {})
+            for o in found.over
+        ],
         "assumed": list(found.assumed),
         "ranks": [
             {

@@ -57,7 +57,8 @@ def away(plan: Plan) -> list[int]:
 
 @pytest.mark.parametrize("seed", quick(range(20), (1, 8)))
 def test_as_good_as_exhaustive_search(seed: int) -> None:
-    """The reference tries the first n layers beside every recompute; never worse than without."""
+    """The reference tries the first n layers beside every recompute. Of plans that are within 1 % of each other, one
+    that leaves activations on the chips is taken."""
     case = random_case(100 + seed, "open")
     case = with_hosts(case, random.Random(seed).choice([2e9, 2e10, 2e11]))
     mine, without = found(case), found(case, offload_activations="never")
@@ -68,7 +69,7 @@ def test_as_good_as_exhaustive_search(seed: int) -> None:
         return
     validate(mine.best.plan, case.model, case.cluster, dtype="bf16")
     assert not mine.best.prediction.over
-    assert without is None or mine.best.step_seconds <= without.best.step_seconds * (1 + 1e-9)
+    assert without is None or mine.best.step_seconds <= without.best.step_seconds * 1.01
     score = scorer.score(mine.best.template)
     assert score is not None
     assert score.step_seconds <= 1.01 * Exhaustive(case, scorer, score.step_seconds, away=True).run()

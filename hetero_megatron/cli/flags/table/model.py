@@ -120,7 +120,7 @@ FLAGS = (
     ),
     value(
         "--mtp-loss-scaling-factor", float, 0.1, "weight of the mean over the modules of their losses, beside the main "
-        "loss", least=0.0, most=1e6,
+        "loss", least=0.0, most=1e6, needs=needs("--mtp-num-layers"),
     ),
     refused(
         "--heterogeneous-layers-config-path",
