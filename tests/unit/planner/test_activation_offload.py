@@ -28,6 +28,8 @@ from hetero_megatron.spec import ModelSpec, load_model
 from tests.support.planner_reference import Case, Exhaustive, random_case
 from tests.support.selection import quick
 
+NODES = (("a", "512 GiB"), ("b", "1 MiB"))
+
 
 def problem(case: Case, schedules: str = "never", **space: Any) -> PlanningProblem:
     options = SearchOptions(space=SearchSpace(more_schedules=schedules, **space))
@@ -146,3 +148,31 @@ def test_memory_of_a_chosen_plan_is_that_of_a_dry_run(tmp_path: Path) -> None:
     device = known.total - known.overhead - known.communicators
     product = 2 * 2048 * model.ffn_hidden_size * 4
     assert -0.01 * dry.peak <= dry.peak - device <= product + 0.01 * dry.peak
+
+
+def test_a_stage_with_modules_keeps_its_activations() -> None:
+    """Modules that predict further tokens are not built beside activations in host memory."""
+    case = long(host_memory="64 GiB")
+    mine = found(replace(case, model=replace(case.model, mtp_layers=1)))
+    assert mine is not None and not away(mine.best.plan)
+    with pytest.raises(UserError, match=r"--offload-activations.*--mtp-num-layers 0"):
+        problem(replace(case, model=replace(case.model, mtp_layers=1)), offload_activations="always").check()
+
+
+def test_a_plan_is_worth_the_host_memory() -> None:
+    """By 1 % of a step: else the same with recompute is taken. Links from useless to fast."""
+    without = found(long(), offload_activations="never")
+    assert without is not None
+    for rate in (4, 7, 12):
+        mine = found(long(host=f"{rate} GB/s"))
+        assert mine is not None and mine.best.step_seconds <= without.best.step_seconds * 1.01
+        assert not away(mine.best.plan) or mine.best.step_seconds < without.best.step_seconds, rate
+
+
+def test_nodes_with_unlike_hosts_are_no_one_group() -> None:
+    data = document(long().cluster)
+    (node,) = data["nodes"]
+    data["nodes"] = [{**node, "name": name, "count": 1, "host_memory": size} for name, size in NODES]
+    for order in (data["nodes"], data["nodes"][::-1]):
+        pool = make_scorer(problem(replace(long(), cluster=cluster_from_dict({**data, "nodes": order})))).pool
+        assert [group.nodes for group in pool.groups] == [1, 1]

@@ -14,7 +14,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.planner.problem import PlanningProblem, SearchOptions
 from hetero_megatron.planner.search.driver import search
 from hetero_megatron.planner.template.search_space import SearchSpace
-from hetero_megatron.spec import load_model
+from hetero_megatron.spec import ModelSpec, load_model
 from tests.support.planner_reference import Case, random_case
 from tests.support.selection import quick
 
@@ -70,3 +70,19 @@ def test_no_part_of_a_larger_cluster_is_faster(case: tuple[Any, str, int, Any]) 
 
     whole = seconds(tuple(count for _, count, _ in groups))
     assert all(whole <= seconds(part) * (1 + 1e-9) for part in parts)
+
+
+def test_parts_whose_chips_have_no_room() -> None:
+    """A cluster for which nothing fits is refused, not ended by a part of it."""
+    chips = {
+        name: {"memory": f"{size} GiB", "tflops": {"bf16": 40, "fp32": 40}, "memory_bandwidth": "1 TB/s",
+               "communicators": {"each": "1 B", "peer": "1 B"}}
+        for name, size in (("a", 10), ("b", 20))
+    }  # fmt: skip
+    nodes = [{"name": name, "chip": name, "count": 2} for name in chips]
+    link = {"bandwidth": "10 GB/s", "latency": "10 us"}
+    cluster = cluster_from_dict({"nodes": nodes, "chips": chips, "links": {"inter_node": link}})
+    model = ModelSpec("small", "llama", 48, 1024, 4096, 1, 1, 1024, 8000, 1 << 20)
+    options = SearchOptions(space=SearchSpace(more_schedules="never", context="never"))
+    with pytest.raises(UserError, match="fits in no plan"):
+        search(PlanningProblem(model, cluster, 262144, 2, options))
