@@ -8,18 +8,16 @@ memory, where that is faster.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_megatron.planner.estimate.pipeline_time import Link as Transfers
+from hetero_megatron.planner.estimate.stage_communicators import StageCommunicators, most_peers
 from hetero_megatron.planner.template.device_pool import DevicePool
-from hetero_megatron.planner.template.node_classes import StageId
 from hetero_megatron.planner.template.plan_template import StageTemplate
 from hetero_megatron.plans import supports
-from hetero_megatron.plans.memory.of_plan import library
 from hetero_megatron.predictor.cost.cost_options import StageChoice
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.cost.link_model import LinkPrice
@@ -142,12 +140,6 @@ class AwayTable:
         return found
 
 
-def most_peers(mine: int, theirs: int) -> int:
-    """Of a line that is cut evenly into ``mine`` parts, and into ``theirs``: most of the latter that touch one of the
-    former."""
-    return max(-(-(i + 1) * theirs // mine) - i * theirs // mine for i in range(mine))
-
-
 def per_layer(seconds: Floats) -> float:
     """Seconds of one more layer, from seconds [layers + 1]; inf where none fits."""
     return float(seconds[2] - seconds[1] if len(seconds) > 2 and np.isfinite(seconds[2]) else seconds[1])
@@ -174,15 +166,9 @@ class StageTables:
     activations in host memory."""
 
     def __init__(
-        self,
-        costs: CostModel,
-        pool: DevicePool,
-        layers: int,
-        depth: int,
-        offload: frozenset[str] = frozenset(),
-        lent: bool = False,
-        away: frozenset[str] = frozenset(),
-    ) -> None:
+        self, costs: CostModel, pool: DevicePool, layers: int, depth: int, offload: frozenset[str] = frozenset(),
+        lent: bool = False, away: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self.costs, self.pool, self.layers, self.depth = costs, pool, layers, max(1, depth)
         self.offload, self.lent, self.away = offload, lent, away
         self.links = costs.links
@@ -409,52 +395,3 @@ class StageTables:
     def likely_same_node(self, a: StageTemplate, b: StageTemplate) -> bool:
         """Whether neighbouring stages fit into one node together."""
         return a.group == b.group and a.chips + b.chips <= self.pool.groups[a.group].per_node
-
-
-class StageCommunicators:
-    """Of the stages on one pool."""
-
-    def __init__(self, costs: CostModel, pool: DevicePool) -> None:
-        chips = [costs.cluster.chips[group.chip] for group in pool.groups]
-        self.vendors = [library(chip) for chip in chips]
-        self.memory = [chip.communicator for chip in chips]
-
-    def counted(self, stages: Sequence[StageTemplate], s: int, reducing: Iterable[int]) -> int:
-        """Bytes on a rank of stage ``s`` of a pipeline beyond what is set aside.
-
-        Args:
-            reducing: ranks of each group in which gradients of the stage are reduced (:meth:`reducing`).
-        """
-        stage = stages[s]
-        vendor, memory = self.vendors[stage.group], self.memory[stage.group]
-        if not vendor:
-            return 0
-        beside = [stages[i] for i in (s - 1, s + 1) if 0 <= i < len(stages)]
-        pairs = sum(2 * other.tp * other.dp for other in beside if self.vendors[other.group] == vendor)
-        groups = [size for size in (stage.tp, *reducing) if size > 1]
-        taken = memory.bytes(len(groups) + pairs, sum(groups) - len(groups) + pairs)
-        return max(0, taken - memory.least)
-
-    def of_equal_pipelines(self, stages: Sequence[StageTemplate], s: int, replicas: float) -> int:
-        """:meth:`counted` of ``replicas`` equal pipelines."""
-        return self.counted(stages, s, [int(replicas * stages[s].chips)] if len(stages) > 1 else [])
-
-    def reducing(
-        self, holders: Iterable[Collection[StageId]], stages: Mapping[StageId, StageTemplate],
-        ranks: Mapping[StageId, int],
-    ) -> dict[StageId, list[int]]:  # fmt: skip
-        """By stage, ranks of the groups of one vendor in which its gradients are reduced.
-
-        Args:
-            holders: of every range of layers, the stages that hold it.
-            ranks: of each stage.
-        """
-        found: dict[StageId, list[int]] = {at: [] for at in stages}
-        everything = sum(ranks.values())
-        for together in {frozenset(row) for row in holders}:
-            count = sum(ranks[at] for at in together)
-            # The group of all ranks is the world's, which is gloo's.
-            if count < everything and len({self.vendors[stages[at].group] for at in together}) == 1:
-                for at in together:
-                    found[at].append(count)
-        return found

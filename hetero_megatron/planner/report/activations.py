@@ -11,7 +11,8 @@ from hetero_megatron.planner.problem import PlanningProblem
 from hetero_megatron.planner.search.incumbent import SimulatedPlan
 from hetero_megatron.plans import Plan, Stage
 from hetero_megatron.plans.canonical import Pipeline, Recompute
-from hetero_megatron.plans.memory.of_plan import host_layers, plan_activations
+from hetero_megatron.plans.memory.micro_batches import host_layers
+from hetero_megatron.plans.memory.of_plan import plan_activations
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.stage_cost import StageCosts
 from hetero_megatron.predictor.simulate.step import Prediction, predict

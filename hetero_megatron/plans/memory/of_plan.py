@@ -19,13 +19,9 @@ from hetero_megatron.plans.memory.activations import (
     RankWork,
     activation_bytes,
     chunk_limit,
-    context_host_layers,
     graph_bytes,
     host_kept_bytes,
-    kept_bytes,
     most_held,
-    operand_bytes,
-    working_bytes,
 )
 from hetero_megatron.plans.memory.divided import DividedBytes, buffer_bytes, divided_bytes, frozen_bytes
 from hetero_megatron.plans.program import held_by_stages, moments_by_stages
@@ -276,33 +272,6 @@ def plan_activations(
             with_context = context_activations(spec, stage, plan.seq_length, work, held, moments)
             out |= {rank: MemoryBytes(activations=size, host=host) for rank, (size, host) in with_context.items()}
     return out
-
-
-def micro_batch_bytes(
-    stage: Stage, spec: ModelSpec, item: int, routing: Routing = EVEN, fp8: Fp8 | None = None
-) -> dict[int, list[tuple[int, int, int]]]:
-    """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
-    B_INPUT to W, what a backward works with, split or not)."""
-    from hetero_megatron.plans.memory.split_backward import splitting_bytes
-
-    return {
-        rank: [
-            (kept, operand_bytes(spec, x), max(working_bytes(spec, x), splitting_bytes(spec, x) - kept))
-            for x in chunks for kept in [kept_bytes(spec, x)]
-        ]
-        for rank, chunks in stage_work(stage, spec, item, routing=routing, fp8=fp8).items()
-    }
-
-
-def host_layers(
-    stage: Stage, spec: ModelSpec, seq_length: int, item: int, routing: Routing = EVEN, fp8: Fp8 | None = None
-) -> dict[int, list[list[float]]]:
-    """By rank and chunk, bytes of a micro-batch in host memory of each layer."""
-    from hetero_megatron.plans.memory.offloaded import layer_bytes
-
-    work = stage_work(stage, spec, item, routing=routing, fp8=fp8)
-    found = {rank: [[layer.host for layer in layer_bytes(spec, x)] for x in chunks] for rank, chunks in work.items()}
-    return found | context_host_layers(spec, stage, seq_length, work)
 
 
 def logits_limit(stage: Stage, spec: ModelSpec, item: int, logits_bytes: int = LOGITS_BYTES) -> int | None:

@@ -182,12 +182,9 @@ class CostModel:
         """Seconds for which (forward, backward) wait for copies of activations to host memory, and back."""
         from hetero_megatron.predictor.cost.host_copies import waits
 
-        rows, rate, part = -(-micro_batch_size // stage.dp), self.host_rate(stage.chip), self.parts(
-            stage, micro_batch_size
-        )
-        sizes = self.memory.host_layers(
-            *stage.cut, stage.recompute, stage.first, rows, self.seq_length, stage.away
-        )
+        rows, rate = -(-micro_batch_size // stage.dp), self.host_rate(stage.chip)
+        part = self.parts(stage, micro_batch_size)
+        sizes = self.memory.host_layers(*stage.cut, stage.recompute, stage.first, rows, self.seq_length, stage.away)
         backward = [part.layer[1] + (part.layer[0] if i < stage.full else 0.0) for i in range(stage.layers)]
         head = part.head[1] if stage.head else 0.0
         return waits([size / rate for size in sizes], part.layer[0], backward, 1, head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetero_megatron.plans import Stage
-from hetero_megatron.plans.memory.of_plan import host_layers
+from hetero_megatron.plans.memory.micro_batches import host_layers
 from hetero_megatron.predictor.cost.host_copies import coming, leaving
 from hetero_megatron.predictor.cost.layer_cost import CostModel, UnitSeconds
 from hetero_megatron.schedule.simulate import ChunkSeconds

@@ -13,7 +13,8 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.model import initial_values
 from hetero_megatron.plans import Pipeline, Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
-from hetero_megatron.plans.memory.of_plan import estimate_memory, micro_batch_bytes
+from hetero_megatron.plans.memory.micro_batches import micro_batch_bytes
+from hetero_megatron.plans.memory.of_plan import estimate_memory
 from hetero_megatron.schedule.actions import LOOKAHEAD, SEND_LAG
 from hetero_megatron.schedule.adaptive import search_adaptive
 from hetero_megatron.schedule.adaptive_chunks import search_adaptive_chunks

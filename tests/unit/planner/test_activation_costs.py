@@ -10,7 +10,7 @@ import pytest
 
 from hetero_megatron.cluster import cluster_from_dict
 from hetero_megatron.plans import Plan, plan_from_dict
-from hetero_megatron.plans.memory.of_plan import host_layers
+from hetero_megatron.plans.memory.micro_batches import host_layers
 from hetero_megatron.predictor.cost.host_copies import coming, leaving
 from hetero_megatron.predictor.simulate.step import predict
 from hetero_megatron.spec import load_model
