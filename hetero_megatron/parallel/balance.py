@@ -22,8 +22,7 @@ from hetero_megatron.ops.router import TINY, choose, scores_of
 from hetero_megatron.ops.spec import wide
 from hetero_megatron.parallel.collectives import sum_of_ranks
 from hetero_megatron.plans import Plan, Stage, locate, stage_at
-from hetero_megatron.plans.experts import destinations, expert_groups, sequence_group
-from hetero_megatron.plans.predictions import run_layers
+from hetero_megatron.plans.experts import destinations, expert_groups, run_layers, sequence_group
 from hetero_megatron.spec import ModelSpec
 from hetero_megatron.spec.moe import Balancing, MoE
 

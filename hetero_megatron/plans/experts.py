@@ -20,7 +20,6 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.layout import cut_in_tiles
 from hetero_megatron.plans.canonical import ExpertGroup, ExpertMember, Interval, Plan, Stage, Unit
 from hetero_megatron.plans.fields import Source, parse_ranks, reduced, stages
-from hetero_megatron.plans.predictions import run_layers
 from hetero_megatron.plans.shares import micro_batch_sizes, pipeline_samples, unit_sequences
 from hetero_megatron.utils.text import plural
 
@@ -302,3 +301,8 @@ def experts_are_held(plan: Plan, spec: ModelSpec, source: Source) -> None:
                         f"gives a rank none of the {moe.ffn_hidden_size} columns of each expert",
                         f"{field}[{g}].split", list(member.split), "weights that leave every rank at least one column",
                     )  # fmt: skip
+
+
+def run_layers(spec: ModelSpec, stage: Stage) -> tuple[int, ...]:
+    """Numbers of the layers that a stage runs: its own, then those of its modules."""
+    return (*stage.layer_indices(), *(spec.predictions if stage.head else ()))

@@ -5,17 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hetero_megatron.plans.canonical import Plan, Stage
+from hetero_megatron.plans.canonical import Plan
 from hetero_megatron.plans.fields import Source, stages
 from hetero_megatron.utils.text import plural
 
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
-
-
-def run_layers(spec: ModelSpec, stage: Stage) -> tuple[int, ...]:
-    """Numbers of the layers that a stage runs: its own, then those of its modules."""
-    return (*stage.layer_indices(), *(spec.predictions if stage.head else ()))
 
 
 def predictions_fit(plan: Plan, spec: ModelSpec, source: Source) -> None:
