@@ -18,13 +18,12 @@ from typing import Any
 
 import yaml
 
-from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip
+from hetero_megatron.cluster.catalogue import CHIPS, DTYPES, Chip, card_file
 from hetero_megatron.cluster.rates_section import TABLES, rows_on_lines
 from hetero_megatron.errors import UserError
 from hetero_megatron.utils.text import did_you_mean
 from hetero_megatron.utils.yaml_document import Entry, join, parse_document, read_document
 
-FOLDER = Path(__file__).resolve().parent / "cards"
 SECTIONS = (*DTYPES, "fp8_tensorwise", "fp8_blockwise")
 PRODUCTS = ("gemm_flops", "gemm_half", "gemm", "attention_flops")  # which are told by each other
 
@@ -143,8 +142,8 @@ def _size(cell: Entry) -> Any:
 @lru_cache(maxsize=256)
 def measured_card(card: str) -> tuple[Measurement, ...]:
     """What is in ``cluster/cards/`` about a chip of the catalogue."""
-    path = FOLDER / f"{card}.yaml"
-    return read_card(path) if card in CHIPS and path.is_file() else ()
+    path = card_file(card)
+    return read_card(path) if path is not None else ()
 
 
 def measurements(chip: Chip, section: str) -> dict[str, Measurement]:

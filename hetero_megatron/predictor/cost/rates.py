@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_STRIPES, CHIPS, Chip, Cluster, Link
+from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_STRIPES, Chip, Cluster, Link
+from hetero_megatron.cluster.catalogue import card_file
 from hetero_megatron.cluster.cluster import BRIDGE
 from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
@@ -273,7 +274,7 @@ def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRate
 def _with_card(chip: Chip, section: str, given: Any) -> Any:
     """``given``, and what others measured on such a card where it says nothing. What tells how fast products are is
     taken together, or not at all."""
-    if chip.speed is not None or chip.name not in CHIPS or not isinstance(given, Mapping):
+    if card_file(chip.name) is None or not isinstance(given, Mapping):
         return given
     from hetero_megatron.cluster.card_entries import PRODUCTS, measured_rates
 
@@ -361,7 +362,7 @@ def source_of(chip: Chip, dtype: str) -> str:
 
 def measured_by(chip: Chip, section: str) -> dict[str, str]:
     """By rate, who measured it on such a card, and when."""
-    if chip.name not in CHIPS:
+    if card_file(chip.name) is None:
         return {}
     from hetero_megatron.cluster.card_entries import measurements
 
