@@ -83,7 +83,7 @@ setup(
     python_requires=">=3.11",
     packages=PACKAGES,
     package_dir=PACKAGE_DIR,
-    package_data={"": ["*.yaml", "*.json", "*.html", "py.typed", "*.pyi"]},
+    package_data={"": ["*.yaml", "cards/*.yaml", "*.json", "*.html", "py.typed", "*.pyi"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hetero-megatron = hetero_megatron.cli.start:console"]},

@@ -8,7 +8,9 @@ hetero-megatron calibrate --cluster cluster.yaml --merge profile.json
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,10 +29,14 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.predictor.cost.rates import given_rates, load_rates, refuse_twice
 from hetero_megatron.training.exit import import_torch
 from hetero_megatron.utils.files import read_json_object
-from hetero_megatron.utils.text import dtype_name, notice_line, plural
+from hetero_megatron.utils.text import dtype_name, notice_line, plural, printable
+from hetero_megatron.utils.version import __version__
+from hetero_megatron.utils.yaml_document import LONGEST_NAME
 
 if TYPE_CHECKING:
     from hetero_megatron.calibration import CalibrationOptions
+    from hetero_megatron.comm import Comm
+    from hetero_megatron.platform.platform import Platform
     from hetero_megatron.spec import ModelSpec
 
 TIMEOUT = 600.0  # seconds, of every transfer
@@ -211,6 +217,30 @@ def _known_fixed(cluster: Cluster, rates: Mapping[str, Any], dtype: str, length:
     return found
 
 
+def _facts(
+    comm: Comm, cluster: Cluster, platform: Platform, options: argparse.Namespace, one: CalibrationOptions
+) -> dict[str, dict[str, str]]:
+    """By chip, on what, when and how its rates were measured, as ``cards contribute`` asks for it. Every rank calls."""
+    import torch
+
+    library = f", {platform.library} {platform.library_version()}" if platform.library_version() else ""
+    command = f"hetero-megatron calibrate --model {options.model} --steps {options.steps}"
+    sizes, degrees = (",".join(map(str, numbers)) for numbers in (one.micro_batch_sizes, one.tp))
+    shapes = f"{options.model}: {plural(one.seq_length, 'token')}, micro-batches of {sizes}, TP {degrees}"
+    counts = {chip: sum(rank.chip == chip for rank in cluster.ranks) for chip in cluster.chips}
+    chip = cluster.ranks[comm.rank].chip
+    own = {
+        "when": datetime.date.today().isoformat(),
+        "vendor": "cpu" if platform.device.type == "cpu" else platform.vendor,
+        "hardware": f"{counts[chip]} x {platform.chip()}, {os.cpu_count()} cores of a host",
+        "software": f"hetero-megatron {__version__}, torch {torch.__version__}{library}", "command": command,
+        "shapes": shapes,
+    }  # fmt: skip
+    short = {key: printable(text)[:LONGEST_NAME] for key, text in own.items()}
+    every = comm.group(tuple(range(cluster.world_size))).gather_objects(short, dict[str, str])
+    return {rank.chip: facts for rank, facts in zip(reversed(cluster.ranks), reversed(every), strict=True)}
+
+
 def _measure(
     cluster: Cluster, options: argparse.Namespace, rates: dict[str, Any], out: str
 ) -> dict[str, Any] | None:
@@ -268,6 +298,10 @@ def _measure(
             job = Job(comm, kind, optimizer_factory(OptimizerConfig()), kernels, fp8)
             fixed = _known_fixed(cluster, rates, one.dtype, one.seq_length)
             found = calibrate(job, cluster, spec, one, log, links, fixed)
+            facts = _facts(comm, cluster, platform, options, one)
+            for chip, by_dtype in found.rates["chips"].items():
+                for rows in by_dtype.values():
+                    rows["measured"] = facts[chip]
             rates, links = merge_rates(rates, found.rates), found.links
             if comm.rank == 0 and not options.json:
                 text = format_rates(found.rates, found.slow, found.clock)

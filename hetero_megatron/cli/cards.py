@@ -8,26 +8,58 @@ from typing import Any
 
 from hetero_megatron.cli.arguments import ArgumentParser
 from hetero_megatron.cli.output import print_json
+from hetero_megatron.cluster.card_entries import (
+    FACTS,
+    HARMLESS,
+    PRODUCTS,
+    Measurement,
+    measured_card,
+    measured_rates,
+    measurements,
+)
 from hetero_megatron.cluster.catalogue import CHIPS, GIB, Chip
 from hetero_megatron.errors import UserError
 from hetero_megatron.predictor.cost.efficiency import share_of_peak
 from hetero_megatron.predictor.cost.rates import MEMORY_BANDWIDTH, half_saturation
 from hetero_megatron.utils.text import plural
 
-ASSUMED = "assumed"
+ASSUMED = "assumed: data sheet x share of its class"
+MEASURED = "measured by"
+COUNTS = {"list": (0, 0), "show": (1, 1), "compare": (2, 8), "contribute": (1, 1), "check": (1, 64)}
+WORDS = {
+    "list": "no card", "show": "one card", "compare": "two to eight cards",
+    "contribute": "one file with rates that calibrate wrote", "check": "files of cluster/cards",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table, or with --json one object."""
-    parser = ArgumentParser("cards", "Kinds of cards: data sheets, and the share of them that was measured.")
-    parser.add_argument("what", choices=("list", "show", "compare"))
-    parser.add_argument("names", nargs="*", metavar="CARD", help="one for show, two or more for compare")
+    """Print a table, or with --json one object; ``contribute`` writes a file, ``check`` reads some."""
+    parser = ArgumentParser("cards", "Kinds of cards: data sheets, and what somebody measured of them.")
+    parser.add_argument("what", choices=tuple(COUNTS))
+    parser.add_argument("names", nargs="*", metavar="CARD", help="one for show, two or more for compare; a cluster\n"
+                        "file with rates for contribute, files of cluster/cards for check")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--as", dest="card", metavar="CARD", help="contribute: the card of the catalogue")
+    parser.add_argument("--by", metavar="NAME", help="contribute: who measured")
+    parser.add_argument("--out", metavar="FILE", help="contribute: where to write (default CARD.yaml); a file of\n"
+                        "the same card is added to")  # fmt: skip
     args = parser.parse_args(list(argv))
-    least, most = {"list": (0, 0), "show": (1, 1), "compare": (2, 8)}[args.what]
+    least, most = COUNTS[args.what]
     if not least <= len(args.names) <= most:
-        accepted = {"list": "no card", "show": "one card", "compare": "two to eight cards"}[args.what]
-        raise UserError(f"{plural(len(args.names), 'card')} for {args.what}", field="CARD", accepted=accepted)
+        noun = "file" if args.what in ("contribute", "check") else "card"
+        field = noun.upper()
+        raise UserError(f"{plural(len(args.names), noun)} for {args.what}", field=field, accepted=WORDS[args.what])
+    if args.what != "contribute" and (flag := next((f for f in ("card", "by", "out") if getattr(args, f)), None)):
+        flag = "--as" if flag == "card" else f"--{flag}"
+        raise UserError("is of contribute only", field=flag, accepted=f"cards {args.what} without it")
+    if args.what == "contribute":
+        from hetero_megatron.cli.cards_files import contribute
+
+        return contribute(args.names[0], args.card, args.by, args.out, args.json)
+    if args.what == "check":
+        from hetero_megatron.cli.cards_files import check
+
+        return check(args.names, args.json)
     chips = [find(name) for name in args.names] or list(CHIPS.values())
     rows = {chip.name: facts(chip) for chip in chips}
     if args.json:
@@ -49,19 +81,32 @@ def find(name: str) -> Chip:
 
 
 def facts(chip: Chip) -> dict[str, Any]:
-    """What predictions take of it where nothing was calibrated; FLOP/s, bytes and bytes per second."""
-    products = {}
-    for dtype, peak in chip.flops.items():
-        share = share_of_peak(chip.name, dtype)
-        products[dtype] = {
-            "peak": peak, "share": share.value, "reached": peak * share.value, "measured_by": share.source or None,
-            "half_at": round(half_saturation(peak * share.value)),
-        }  # fmt: skip
+    """What predictions take of it where nothing was calibrated; FLOP/s, bytes and bytes per second. ``measured``: what
+    is in ``cluster/cards`` of it."""
+    products = {dtype: _products(chip, dtype, peak) for dtype, peak in chip.flops.items()}
     memory = None if chip.memory_bandwidth is None else chip.memory_bandwidth * MEMORY_BANDWIDTH
+    by = measurements(chip, "").get("bytes_per_second")
     return {
-        "memory": chip.memory, "bytes_per_second": memory, "link": chip.link_bandwidth, "host": chip.host_bandwidth,
-        "source": chip.source, "vendor": chip.vendor, "products": products,
+        "memory": chip.memory, "bytes_per_second": memory if by is None else by.rates["bytes_per_second"],
+        "memory_measured_by": None if by is None else by.told, "link": chip.link_bandwidth,
+        "host": chip.host_bandwidth, "source": chip.source, "vendor": chip.vendor, "products": products,
+        "measured": [_measurement(one) for one in measured_card(chip.name)],
     }  # fmt: skip
+
+
+def _products(chip: Chip, dtype: str, peak: float) -> dict[str, Any]:
+    share, by = share_of_peak(chip.name, dtype), measurements(chip, dtype)
+    rates = {key: rate for key, rate in measured_rates(chip, dtype).items() if key in PRODUCTS}
+    reached = rates.get("gemm_flops", peak * share.value)
+    source = by["gemm_flops"].told if "gemm_flops" in rates else share.source
+    return {
+        "peak": peak, "share": reached / peak, "reached": reached, "measured_by": source or None,
+        "half_at": round(rates.get("gemm_half", half_saturation(reached))),
+    }  # fmt: skip
+
+
+def _measurement(one: Measurement) -> dict[str, Any]:
+    return {"by": one.by, **one.facts, **one.more, "dtype": one.dtype, "rates": dict(one.rates)}
 
 
 def _list(rows: dict[str, dict[str, Any]]) -> str:
@@ -90,6 +135,10 @@ def _compared(rows: dict[str, dict[str, Any]]) -> str:
     cards = list(rows.values())
     line("memory", [card["memory"] for card in cards], GIB, "GiB")
     line("memory bandwidth", [card["bytes_per_second"] for card in cards], 1e9, "GB/s")
+    for name, card in rows.items():
+        if card["bytes_per_second"] is not None:
+            said = _source(card["memory_measured_by"], f"data sheet x {MEMORY_BANDWIDTH}")
+            lines.append(f"    {name}: {said}")
     line("to a card beside it", [card["link"] for card in cards], 1e9, "GB/s")
     for dtype in dict.fromkeys(dtype for card in cards for dtype in card["products"]):
         of = [card["products"].get(dtype) for card in cards]
@@ -97,5 +146,20 @@ def _compared(rows: dict[str, dict[str, Any]]) -> str:
         line("  half of that at", [None if x is None else x["half_at"] for x in of], 1, "rows")
         for name, found in zip(rows, of, strict=True):
             if found is not None:
-                lines.append(f"    {name}: {found['share']:.2f} of the peak, {found['measured_by'] or ASSUMED}")
-    return "\n".join([*lines, *(f"data sheet of {name}: {card['source']}" for name, card in rows.items())])
+                lines.append(f"    {name}: {found['share']:.2f} of the peak, {_source(found['measured_by'])}")
+    lines += [f"data sheet of {name}: {card['source']}" for name, card in rows.items()]
+    for name, card in rows.items():
+        lines += [line for one in card["measured"] for line in _told(name, one)]
+    return "\n".join(lines)
+
+
+def _source(by: str | None, otherwise: str = ASSUMED) -> str:
+    return f"{MEASURED} {by}" if by else otherwise
+
+
+def _told(name: str, one: dict[str, Any]) -> list[str]:
+    """Who measured what on a card, where and how."""
+    rates = [key + (f" ({plural(len(rate), 'row')})" if isinstance(rate, list) else "")
+             for key, rate in one["rates"].items()]  # fmt: skip
+    lines = [f"{name}, {one['dtype']}, {MEASURED} {one['by']}, {one['when']}: {', '.join(rates)}"]
+    return lines + [f"    {key}: {one[key]}" for key in (*FACTS, *HARMLESS) if key in one and key != "when"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 GIB = 2**30
 DTYPES = ("fp64", "fp32", "bf16", "fp16")  # of weights
@@ -201,6 +202,15 @@ CHIPS: dict[str, Chip] = {
         _chip("Iluvatar-BI-V150", 196.8, 64, 0.59, 92.5, "FlagPerf"),
     )
 }
+
+
+CARD_FOLDER = Path(__file__).resolve().parent / "cards"
+
+
+def card_file(name: str) -> Path | None:
+    """Where measurements of a chip of the catalogue are; None: there are none."""
+    path = CARD_FOLDER / f"{name}.yaml"
+    return path if name in CHIPS and path.is_file() else None
 
 
 def markdown() -> str:

@@ -110,7 +110,12 @@ def _without_section(text: str, key: str) -> str:
 
 
 def _dump(rates: Mapping[str, Any]) -> str:
-    """YAML with table rows on one line each."""
+    return str(yaml.dump({"rates": rates}, Dumper=rows_on_lines(), sort_keys=False, width=120))
+
+
+def rows_on_lines() -> type[yaml.SafeDumper]:
+    """A dumper that writes table rows on one line each, and what looks like a number as text where it is text: our
+    reader takes 12e345678901, as a fingerprint may be, for a number, PyYAML does not."""
 
     class Dumper(yaml.SafeDumper):
         pass
@@ -119,8 +124,12 @@ def _dump(rates: Mapping[str, Any]) -> str:
         flat = all(not isinstance(x, (list, dict)) for x in data)
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
 
+    def text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="'" if data[:1].isdigit() else None)
+
     Dumper.add_representer(list, sequence)
-    return str(yaml.dump({"rates": rates}, Dumper=Dumper, sort_keys=False, width=120))
+    Dumper.add_representer(str, text)
+    return Dumper
 
 
 def format_rates(

@@ -76,7 +76,7 @@ def format_plan(summary: Summary) -> str:
         lines.append("  dropped: " + ", ".join(f"{n} {words.get(k, k)}" for k, n in result.rejected.items()))
     lines += ["", *_memory_lines(best, result.scorer.costs.model)]
     if found.assumed:
-        lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured: run calibrate"]
+        lines += ["", f"rates of {found.describe_assumed()} are from data sheets, not measured here: run calibrate"]
     lines += ["", *split_notice(found)] if found.unsplit else []
     return "\n".join(lines)
 

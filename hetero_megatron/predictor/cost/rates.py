@@ -1,10 +1,10 @@
 """Rates: what is known about how fast chips and links are. Read from the cluster file (docs/calibrate.md has the keys
 and their units), else from data sheets.
 
-Cold start: data sheet x default efficiency. Matrix products: share of peak as measured (``efficiency``);
-half-saturation at 300, as fits of vTrain's A100 runs have it (h/tp of 290-455). Fitted to Megatron's four published
-times with full recompute, the plateau is 1.04 x that of ml-engineering. Memory: 0.85 of the data sheet
-(A100 measured 0.854). Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
+Cold start: what others measured on such a card (``cluster/cards``), else data sheet x default efficiency. Matrix
+products: share of peak as measured (``efficiency``); half-saturation at 300, as fits of vTrain's A100 runs have it
+(h/tp of 290-455). Fitted to Megatron's four published times with full recompute, the plateau is 1.04 x that of
+ml-engineering. Memory: 0.85 of the data sheet (A100 measured 0.854). Links: 0.8 (A100 NVLink 0.86, 200 Gb NIC 0.77).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hetero_megatron.cluster import BRIDGE_RATE, BRIDGE_STRIPES, Chip, Cluster, Link
+from hetero_megatron.cluster.catalogue import card_file
 from hetero_megatron.cluster.cluster import BRIDGE
 from hetero_megatron.cluster.rates_section import LEAST, MODEL_TABLES, MOST, TABLES
 from hetero_megatron.errors import UserError
@@ -238,7 +239,8 @@ def load_rates(cluster: Cluster, dtype: str, recipe: str | None = None) -> Rates
 
 def _fp8_rates(plain: ChipRates, chip: Chip, recipe: str, given: Any, cluster: Cluster) -> ChipRates:
     """``plain``: the chip's rates in the dtype of the run, which it moves bytes with."""
-    values = given_rates(chip.name, f"fp8_{recipe}", given, cluster)
+    section = f"fp8_{recipe}"
+    values = given_rates(chip.name, section, _with_card(chip, section, given), cluster)
     known = {"bytes_per_second": plain.bytes_per_second, **values}
     return replace(_cold_start(chip, "fp8", known, cluster), **known, calibrated=bool(given))
 
@@ -263,16 +265,35 @@ def refuse_twice(cluster: Cluster, section: Mapping[str, Any]) -> None:
 
 def chip_rates(chip: Chip, dtype: str, given: Any, cluster: Cluster) -> ChipRates:
     """Rates of one chip: what ``given`` says, else the data sheet's."""
-    values = given_rates(chip.name, dtype, given, cluster)
+    values = given_rates(chip.name, dtype, _with_card(chip, dtype, given), cluster)
     if "layer_seconds" in values:
         values.setdefault("layer_backward_seconds", 2 * values["layer_seconds"])
     return replace(_cold_start(chip, dtype, values, cluster), **values, calibrated=bool(given))
 
 
+def _with_card(chip: Chip, section: str, given: Any) -> Any:
+    """``given``, and what others measured on such a card where it says nothing. What tells how fast products are is
+    taken together, or not at all."""
+    if card_file(chip.name) is None or not isinstance(given, Mapping):
+        return given
+    from hetero_megatron.cluster.card_entries import PRODUCTS, measured_rates
+
+    card = measured_rates(chip, section)
+    if "gemm_flops" in card:  # of large products
+        card.setdefault("gemm_half", half_saturation(card["gemm_flops"]))
+    known = {*given, *(PRODUCTS if not given.keys().isdisjoint(PRODUCTS) else ())}
+    return {**{key: value for key, value in card.items() if key not in known}, **given}
+
+
 def given_rates(chip: str, dtype: str, given: Any, cluster: Cluster) -> dict[str, Any]:
     """The fields of :class:`ChipRates` that an entry of ``rates.chips`` holds, checked; all tables, empty or not."""
+    return checked_rates(from_data(given, f"rates.chips.{chip}.{dtype}", cluster.file), dtype)
+
+
+def checked_rates(entry: Entry, dtype: str) -> dict[str, Any]:
+    """The same of any mapping of rates; ``measured``, the facts of a calibration, is no rate."""
     tables = [table for table in TABLES if table != "gemm_backward" or dtype.startswith("fp8_")]
-    keys = from_data(given, f"rates.chips.{chip}.{dtype}", cluster.file).mapping((*NUMBERS, *tables, "spread"))
+    keys = entry.mapping((*NUMBERS, *tables, "spread", "measured"))
     values: dict[str, Any] = {k: keys[k].number(LEAST * (k in POSITIVE), MOST) for k in NUMBERS if k in keys}
     if "spread" in keys:  # files once had one number, that of an action
         spread = keys["spread"]
@@ -327,9 +348,25 @@ def half_saturation(flops: float) -> float:
     return HALF * min(1.0, flops / HALF_FLOPS)
 
 
-def source_of(chip: Chip) -> str:
+def source_of(chip: Chip, dtype: str) -> str:
     """Where the values are from that a cold start takes."""
-    return chip.source if chip.speed is None else "emulated: a usual core is assumed"
+    if chip.speed is not None:
+        return "emulated: a usual core is assumed"
+    told = measured_by(chip, dtype)
+    by: dict[str, list[str]] = {}
+    for rate, who in told.items():
+        by.setdefault(who, []).append(rate)
+    measured = [f"{', '.join(rates)} measured by {who}" for who, rates in by.items()]
+    return "; ".join([*measured, f"else {chip.source}" if measured else chip.source])
+
+
+def measured_by(chip: Chip, section: str) -> dict[str, str]:
+    """By rate, who measured it on such a card, and when."""
+    if card_file(chip.name) is None:
+        return {}
+    from hetero_megatron.cluster.card_entries import measurements
+
+    return {rate: one.told for rate, one in measurements(chip, section).items()}
 
 
 def capped_bridges(cluster: Cluster) -> list[str]:

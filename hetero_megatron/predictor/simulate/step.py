@@ -294,7 +294,9 @@ class StepSimulator:
             tails=times.tails,
             sync=self.sync,
             dtypes=self._dtypes(),
-            assumed={c: source_of(costs.cluster.chips[c]) for c in chips if not costs.chip_rates(c).calibrated},
+            assumed={
+                c: source_of(costs.cluster.chips[c], costs.dtype) for c in chips if not costs.chip_rates(c).calibrated
+            },
             unsplit=tuple(c for c in split if costs.chip_rates(c).calibrated and not self._split_measured(c)),
         )
 

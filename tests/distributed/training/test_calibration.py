@@ -21,7 +21,9 @@ from hetero_megatron.calibration.layers import StageTimes, fit_split, fit_stages
 from hetero_megatron.calibration.measure import relative_spread, repeated, robust_fit
 from hetero_megatron.calibration.pipelines import MICRO_BATCHES, Run, Runs, degrees, depths, steady
 from hetero_megatron.cli.calibrate import main as calibrate_main
+from hetero_megatron.cli.main import main
 from hetero_megatron.cluster import Cluster, cluster_from_dict, load_cluster
+from hetero_megatron.cluster.card_entries import FACTS
 from hetero_megatron.cluster.neighbours import link_pairs, tp_groups
 from hetero_megatron.cluster.rates_section import merge_rates, write_rates
 from hetero_megatron.emulation.clock import EmulatedClock, NominalChip, OperatorSeconds
@@ -423,7 +425,9 @@ def test_ranks_that_want_messages_of_unlike_sizes_agree(seconds: list[float]) ->
     assert set(shared_pool().run(_measure_links_at_a_limit, seconds * 4)) == {1}
 
 
-def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_measures_every_dtype_and_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("HETERO_TESTBED", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("HETERO_NODE", "slow")
@@ -439,7 +443,10 @@ def test_one_call_measures_every_dtype_and_length(tmp_path: Path, monkeypatch: p
     assert later["action_seconds"] == measured["fp32"]["action_seconds"]  # of the shortest sequences: 16 tokens
     assert [row[3] for row in later["layers"]] == [16, 32, 64]
     assert set(measured) == {"fp64", "fp32"}
+    assert main(["cards", "contribute", str(file), "--as", "A6000", "--by", "me"]) == 2  # measured on a processor
+    assert "vendor = cpu: not measured on A6000" in capsys.readouterr().err
     for rows in measured.values():
+        assert set(rows["measured"]) == set(FACTS) and all(rows["measured"].values())
         assert [row[1:4] for row in rows["layers"]] == [[1, 1, 16], [1, 1, 32]]
         assert [row[0] for row in rows["attention"]] == [16, 32]
 
