@@ -22,7 +22,7 @@ from tests.unit.plan.test_outer import outer_plan
 PLAN = """
 seq_length: 16
 global_batch_size: 6
-outer: {islands: ["0-1", 2], every: 4, fragments: 2, delay: 1, mixing: 0.25}
+outer: {islands: ["0-1", 2], every: 4, fragments: 2, delay: 1, mixing: 0.25, compress: int4}
 pipelines:
   - micro_batch_size: 2
     num_micro_batches: 2
@@ -60,7 +60,7 @@ def test_a_run_stops_while_an_exchange_is_under_way_and_goes_on_bit_for_bit(tmp_
     saved = ["--save", str(parts), "--load", str(parts)]
     run_ranks(3, [*asked, *saved, "--exit-interval", "5"])  # in each fragment's second step its exchange begins
     state = json.loads((parts / "iter_0000005" / "metadata.json").read_text())["state"]["outer"]
-    assert state["updates"] == 5 and state["under_way"]
+    assert state["updates"] == 5 and state["under_way"] and state["compress"] == "int4"
     run_ranks(3, [*asked, *saved])
     first, second = ([row for row in metrics(d) if "loss" in row] for d in (whole, parts))
     assert [row["step"] for row in second] == list(range(1, 8))
@@ -99,3 +99,8 @@ def test_other_outer_steps_are_refused_by_name(tmp_path: Path) -> None:
     told = "; the checkpoint was made with"
     said = other_rates(found.state["outer"], plan.outer)
     assert said == [f"outer mixing is 0{told} 0.25", f"outer lr is 0.5{told} 0.7"]
+    state, lost = {**was, "rates": rates, "compress": "int8"}, ", and what that lost so far of differences is left out"
+    says = {"none": [f"none{told} int8{lost}"], "int4": [f"int4{told} int8"], "int8": []}
+    for compress, texts in says.items():
+        other = outer_plan(spec, compress=compress).outer
+        assert other is not None and other_rates(state, other) == [f"outer compress is {text}" for text in texts]
