@@ -13,6 +13,7 @@ from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.outer import exchanged, fragment_tensors, owners_by_island
 from hetero_megatron.spec import ModelSpec
+from tests.distributed.parallel import test_outer_steps as module
 from tests.distributed.parallel.test_outer_steps import check, check_bits, drive
 from tests.support.hf_reference import make_hf
 from tests.support.pool import RANKS, shared_pool
@@ -96,3 +97,42 @@ def test_random_plans_are_the_reference_with_error_feedback(compress: str) -> No
         plan, spec, ranks, options = driven(seed, compress, torch.float64)
         check(plan, spec, ranks, options, seed, f"{compress} {seed}")
     check_bits(*driven(0, compress, torch.float32)[:3])
+
+
+BAD = "model.layers.1.mlp.down_proj.weight"
+
+
+def drive_bad(comm: Comm, plan: Plan, spec: ModelSpec) -> Any:
+    """Two steps, in which one element of the first island's gradient is not a number."""
+    good = module.gradient
+
+    def gradient(name: str, shape: tuple[int, ...], island: int, step: int, seed: int | None) -> np.ndarray:
+        values = good(name, shape, island, step, seed)
+        if (name, island) == (BAD, 0):
+            values[3, 5] = np.nan
+        return values
+
+    module.gradient = gradient
+    try:
+        return drive(comm, plan, spec, 2, 1)
+    finally:
+        module.gradient = good
+
+
+def test_what_is_no_number_is_seen_on_all_islands_and_nowhere_else() -> None:
+    """As without compression; integers have it in all of its block."""
+    islands, pipelines = random_pipelines(np.random.default_rng(6))
+    _, spec = make_hf(MODEL, 7, torch.float64)
+    for compress in ("none", "int4"):
+        made = plan_from_dict(plan(pipelines) | {"outer": {"islands": islands, "every": 2, "compress": compress}}, spec)
+        seen: dict[int, set[tuple[int, int]]] = {island: set() for island in range(len(islands))}
+        ranks = shared_pool().run(drive_bad, made, spec)
+        for rank in made.ranks:
+            assert made.outer is not None
+            for name, box, values in ranks[rank][-1][1]:
+                bad = np.argwhere(~np.isfinite(values))
+                assert not len(bad) or name == BAD
+                seen[made.outer.island(rank)] |= {tuple((row + box.lo).tolist()) for row in bad}
+        first = seen[0]
+        assert (3, 5) in first and all(places == first for places in seen.values())
+        assert first <= ({(3, 5)} if compress == "none" else {(3, column) for column in range(64)})
