@@ -1,8 +1,9 @@
 """What outer steps leave in a checkpoint, and how a run goes on from it.
 
 ``model.<name>`` are the global weights, so whatever else reads a checkpoint gets these. What every island has for
-itself is ``island.<number>.model.<name>`` and ``island.<number>.optimizer.<moment>.<name>``; of the outer optimizer
-there are ``outer.momentum.<name>``, and ``outer.sum.<name>`` of an exchange that was under way.
+itself is ``island.<number>.model.<name>``, ``island.<number>.optimizer.<moment>.<name>`` and, where differences are
+compressed, ``island.<number>.lost.<name>``; of the outer optimizer there are ``outer.momentum.<name>``, and
+``outer.sum.<name>`` of an exchange that was under way.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hetero_megatron.plans.canonical import Outer
 from hetero_megatron.spec import ModelSpec, trained_tensors
 from hetero_megatron.utils.text import plural, word
 
-OUTER = "outer"  # key of the state
+OUTER, LOST = "outer", "lost"  # OUTER: also key of the state
 _PHASE = ("every", "fragments", "delay")  # by which it is told what is due when
 _RATES = ("mixing", "lr", "momentum", "nesterov")
 
@@ -41,6 +42,7 @@ def outer_tensors(
     sums = outer.settled(under_way) if under_way is not None else []
     shapes = {t.name: t.shape for t in trained_tensors(spec)}
     parts: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+    lost: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
     for fragment in outer.fragments:
         for i, piece in enumerate(fragment.pieces):
             values = {MODEL: piece.weights}
@@ -48,10 +50,13 @@ def outer_tensors(
                 values[f"{OUTER}.momentum"] = piece.momentum
             if with_optimizer and fragment is under_way:
                 values[f"{OUTER}.sum"] = sums[i]
+            if piece.lost is not None:
+                lost[piece.name].append((piece.box, piece.lost))
             for kind, tensor in values.items() if reading or outer.index == 0 else ():
                 parts[f"{kind}.{piece.name}"].append((piece.box, tensor))
     found = {key: BoxedTensor(shapes[_name(key)], boxes) for key, boxes in parts.items()}
     if with_optimizer:
+        own |= {f"{LOST}.{name}": BoxedTensor(shapes[name], boxes) for name, boxes in lost.items()}
         found |= {f"island.{outer.index}.{key}": tensor for key, tensor in own.items()}
     return found, numbers
 
@@ -66,7 +71,7 @@ def outer_state(outer: OuterSteps) -> dict[str, Any]:
     return {
         "islands": len(options.islands), "updates": outer.updates, "tokens": [f.tokens for f in outer.fragments],
         "under_way": outer.exchange is not None, "rates": {key: float(getattr(options, key)) for key in _RATES},
-        **{key: getattr(options, key) for key in _PHASE},
+        "compress": options.compress, **{key: getattr(options, key) for key in _PHASE},
     }  # fmt: skip
 
 
@@ -101,10 +106,19 @@ def check_outer(found: Checkpoint, plan: Plan) -> None:
 def other_rates(was: Mapping[str, Any], outer: Outer) -> list[str]:
     """What may differ from the checkpoint's, and changes numbers."""
     mine = {key: float(getattr(outer, key)) for key in _RATES}
-    return [
+    told = [
         f"outer {key} is {mine[key]:g}; the checkpoint was made with {rate:g}"
         for key, rate in was["rates"].items() if mine.get(key, rate) != rate
     ]  # fmt: skip
+    compress = _compress(was)
+    if compress != outer.compress:
+        dropped = "" if outer.compressed else ", and what that lost so far of differences is left out"
+        told.append(f"outer compress is {outer.compress}; the checkpoint was made with {compress}{dropped}")
+    return told
+
+
+def _compress(was: Mapping[str, Any]) -> str:
+    return str(was.get("compress", Outer.compress))  # older ones have none
 
 
 def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Group) -> None:
@@ -127,6 +141,8 @@ def load_outer(found: Checkpoint, outer: OuterSteps, spec: ModelSpec, group: Gro
     names = (key.split(".") for key in found.metadata.state_dict_metadata if key.startswith(f"island.0.{OPTIMIZER}."))
     make_states(outer.optimizer, sorted({parts[3] for parts in names}), saved.get("numbers", {}))
     tensors, _ = outer_tensors(outer, spec, True, reading=True)
+    if _compress(was) == Outer.compress:  # nothing was lost
+        tensors = {key: t for key, t in tensors.items() if not key.startswith(f"island.{outer.index}.{LOST}.")}
     for key, tensor in tensors.items():
         if found.shape(key) != tensor.shape:
             damage = Damaged(found.path / METADATA, f"holds no complete state of outer steps: {key[:200]}")

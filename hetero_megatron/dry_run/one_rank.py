@@ -194,7 +194,7 @@ def _optimizer_bytes(runtime: Runtime) -> int:
     )
     copied, divided = runtime.optimizer.offload, runtime.sync.divided_names
     pieces = [p for fragment in runtime.outer.fragments for p in fragment.pieces] if runtime.outer is not None else []
-    moments += _bytes(t for p in pieces for t in (p.weights, p.momentum) if t is not None)
+    moments += _bytes(t for p in pieces for t in (p.weights, p.momentum, p.lost) if t is not None)
     return moments + _bytes(
         m for piece, m in pairs
         if copied or piece.name in divided or not (piece.held and in_place(params[piece.name][piece.slices]))

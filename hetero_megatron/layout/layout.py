@@ -257,6 +257,14 @@ def reduction_elements(holders: Layout, owners: Layout) -> tuple[IntArray, IntAr
     return src, dst, np.prod(hi - lo, axis=1)
 
 
+def reduction_blocks(holders: Layout, owners: Layout, block: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """The same and, last, in how many blocks the pieces lie: every row of the tensor (along its last axis) is cut into
+    runs of ``block`` elements, from its beginning."""
+    src, dst, lo, hi = _overlaps(holders, owners)
+    rows = np.prod(hi[:, :-1] - lo[:, :-1], axis=1)
+    return src, dst, np.prod(hi - lo, axis=1), rows * (-(-hi[:, -1] // block) - lo[:, -1] // block)
+
+
 def _overlaps(holders: Layout, owners: Layout) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """(source [n], destination [n], lo [n, d], hi [n, d]) of all common boxes, ordered by (destination, position)."""
     src_rank, src_lo, src_hi = holders.arrays()

@@ -3,7 +3,8 @@
 Global weights, their momentum and the differences are divided over an island's ranks as the masters of its optimizer
 are. What passes between two ranks of unlike islands is where the boxes that they own overlap, the same both ways, so
 islands of unlike plans need no common layout. Every island adds up the differences in the order of islands and rounds
-alike, so global weights are the same everywhere, bit for bit.
+alike, so global weights are the same everywhere, bit for bit. Where differences are compressed, all islands add what
+they decode to, the own one too; what an island's lost by that goes into its next one (error feedback).
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ from hetero_megatron.parallel.optimizer import ShardedOptimizer
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.outer import fragment_tensors, owners_by_island
 
-Slices = tuple[slice, ...]
-
 
 @dataclass
 class OuterPiece:
-    """What this rank owns of a tensor: its island's own weights (``master``), and the global ones with their momentum
-    (None: there is none)."""
+    """What this rank owns of a tensor: its island's own weights (``master``), the global ones with their momentum, and
+    what compression has lost so far of the differences (None: there is none)."""
 
     name: str
     box: Box
     master: torch.Tensor
     weights: torch.Tensor
     momentum: torch.Tensor | None
+    lost: torch.Tensor | None = None
 
 
 @dataclass
@@ -42,13 +42,13 @@ class Fragment:
     """Tensors that are exchanged together.
 
     Attributes:
-        routes: by rank of another island, (piece, where in it) of what both own, in the same order on both sides.
-        counts: elements for each rank of the plan.
+        routes: by rank of another island, (piece, box) of what both own, in the same order on both sides.
+        counts: elements of the message for each rank of the plan; bytes of a compressed one.
         tokens: by island, those that count in the loss since the last exchange began.
     """
 
     pieces: list[OuterPiece]
-    routes: dict[int, list[tuple[int, Slices]]]
+    routes: dict[int, list[tuple[int, Box]]]
     counts: list[int]
     tokens: list[float]
 
@@ -95,21 +95,28 @@ class OuterSteps:
         self, owned: Sequence[tuple[str, Box, torch.Tensor]], owners: Sequence[dict[str, Layout]]
     ) -> Fragment:
         pieces, order = [], {name: n for n, name in enumerate(dict.fromkeys(name for name, _, _ in owned))}
-        common: dict[int, list[tuple[int, tuple[int, ...], int, Slices]]] = defaultdict(list)
+        common: dict[int, list[tuple[int, tuple[int, ...], int, Box]]] = defaultdict(list)
         for i, (name, box, master) in enumerate(owned):
             momentum = torch.zeros_like(master) if self.outer.momentum else None
-            pieces.append(OuterPiece(name, box, master, master.detach().clone(), momentum))
+            lost = torch.zeros_like(master) if self.outer.compressed else None
+            pieces.append(OuterPiece(name, box, master, master.detach().clone(), momentum, lost))
             for island, layouts in enumerate(owners):
                 if island == self.index:
                     continue
                 mine = Layout(layouts[name].shape, {self.comm.rank: (box,)})
                 for piece in reduction(mine, layouts[name]).pieces:
-                    common[piece.dst].append((order[name], piece.box.lo, i, piece.box.slices(box)))
+                    common[piece.dst].append((order[name], piece.box.lo, i, piece.box))
         # By tensor and place in it, which are the same on the other side, however that is cut.
-        routes = {rank: [(i, at) for _, _, i, at in sorted(parts, key=_by_place)] for rank, parts in common.items()}
-        sizes = {rank: sum(_size(at) for _, at in parts) for rank, parts in routes.items()}
-        counts = [sizes.get(rank, 0) for rank in self.group.ranks]
+        routes = {rank: [(i, box) for _, _, i, box in sorted(parts, key=_by_place)] for rank, parts in common.items()}
+        counts = [self._count([box for _, box in routes.get(rank, ())]) for rank in self.group.ranks]
         return Fragment(pieces, routes, counts, [0.0] * len(self.places))
+
+    def _count(self, boxes: Sequence[Box]) -> int:
+        if self.outer.compressed:
+            from hetero_megatron.parallel.compress import size_of
+
+            return size_of(boxes, self.outer.compress)
+        return sum(box.size for box in boxes)
 
     def take_weights(self) -> None:
         """The masters, which are the same on all islands, are the global weights from which training goes on."""
@@ -151,10 +158,37 @@ class OuterSteps:
         shares = [tokens / total for tokens in fragment.tokens]
         fragment.tokens = [0.0] * len(shares)
         deltas = [piece.weights - piece.master for piece in fragment.pieces]
-        parts = [deltas[i][at].reshape(-1) for r in self.group.ranks for i, at in fragment.routes.get(r, ())]
-        flat = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype)
+        parts = self._compressed(fragment, deltas) if self.outer.compressed else [
+            deltas[i][box.slices(fragment.pieces[i].box)].reshape(-1)
+            for r in self.group.ranks for i, box in fragment.routes.get(r, ())
+        ]  # fmt: skip
+        dtype = torch.uint8 if self.outer.compressed else self._dtype
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         work = self.group.all_to_all(flat.to(self.comm.device), fragment.counts, fragment.counts)
         return Exchange(work, shares, deltas)
+
+    def _compressed(self, fragment: Fragment, deltas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Messages in the order of ranks, of differences and what earlier ones lost; ``deltas`` become what they
+        decode to."""
+        from hetero_megatron.parallel.compress import decode, encode, to_bytes
+
+        compress, codes = self.outer.compress, []
+        for piece, delta in zip(fragment.pieces, deltas, strict=True):
+            assert piece.lost is not None
+            piece.lost.add_(delta)
+            codes.append(encode(piece.lost, piece.box, compress))
+            piece.lost.sub_(delta.copy_(decode(codes[-1], delta.dtype)))
+        routes = (fragment.routes[r] for r in self.group.ranks if r in fragment.routes)
+        return [to_bytes([codes[i].part(box) for i, box in route], compress) for route in routes]
+
+    def _came(self, message: torch.Tensor, boxes: Sequence[Box]) -> Iterator[torch.Tensor]:
+        """Differences of these boxes that another rank sent."""
+        if self.outer.compressed:
+            from hetero_megatron.parallel.compress import decode, from_bytes
+
+            return (decode(codes, self._dtype) for codes in from_bytes(message, boxes, self.outer.compress))
+        parts = message.split([box.size for box in boxes])
+        return (part.view(box.shape) for box, part in zip(boxes, parts, strict=True))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -177,12 +211,12 @@ class OuterSteps:
                 for total, delta in zip(sums, exchange.deltas, strict=True):
                     total += delta.mul_(share)  # a product added at once would be rounded as the memory happens to lie
                 continue
-            for rank in ranks:
-                at = 0
-                for i, where in fragment.routes.get(rank, ()):
-                    target, size = sums[i][where], _size(where)
-                    target += by_rank[rank][at : at + size].view(target.shape).to(target.device).mul_(share)
-                    at += size
+            for rank in (rank for rank in ranks if rank in fragment.routes):
+                route = fragment.routes[rank]
+                message = by_rank[rank].to(sums[0].device)
+                for (i, box), delta in zip(route, self._came(message, [box for _, box in route]), strict=True):
+                    target = sums[i][box.slices(fragment.pieces[i].box)]
+                    target += delta.mul_(share)
         exchange.work, exchange.deltas, exchange.sums = None, [], sums
         return sums
 
@@ -223,10 +257,3 @@ class OuterSteps:
 
 
 _by_place = itemgetter(0, 1)
-
-
-def _size(at: Slices) -> int:
-    size = 1
-    for s in at:
-        size *= s.stop - s.start
-    return size

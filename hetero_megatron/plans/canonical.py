@@ -259,6 +259,7 @@ class Outer:
         delay: steps for which an exchange is under way beside the computing.
         mixing: how much of an island's own weights stays: 0, they become the global ones; 1, they stay as they are.
         lr, momentum, nesterov: of the SGD that moves the global weights.
+        compress: in what form differences travel, with error feedback: ``none``, ``bf16``, ``int8`` or ``int4``.
     """
 
     islands: tuple[tuple[int, ...], ...]
@@ -269,6 +270,12 @@ class Outer:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    compress: str = "none"
+
+    @property
+    def compressed(self) -> bool:
+        """Whether differences are rounded, and what was lost is kept."""
+        return self.compress != "none"
 
     @property
     def period(self) -> int:
@@ -369,8 +376,12 @@ class Plan:
             "global_batch_size": self.global_batch_size,
             "schedule": self.schedule,
             "pipelines": [_pipeline_json(pipeline) for pipeline in self.pipelines],
-            **({"outer": asdict(self.outer)} if self.outer is not None else {}),
+            **({"outer": _outer_json(self.outer)} if self.outer is not None else {}),
         }
+
+
+def _outer_json(outer: Outer) -> dict[str, Any]:
+    return {key: value for key, value in asdict(outer).items() if key != "compress" or outer.compressed}
 
 
 def _pipeline_json(pipeline: Pipeline) -> dict[str, Any]:

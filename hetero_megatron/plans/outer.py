@@ -5,15 +5,21 @@ An island trains by itself: gradients are summed, and the optimizer's state is d
 tensor has one owner of each of its elements in every island; these exchange how far they went from the weights that all
 islands last agreed on. The islands may divide the model as unlike as they please: what passes between two of them is
 where the boxes of their owners overlap.
+
+With ``compress`` differences travel in few bits. ``int8`` and ``int4`` have an fp32 scale for each block, which is
+``BLOCK`` elements of a row of the tensor; of a block that a box cuts through, each part has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import permutations
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hetero_megatron.layout import Layout, cut
+from hetero_megatron.layout.layout import reduction_blocks
 from hetero_megatron.plans.buckets import Bucket
 from hetero_megatron.plans.canonical import Outer, Plan
 from hetero_megatron.plans.fields import Source, parse_ranks
@@ -24,9 +30,11 @@ from hetero_megatron.utils.yaml_document import Entry
 if TYPE_CHECKING:
     from hetero_megatron.spec import ModelSpec
 
-KEYS = ("islands", "every", "fragments", "delay", "mixing", "optimizer")
+KEYS = ("islands", "every", "fragments", "delay", "mixing", "optimizer", "compress")
 OPTIMIZER_KEYS = ("name", "lr", "momentum", "nesterov")
 MOST_STEPS, MOST_RATE = 1 << 20, 1e3
+COMPRESS = {"none": 0, "bf16": 16, "int8": 8, "int4": 4}  # bits of an element; 0: as it is
+BLOCK, SCALE_BYTES = 64, 4
 
 
 def read_outer(entry: Entry) -> Outer:
@@ -52,6 +60,7 @@ def read_outer(entry: Entry) -> Outer:
         keys["delay"].integer(0, MOST_STEPS) if "delay" in keys else Outer.delay,
         keys["mixing"].number(0, 1) if "mixing" in keys else Outer.mixing,
         lr, momentum, nesterov,
+        keys["compress"].choice(COMPRESS) if "compress" in keys else Outer.compress,
     )  # fmt: skip
 
 
@@ -129,11 +138,37 @@ def owners_by_island(outer: Outer, buckets: Sequence[Bucket]) -> list[dict[str, 
     return found
 
 
+def message_bytes(compress: str, itemsize: int, elements: int, blocks: int) -> int:
+    """Of one message of differences, ``itemsize`` bytes each where they are not compressed: scales of the blocks in
+    which they lie, then the elements, of 4 bits two in a byte."""
+    bits = COMPRESS[compress] or 8 * itemsize
+    return (SCALE_BYTES * blocks if bits < 16 else 0) + -(-elements * bits // 8)
+
+
+def exchanged(
+    outer: Outer, owners: Sequence[Mapping[str, Layout]], names: Sequence[str], itemsize: int
+) -> dict[tuple[int, int], int]:
+    """Bytes by (source, destination) of all that passes between islands when these tensors are exchanged.
+
+    Args:
+        owners: of :func:`owners_by_island`.
+        itemsize: bytes of a difference that is not compressed.
+    """
+    sizes: dict[tuple[int, int], tuple[int, int]] = {}
+    for giving, taking in permutations(owners, 2):
+        for name in names:
+            found = reduction_blocks(giving[name], taking[name], BLOCK)
+            for src, dst, elements, blocks in zip(*(array.tolist() for array in found), strict=True):
+                was = sizes.get((src, dst), (0, 0))
+                sizes[src, dst] = was[0] + elements, was[1] + blocks
+    return {pair: message_bytes(outer.compress, itemsize, *size) for pair, size in sizes.items()}
+
+
 def outer_memory(
     plan: Plan, spec: ModelSpec, buckets: Sequence[Bucket], itemsize: int
 ) -> dict[int, tuple[int, int]]:
-    """By rank, (bytes of global weights and their momentum, most bytes of an exchange: differences, what is sent and
-    comes, and sums)."""
+    """By rank, (bytes of global weights, their momentum and what compression has lost so far; most bytes of an
+    exchange: differences, what is sent and comes, and sums)."""
     outer = plan.outer
     assert outer is not None
     fragments = fragment_tensors(spec, outer)
@@ -143,16 +178,27 @@ def outer_memory(
         for name, layout in bucket.owners.items():
             for rank in layout.ranks:
                 owned[rank][fragment_of[name]] += layout.elements(rank)
-    copies = 1 + (outer.momentum > 0)
-    passing = 2 + 2 * (len(outer.islands) - 1)
-    return {rank: (itemsize * copies * sum(sizes), itemsize * passing * max(sizes)) for rank, sizes in owned.items()}
+    copies = 1 + (outer.momentum > 0) + outer.compressed
+    passing = {rank: [2 * itemsize * size for size in sizes] for rank, sizes in owned.items()}
+    owners = owners_by_island(outer, buckets)
+    for i, names in enumerate(fragments):
+        for pair, size in exchanged(outer, owners, names, itemsize).items():
+            for rank in pair:
+                passing[rank][i] += size
+    return {rank: (itemsize * copies * sum(sizes), max(passing[rank])) for rank, sizes in owned.items()}
 
 
 def bytes_per_exchange(plan: Plan, spec: ModelSpec, itemsize: int) -> list[int]:
-    """Bytes of differences that leave an island for each other one, of every fragment."""
+    """Bytes of differences that leave an island for each other one, of every fragment, where one rank owns all. Where
+    boxes cut through blocks there are more scales (:func:`exchanged`)."""
     assert plan.outer is not None
-    sizes = {tensor.name: tensor.size for tensor in trained_tensors(spec)}
-    return [itemsize * sum(map(sizes.__getitem__, names)) for names in fragment_tensors(spec, plan.outer)]
+    shapes = {tensor.name: tensor.shape for tensor in trained_tensors(spec)}
+    found = []
+    for names in fragment_tensors(spec, plan.outer):
+        elements = [prod(shapes[name]) for name in names]
+        blocks = [prod(shapes[name][:-1]) * -(-shapes[name][-1] // BLOCK) for name in names]
+        found.append(message_bytes(plan.outer.compress, itemsize, sum(elements), sum(blocks)))
+    return found
 
 
 def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
@@ -164,6 +210,7 @@ def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
     what = "all weights" if outer.fragments == 1 else f"one of {outer.fragments} fragments"
     late = f", for {plural(outer.delay, 'step')} beside the computing" if outer.delay else ""
     mixed = f"; {outer.mixing:g} of an island's own weights stays" if outer.mixing else ""
+    form = f", in {outer.compress} with error feedback" if outer.compressed else ""
     kind = "Nesterov momentum" if outer.nesterov else "momentum"
     return [
         notice_line(
@@ -171,6 +218,6 @@ def format_outer(plan: Plan, spec: ModelSpec, dtype: str) -> list[str]:
             "not that of one process"
         ),
         f"outer steps: {what} every {plural(outer.period, 'step')} ({format_bytes(max(sizes))} at most to each other "
-        f"island{late}); SGD lr {outer.lr:g}, {kind} {outer.momentum:g}{mixed}",
+        f"island{form}{late}); SGD lr {outer.lr:g}, {kind} {outer.momentum:g}{mixed}",
     ]
 

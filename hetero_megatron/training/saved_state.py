@@ -115,8 +115,12 @@ class _Outer:
     tokens: list[list[float]]
     under_way: bool
     rates: dict[str, float]
+    compress: str = "none"
 
     def __post_init__(self) -> None:
+        from hetero_megatron.plans.outer import COMPRESS
+
+        _require("compress", self.compress, self.compress in COMPRESS)
         least = min(self.islands - 2, self.every - self.fragments, self.fragments - 1, self.delay, self.updates)
         _require("islands, every, fragments, delay or updates", least, least >= 0 and self.updates <= MAX_UPDATES)
         counts = [count for row in self.tokens for count in row]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations
+from collections.abc import Sequence
 
-from hetero_megatron.layout import Layout
-from hetero_megatron.layout.layout import reduction_elements
 from hetero_megatron.plans import Plan
 from hetero_megatron.plans.buckets import Bucket
-from hetero_megatron.plans.outer import fragment_tensors, owners_by_island
+from hetero_megatron.plans.outer import exchanged, fragment_tensors, owners_by_island
 from hetero_megatron.predictor.cost.link_model import LinkModel
 from hetero_megatron.spec import ModelSpec
 
@@ -20,7 +17,7 @@ def outer_seconds(
     """Mean over all steps of what they wait for exchanges.
 
     Args:
-        itemsize: bytes of a difference of weights.
+        itemsize: bytes of a difference of weights that is not compressed.
         step: seconds of a step without exchanges, which those that are under way for some steps go on beside.
     """
     outer = plan.outer
@@ -28,14 +25,6 @@ def outer_seconds(
     owners = owners_by_island(outer, buckets)
     waits = 0.0
     for names in fragment_tensors(spec, outer):
-        flows = [(src, dst, float(itemsize * count)) for src, dst, count in _elements(owners, names)]
+        flows = [(*pair, float(size)) for pair, size in exchanged(outer, owners, names, itemsize).items()]
         waits += max(0.0, links.groups_exchange(flows, [plan.ranks])[0] - outer.delay * step)
     return waits / outer.every
-
-
-def _elements(owners: Sequence[Mapping[str, Layout]], names: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """(source, destination, elements) of all that passes between islands."""
-    for giving, taking in permutations(owners, 2):
-        for name in names:
-            src, dst, counts = reduction_elements(giving[name], taking[name])
-            yield from zip(src.tolist(), dst.tolist(), counts.tolist(), strict=True)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from hetero_megatron.checkpoint import outer_state as saved
 from hetero_megatron.checkpoint.native import Checkpoint
 from hetero_megatron.checkpoint.outer_state import check_outer, other_rates
+from hetero_megatron.comm.fake import FakeComm
 from hetero_megatron.errors import UserError
 from hetero_megatron.monitoring.run_page import read_run, run_page
+from hetero_megatron.parallel.optimizer import SGD
+from hetero_megatron.plans.compile import CompiledPlan
+from hetero_megatron.spec import logical_tensors
+from hetero_megatron.training.runtime import Runtime
 from tests.support.programs import inside, run_ranks
 from tests.support.small_plans import LLAMA
 from tests.unit.plan.test_bad_input import small_spec
@@ -22,7 +30,7 @@ from tests.unit.plan.test_outer import outer_plan
 PLAN = """
 seq_length: 16
 global_batch_size: 6
-outer: {islands: ["0-1", 2], every: 4, fragments: 2, delay: 1, mixing: 0.25}
+outer: {islands: ["0-1", 2], every: 4, fragments: 2, delay: 1, mixing: 0.25, compress: int4}
 pipelines:
   - micro_batch_size: 2
     num_micro_batches: 2
@@ -60,7 +68,7 @@ def test_a_run_stops_while_an_exchange_is_under_way_and_goes_on_bit_for_bit(tmp_
     saved = ["--save", str(parts), "--load", str(parts)]
     run_ranks(3, [*asked, *saved, "--exit-interval", "5"])  # in each fragment's second step its exchange begins
     state = json.loads((parts / "iter_0000005" / "metadata.json").read_text())["state"]["outer"]
-    assert state["updates"] == 5 and state["under_way"]
+    assert state["updates"] == 5 and state["under_way"] and state["compress"] == "int4"
     run_ranks(3, [*asked, *saved])
     first, second = ([row for row in metrics(d) if "loss" in row] for d in (whole, parts))
     assert [row["step"] for row in second] == list(range(1, 8))
@@ -99,3 +107,38 @@ def test_other_outer_steps_are_refused_by_name(tmp_path: Path) -> None:
     told = "; the checkpoint was made with"
     said = other_rates(found.state["outer"], plan.outer)
     assert said == [f"outer mixing is 0{told} 0.25", f"outer lr is 0.5{told} 0.7"]
+    state, lost = {**was, "rates": rates, "compress": "int8"}, ", and what that lost so far of differences is left out"
+    says = {"none": [f"none{told} int8{lost}"], "int4": [f"int4{told} int8"], "int8": []}
+    for compress, texts in says.items():
+        other = outer_plan(spec, compress=compress).outer
+        assert other is not None and other_rates(state, other) == [f"outer compress is {text}" for text in texts]
+
+
+def test_what_was_lost_is_read_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And begins with zeros, or is left alone, under another ``compress``."""
+    monkeypatch.setattr(saved, "check_model", lambda found, spec: None)
+    spec = small_spec()
+    for was, now, reads in [
+        ("int8", "int4", True), ("bf16", "int8", True), (None, "int8", False), ("none", "int4", False),
+        ("int8", "none", False),
+    ]:  # fmt: skip
+        compiled = CompiledPlan(outer_plan(spec, compress=now), spec)
+        comm = FakeComm(3, torch.device("cpu"))
+        comm.create_groups(compiled.groups)
+        runtime = Runtime(
+            compiled, comm, torch.float32, lambda _, box: torch.ones(box.shape), lambda groups: SGD(groups, 0.0)
+        )
+        assert runtime.outer is not None
+        state = saved.outer_state(runtime.outer) | {"compress": was}
+        if was is None:  # of a version without compression
+            del state["compress"]
+        tensors, _ = saved.outer_tensors(runtime.outer, spec, True, reading=True)
+        shapes, read = {key: tensor.shape for key, tensor in tensors.items()}, set[str]()
+        found = SimpleNamespace(
+            state={"outer": state, "optimizer": None}, metadata=Metadata({}), shape=shapes.get,
+            read_into=lambda tensors, group, read=read: read.update(tensors),
+        )  # fmt: skip
+        saved.load_outer(found, runtime.outer, spec, runtime.world)
+        lost = {key for key in read if key.startswith("island.1.lost.")}
+        assert len(lost) == (len(logical_tensors(spec)) if reads else 0), (was, now)
+        assert any(key.startswith("island.1.model.") for key in read)

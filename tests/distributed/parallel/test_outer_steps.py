@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,9 @@ def tokens_of(island: int, step: int, seed: int | None) -> float:
     return 100.0 if seed is None else float(np.random.default_rng([seed, island, step]).integers(1, 100))
 
 
-def drive(comm: Comm, plan: Plan, spec: ModelSpec, steps: int, seed: int | None) -> list[tuple[Boxed, Boxed]]:
+def drive(
+    comm: Comm, plan: Plan, spec: ModelSpec, steps: int, seed: int | None, dtype: torch.dtype = torch.float64
+) -> list[tuple[Boxed, Boxed]]:
     """Weights and global weights of what this rank owns, before every step and after the last one, under gradients
     that are given."""
     compiled = CompiledPlan(plan, spec)
@@ -81,7 +84,7 @@ def drive(comm: Comm, plan: Plan, spec: ModelSpec, steps: int, seed: int | None)
     if comm.rank not in plan.ranks:
         return []
     runtime = Runtime(
-        compiled, comm, torch.float64, lambda _, box: torch.ones(box.shape, dtype=torch.float64),
+        compiled, comm, dtype, lambda _, box: torch.ones(box.shape, dtype=dtype),
         lambda groups: SGD(groups, 0.0),
     )  # fmt: skip
     outer, optimizer = runtime.outer, runtime.optimizer
@@ -100,7 +103,7 @@ def drive(comm: Comm, plan: Plan, spec: ModelSpec, steps: int, seed: int | None)
             break
         outer.count([tokens_of(i, step, seed) for i in islands])
         grads = [
-            [torch.from_numpy(gradient(p.name, shapes[p.name], outer.index, step, seed)[p.box.slices()].copy())
+            [torch.tensor(gradient(p.name, shapes[p.name], outer.index, step, seed)[p.box.slices()], dtype=dtype)
              for p in exchange.pieces] for exchange in runtime.sync.exchanges
         ]  # fmt: skip
         optimizer.step(grads, 1.0)
@@ -152,24 +155,41 @@ def test_fragments_delay_and_mixing_are_the_reference(name: str) -> None:
     """And all islands have the same global weights, bit for bit, whatever their plans are."""
     kinds = CASES if name == "three islands" else {"delay and mixing": CASES["delay and mixing"]}
     for index, (kind, options) in enumerate(kinds.items()):
-        plan, spec, ranks = driven(name, options, 4, steps := 13, index)
-        assert plan.outer is not None
-        shapes = {t.name: t.shape for t in logical_tensors(spec)}
-        known = OuterReference(options, len(plan.outer.islands), shapes, 4, LR)
-        bits: dict[tuple[int, str], np.ndarray] = {}
-        for step in range(steps + 1):
-            for rank in plan.ranks:
-                island = plan.outer.island(rank)
-                for wanted, boxed in zip((known.weights[island], known.shared), ranks[rank][step], strict=True):
-                    for key, box, values in boxed:
-                        expected = wanted[key][box.slices()]
-                        np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-12, err_msg=f"{kind} {key}")
-                for key, box, values in ranks[rank][step][1]:
-                    whole = bits.setdefault((step, key), np.full(shapes[key], np.nan))[box.slices()]
-                    assert (np.isnan(whole) | (whole == values)).all(), (kind, step, key, box)
-                    whole[...] = values
-            islands = range(len(plan.outer.islands))
-            known.step(
-                [{n: gradient(n, s, i, step, index) for n, s in shapes.items()} for i in islands],
-                [tokens_of(i, step, index) for i in islands],
-            )
+        plan, spec, ranks = driven(name, options, 4, 13, index)
+        check(plan, spec, ranks, options, index, kind)
+
+
+def check(plan: Plan, spec: ModelSpec, ranks: list[Any], options: dict[str, Any], seed: int, kind: str) -> None:
+    """Own and global weights before every step and after the last one are the reference's."""
+    assert plan.outer is not None
+    shapes = {t.name: t.shape for t in logical_tensors(spec)}
+    islands, steps = range(len(plan.outer.islands)), len(ranks[0]) - 1
+    boxes: list[dict[str, set[Box]]] = [defaultdict(set) for _ in islands]
+    for rank in plan.ranks:
+        for key, box, _ in ranks[rank][0][0]:
+            boxes[plan.outer.island(rank)][key].add(box)
+    known = OuterReference(options, len(islands), shapes, spec.num_layers, LR, boxes)
+    for step in range(steps + 1):
+        for rank in plan.ranks:
+            island = plan.outer.island(rank)
+            for wanted, boxed in zip((known.weights[island], known.shared), ranks[rank][step], strict=True):
+                for key, box, values in boxed:
+                    expected = wanted[key][box.slices()]
+                    np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-12, err_msg=f"{kind} {key}")
+        known.step(
+            [{n: gradient(n, s, i, step, seed) for n, s in shapes.items()} for i in islands],
+            [tokens_of(i, step, seed) for i in islands],
+        )
+    check_bits(plan, spec, ranks)
+
+
+def check_bits(plan: Plan, spec: ModelSpec, ranks: list[Any]) -> None:
+    """Global weights are the same on all islands."""
+    shapes = {t.name: t.shape for t in logical_tensors(spec)}
+    bits: dict[tuple[int, str], np.ndarray] = {}
+    for rank in plan.ranks:
+        for step, (_, boxed) in enumerate(ranks[rank]):
+            for key, box, values in boxed:
+                whole = bits.setdefault((step, key), np.full(shapes[key], np.nan))[box.slices()]
+                assert (np.isnan(whole) | (whole == values)).all(), (rank, step, key, box)
+                whole[...] = values

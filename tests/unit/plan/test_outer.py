@@ -11,12 +11,20 @@ import yaml
 
 from hetero_megatron.cluster.cluster_file import cluster_from_dict
 from hetero_megatron.errors import UserError
+from hetero_megatron.layout import Box, Layout
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.dump import dump_yaml, to_dict
 from hetero_megatron.plans.export import export
 from hetero_megatron.plans.memory.of_plan import estimate_memory
-from hetero_megatron.plans.outer import bytes_per_exchange, format_outer, fragment_tensors
+from hetero_megatron.plans.outer import (
+    bytes_per_exchange,
+    exchanged,
+    format_outer,
+    fragment_tensors,
+    outer_memory,
+    owners_by_island,
+)
 from hetero_megatron.predictor.cost.layer_cost import CostModel
 from hetero_megatron.predictor.simulate.step import StepSimulator
 from hetero_megatron.spec import ModelSpec, logical_tensors
@@ -64,7 +72,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"lr": 0}}, "outer.optimizer.lr = 0: the global weights would never move"),
     ({"optimizer": {"lr": 1e9}}, "outer.optimizer.lr = 1000000000.0: out of range"),
     ({"optimizer": {"rate": 1}}, "outer.optimizer.rate: unknown key"),
-    ({"compress": "int8"}, "outer.compress: unknown key"),
+    ({"compress": "int3"}, "outer.compress = int3: unknown choice. Accepted: one of none, bf16, int8, int4"),
+    ({"compress": 8}, "outer.compress = 8: unknown choice. Accepted: one of none"),
+    ({"compress": False}, "outer.compress = False: unknown choice"),
+    ({"compress": {"bits": 8}}, "outer.compress"),
+    ({"compres": "int8"}, "outer.compres: unknown key"),
 ]
 
 
@@ -85,8 +97,14 @@ def test_a_plan_with_outer_steps_is_another_plan_and_survives_writing() -> None:
     assert plan == like and plan.fingerprint() == like.fingerprint() == outer_plan(spec, optimizer={}).fingerprint()
     assert plan_from_dict(to_dict(plan), spec) == plan and plan_from_dict(yaml.safe_load(dump_yaml(plan)), spec) == plan
     others = [{"every": 24}, {"fragments": 2}, {"delay": 1}, {"mixing": 0}, {"optimizer": {"momentum": 0}}]
+    others += [{"compress": kind} for kind in ("bf16", "int8", "int4")]
     prints = {outer_plan(spec, **changes).fingerprint() for changes in others} | {plan.fingerprint()}
     assert len(prints | {replace(plan, outer=None).fingerprint()}) == len(others) + 2
+    exact = outer_plan(spec, compress="none")
+    assert exact == plan and exact.fingerprint() == plan.fingerprint()
+    narrow = outer_plan(spec, compress="int4")
+    assert plan_from_dict(yaml.safe_load(dump_yaml(narrow)), spec) == narrow
+    assert " to each other island, in int4 with error feedback, for 2 steps" in format_outer(narrow, spec, "bf16")[1]
     told = "\n".join(format_outer(plan, spec, "bf16"))
     assert "notice: outer steps: islands 0-2 | 3" in told and "the loss depends on the plan" in told
 
@@ -108,17 +126,50 @@ def test_fragments_are_all_tensors_once_and_islands_own_all() -> None:
         assert sum(int(b.counts()[1].sum()) for b in buckets) == sum(sizes.values())
 
 
-def test_memory_is_that_of_global_weights_and_momentum() -> None:
-    """Beside that of optimizers which no other island shares."""
+def test_memory_is_that_of_global_weights_momentum_and_what_was_lost() -> None:
+    """Beside that of optimizers which no other island shares; exact, and as a rank allocates it."""
     spec = small_spec()
-    for momentum, copies in ((0.9, 2), (0.0, 1)):
-        plan = outer_plan(spec, optimizer={"momentum": momentum}, delay=0)
+    for momentum, compress, copies in ((0.9, "none", 2), (0.0, "none", 1), (0.9, "int8", 3), (0.0, "bf16", 2)):
+        plan = outer_plan(spec, optimizer={"momentum": momentum}, delay=0, compress=compress)
         owned = dict.fromkeys(plan.ranks, 0)
         for bucket in CompiledPlan(plan, spec).buckets:
             for rank, count in zip(bucket.ranks, bucket.counts()[1].tolist(), strict=True):
                 owned[rank] += count
         for rank, memory in estimate_memory(plan, spec, "bf16").items():
             assert memory.optimizer == owned[rank] * (4 + 4 + 4 + 4 * copies)  # masters, two moments
+
+
+def test_bytes_of_an_exchange_are_told_by_hand() -> None:
+    """Of one tensor [2, 130] that two ranks of an island have cut at column 70, or between its rows."""
+    spec = small_spec()
+    whole = Layout((2, 130), {3: (Box((0, 0), (2, 130)),)})
+    by_column = {0: (Box((0, 0), (2, 70)),), 1: (Box((0, 70), (2, 130)),)}
+    by_row = {0: (Box((0, 0), (1, 130)),), 1: (Box((1, 0), (2, 130)),)}
+    known = {  # elements of each, and blocks: columns 0-63, 64-127, 128-129
+        "none": ((4 * 140, 4 * 120), (4 * 130, 4 * 130)), "bf16": ((280, 240), (260, 260)),
+        "int8": ((140 + 4 * 4, 120 + 4 * 4), (130 + 4 * 3,) * 2), "int4": ((70 + 4 * 4, 60 + 4 * 4), (65 + 4 * 3,) * 2),
+    }  # fmt: skip
+    for compress, sizes in known.items():
+        outer = outer_plan(spec, compress=compress).outer
+        assert outer is not None
+        for boxes, (first, second) in zip((by_column, by_row), sizes, strict=True):
+            found = exchanged(outer, [{"x": Layout((2, 130), boxes)}, {"x": whole}], ["x"], 4)
+            assert found == {(0, 3): first, (3, 0): first, (1, 3): second, (3, 1): second}, compress
+
+
+def test_memory_of_an_exchange_is_what_travels_with_differences_and_sums() -> None:
+    spec = small_spec()
+    sizes = {}
+    for compress in ("none", "bf16", "int8", "int4"):
+        plan = outer_plan(spec, compress=compress, fragments=1)
+        assert plan.outer is not None
+        compiled, names = CompiledPlan(plan, spec), [t.name for t in logical_tensors(spec)]
+        travels = exchanged(plan.outer, owners_by_island(plan.outer, compiled.buckets), names, 4)
+        for rank, (_, passing) in outer_memory(plan, spec, compiled.buckets, 4).items():
+            owned = sum(layout.elements(rank) for b in compiled.buckets for layout in b.owners.values())
+            assert passing == 8 * owned + sum(size for pair, size in travels.items() if rank in pair)
+        sizes[compress] = sum(travels.values())
+    assert sizes["none"] == 2 * sizes["bf16"] > 3 * sizes["int8"] and sizes["int4"] < 0.6 * sizes["int8"]
 
 
 def test_predictions_count_what_is_exchanged() -> None:
@@ -130,14 +181,16 @@ def test_predictions_count_what_is_exchanged() -> None:
                   "inter_node": {"bandwidth": "1 MB/s", "latency": "0 us"}},
     })  # fmt: skip
     seconds = {}
-    for delay in (0, 2):
-        plan = outer_plan(spec, delay=delay)
+    for delay, compress in ((0, "int8"), (0, "none"), (2, "none")):
+        plan = outer_plan(spec, delay=delay, compress=compress)
         found = StepSimulator(plan, CostModel(spec, cluster, plan.seq_length, "fp32")).prediction()
         assert found.step_seconds == pytest.approx(sum(found.parts.values()))
-        seconds[delay] = found.parts["outer"]
+        seconds[delay, compress] = found.parts["outer"]
         inner = found.step_seconds - found.parts["outer"]
     size = sum(bytes_per_exchange(plan, spec, 4))
-    assert seconds[0] == pytest.approx(size / (0.8 * 1e6) / 12, rel=0.01)  # of links that are not measured
-    assert seconds[2] == pytest.approx(seconds[0] - 2 * inner * 3 / 12, rel=0.01)
+    assert seconds[0, "none"] == pytest.approx(size / (0.8 * 1e6) / 12, rel=0.01)  # of links that are not measured
+    assert seconds[2, "none"] == pytest.approx(seconds[0, "none"] - 2 * inner * 3 / 12, rel=0.01)
+    narrow = sum(bytes_per_exchange(outer_plan(spec, compress="int8"), spec, 4))
+    assert seconds[0, "int8"] == pytest.approx(narrow / (0.8 * 1e6) / 12, rel=0.02)  # boxes may cut blocks
     with pytest.raises(UserError, match="sailor cannot say outer steps"):
         export("sailor", plan, spec, cluster, "fp32")
