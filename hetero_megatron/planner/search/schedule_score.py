@@ -166,9 +166,8 @@ class ScheduleScorer:
                 )
             weight, more = parts.split(layers, last)
             host = messages[0] * (not first) + messages[1] * (not last)
-            kept, working = self.costs.activation_bytes(choice, size)
-            waiting = self.costs.waiting_bytes(choice, size)
-            working = max(working, self.costs.splitting_bytes(choice, size) - kept)
+            kept, _ = self.costs.activation_bytes(choice, size)
+            waiting, working = self.costs.waiting_bytes(choice, size), self.costs.working_bytes(choice, size)
             inputs = backward + host - weight + more
             found.append(_ChunkWork(forward + host, inputs, weight, more, kept, waiting, working))
         return tuple(found)

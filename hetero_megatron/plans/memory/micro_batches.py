@@ -8,11 +8,10 @@ from hetero_megatron.plans.memory.activations import (
     context_host_layers,
     kept_bytes,
     operand_bytes,
-    working_bytes,
 )
 from hetero_megatron.plans.memory.of_plan import stage_work
 from hetero_megatron.plans.memory.offloaded import layer_bytes
-from hetero_megatron.plans.memory.split_backward import splitting_bytes
+from hetero_megatron.plans.memory.split_backward import most_beside
 from hetero_megatron.plans.routing import EVEN, Routing
 from hetero_megatron.spec import ModelSpec
 
@@ -23,10 +22,7 @@ def micro_batch_bytes(
     """By rank and chunk, bytes of one micro-batch in a stage without context groups: (from F to its backward, from
     B_INPUT to W, what a backward works with, split or not)."""
     return {
-        rank: [
-            (kept, operand_bytes(spec, x), max(working_bytes(spec, x), splitting_bytes(spec, x) - kept))
-            for x in chunks for kept in [kept_bytes(spec, x)]
-        ]
+        rank: [(kept_bytes(spec, x), operand_bytes(spec, x), most_beside(spec, x)) for x in chunks]
         for rank, chunks in stage_work(stage, spec, item, routing=routing, fp8=fp8).items()
     }
 

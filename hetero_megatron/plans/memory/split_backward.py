@@ -109,6 +109,12 @@ def _weight_working(spec: ModelSpec, held: RankWork) -> float:
     return widest + _moving(held) * boundary_bytes(spec, held)
 
 
+def most_beside(spec: ModelSpec, held: RankWork) -> int:
+    """Bytes that any backward of a micro-batch, whole, B_INPUT or W, works with beside what is kept or waits then."""
+    of_input = splitting_bytes(spec, held) - kept_bytes(spec, held)
+    return max(working_bytes(spec, held), of_input, round(_weight_working(spec, held)))
+
+
 def split_activation_bytes(spec: ModelSpec, chunks: Sequence[RankWork], moments: Iterable[Moment]) -> int:
     """Most bytes of activations and of what backward works with, by what comes at each moment of a rank's stage."""
     kept = [kept_bytes(spec, chunk) for chunk in chunks]

@@ -159,15 +159,15 @@ class UniformStageMemory:
         return kept_bytes(self.spec, work), working_bytes(self.spec, work)
 
     @cached_method
-    def splitting(
+    def most_beside(
         self, tp: int, layers: int, embed: bool, head: bool, recompute: str, first: int, rows: int, length: int,
         fp8: str | None = None, away: int = 0,
     ) -> int:  # fmt: skip
-        """Bytes of a micro-batch at the worst moment of its B_INPUT; arguments as of :meth:`activations`."""
-        from hetero_megatron.plans.memory.split_backward import splitting_bytes
+        """Bytes that any backward works with; arguments as of :meth:`activations`."""
+        from hetero_megatron.plans.memory.split_backward import most_beside
 
         work = self._work(tp, layers, embed, head, recompute, first, rows, length, fp8, away)
-        return splitting_bytes(self.spec, work)
+        return most_beside(self.spec, work)
 
     @cached_method
     def host_layers(

@@ -372,9 +372,9 @@ class CostModel:
         """(bytes kept per micro-batch, working bytes of backward) on a rank of the stage."""
         return self.memory.activations(*self._work(stage, micro_batch_size))
 
-    def splitting_bytes(self, stage: StageChoice, micro_batch_size: int) -> int:
-        """Bytes of a micro-batch on a rank of the stage at the worst moment of its B_INPUT."""
-        return self.memory.splitting(*self._work(stage, micro_batch_size))
+    def working_bytes(self, stage: StageChoice, micro_batch_size: int) -> int:
+        """Bytes that any backward of a micro-batch works with, whole or split."""
+        return self.memory.most_beside(*self._work(stage, micro_batch_size))
 
     def _work(self, stage: StageChoice, micro_batch_size: int) -> tuple[Any, ...]:
         """What :class:`UniformStageMemory` asks for."""
