@@ -348,27 +348,6 @@ def half_saturation(flops: float) -> float:
     return HALF * min(1.0, flops / HALF_FLOPS)
 
 
-def source_of(chip: Chip, dtype: str) -> str:
-    """Where the values are from that a cold start takes."""
-    if chip.speed is not None:
-        return "emulated: a usual core is assumed"
-    told = measured_by(chip, dtype)
-    by: dict[str, list[str]] = {}
-    for rate, who in told.items():
-        by.setdefault(who, []).append(rate)
-    measured = [f"{', '.join(rates)} measured by {who}" for who, rates in by.items()]
-    return "; ".join([*measured, f"else {chip.source}" if measured else chip.source])
-
-
-def measured_by(chip: Chip, section: str) -> dict[str, str]:
-    """By rate, who measured it on such a card, and when."""
-    if card_file(chip.name) is None:
-        return {}
-    from hetero_megatron.cluster.card_entries import measurements
-
-    return {rate: one.told for rate, one in measurements(chip, section).items()}
-
-
 def capped_bridges(cluster: Cluster) -> list[str]:
     """Links that are faster than what the bridge is taken to reach over them, as nobody has measured it."""
     measured, said = _measured_links(cluster), list[str]()
