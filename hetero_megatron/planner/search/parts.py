@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 from hetero_megatron.planner.problem import PlanningProblem
@@ -68,10 +67,7 @@ class Parts:
     @staticmethod
     def _nodes_of(template: PlanTemplate, pool: DevicePool) -> Counts:
         """Chips of the nodes that a template needs at least."""
-        used = Counter[int]()
-        for part in template.parts:
-            for stage in part.shape.stages:
-                used[stage.group] += part.copies * stage.chips
+        used = template.usage(len(pool.groups))
         return tuple(-(-used[g] // group.per_node) * group.per_node for g, group in enumerate(pool.groups))
 
     def _try(self, problem: PlanningProblem, incumbent: Incumbent, counts: Counts) -> bool:
