@@ -62,6 +62,7 @@ class Batch:
         draws: of dropout, in training; its sample is the global index of the first row.
         pairs: of preference pairs; None: rows are no pairs.
         ahead: for modules that predict further tokens, what is 1, 2, … tokens ahead; none: they do not run.
+        samples: global index of each row, where somebody gave the rows.
     """
 
     tokens: torch.Tensor
@@ -73,6 +74,7 @@ class Batch:
     draws: Draws | None = None
     pairs: Pairs | None = None
     ahead: tuple[Ahead, ...] = ()
+    samples: tuple[int, ...] = ()
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -119,6 +121,7 @@ def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) 
         mask,
         documents,
         pairs=_pairs(samples, length) if samples and samples[0].pairs is not None else None,
+        samples=tuple(indices),
     )
 
 

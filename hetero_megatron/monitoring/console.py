@@ -20,7 +20,7 @@ class ConsoleLine:
         loss: mean since the last line.
         busiest: tokens of the busiest expert over the mean, in the layer where that is most; balance: losses that
             balance experts, by name.
-        rewards: of preference pairs, means by TRL's names.
+        facts: what a loss beside another model's says besides itself, as means by name (of preference pairs TRL's).
     """
 
     iteration: int
@@ -43,7 +43,7 @@ class ConsoleLine:
     eta_seconds: float | None = None
     busiest: float | None = None
     balance: Mapping[str, float] = field(default_factory=dict)
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)
 
 
 def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
@@ -69,7 +69,7 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
     if p.loss is not None:
         parts.append(f"lm loss: {p.loss:.6E}")
     parts += [f"{name}: {loss:.6E}" for name, loss in p.balance.items()]
-    parts += [f"{name}: {mean:.6E}" for name, mean in p.rewards.items()]
+    parts += [f"{name}: {mean:.6E}" for name, mean in p.facts.items()]
     parts.append(f"loss scale: {p.loss_scale:.1f}")
     if p.grad_norm is not None:
         parts.append(f"grad norm: {p.grad_norm:.3f}")
@@ -84,14 +84,20 @@ def format_line(p: ConsoleLine, now: datetime.datetime | None = None) -> str:
     return " | ".join(parts) + " |"
 
 
+_SHORT_FACTS = {
+    "rewards/accuracies": ("accuracy", ".0%"), "rewards/margins": ("margin", ".3f"),
+    "distill/cross_entropy": ("cross-entropy", ".4f"), "distill/divergence": ("divergence", ".4f"),
+}  # fmt: skip
+
+
 def format_short(p: ConsoleLine) -> str:
     """At most ``COLUMNS`` characters: what matters most comes first, and what does not fit is left out."""
     eta = p.eta_seconds if p.eta_seconds is not None else (p.iterations - p.iteration) * p.seconds
     width = len(str(p.iterations))
     line = f" iteration {p.iteration:{width}d}/{p.iterations}"
     parts = [f"loss {p.loss:.4f}"] if p.loss is not None else []
-    if p.rewards:
-        parts += [f"accuracy {p.rewards['rewards/accuracies']:.0%}", f"margin {p.rewards['rewards/margins']:.3f}"]
+    for name, (word, form) in _SHORT_FACTS.items():
+        parts += [f"{word} {p.facts[name]:{form}}"] if name in p.facts else []
     parts += [f"skipped {p.skipped}"] if p.skipped else []
     parts += [f"not finite {p.nan}"] if p.nan else []
     parts.append(f"{p.seconds:.3g} s" if p.seconds >= 1 else f"{1000 * p.seconds:.3g} ms")
@@ -114,11 +120,11 @@ def format_short(p: ConsoleLine) -> str:
 
 def format_validation(
     iteration: int, loss: float, perplexity: float, name: str = "validation set",
-    rewards: Mapping[str, float] | None = None,
+    facts: Mapping[str, float] | None = None,
 ) -> str:  # fmt: skip
-    """Megatron's line after an evaluation; of preference pairs with ``rewards`` in the place of the perplexity."""
+    """Megatron's line after an evaluation; of preference pairs with ``facts`` in the place of the perplexity."""
     line = f" validation loss at iteration {iteration} on {name} | lm loss value: {loss:.6E} | "
-    more = rewards or {"lm loss PPL": perplexity}
+    more = facts or {"lm loss PPL": perplexity}
     return line + "".join(f"{key}: {value:.6E} | " for key, value in more.items())
 
 

@@ -31,7 +31,8 @@ class StepMetrics:
         busy_seconds, bubble_seconds, communication_seconds: per rank: computing, waiting for a neighbour,
         moving data.
         experts: of a mixture of experts.
-        pairs: of preference pairs, how many the loss is the mean of; rewards: means over them by TRL's names.
+        pairs: of preference pairs, how many the loss is the mean of.
+        facts: what a loss beside another model's says besides itself, as means by name (of preference pairs TRL's).
         predictions: losses of modules that predict further tokens, by Megatron's names.
     """
 
@@ -53,7 +54,7 @@ class StepMetrics:
     experts: ExpertFigures | None = None
     loss_tokens: int | None = None
     pairs: int | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)
     predictions: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -82,7 +83,8 @@ class StepMetrics:
         if self.loss_tokens is not None:
             out["loss_tokens"] = self.loss_tokens
         if self.pairs is not None:
-            out |= {"pairs": self.pairs, **self.rewards}
+            out["pairs"] = self.pairs
+        out |= self.facts
         out |= self.predictions
         if self.tgs_per_chip is not None:
             out["tgs_per_chip"] = dict(self.tgs_per_chip)
@@ -179,22 +181,22 @@ class MetricsWriter:
             scalars["loss-scale"] = metrics.loss_scale
         if metrics.experts is not None:
             scalars |= metrics.experts.scalars()
-        scalars |= {**metrics.rewards, **metrics.predictions}
+        scalars |= {**metrics.facts, **metrics.predictions}
         self._scalars(scalars, metrics.step)
 
     def validation(
         self, step: int, loss: float, name: str = "validation", perplexity: bool = False,
-        rewards: Mapping[str, float] | None = None,
+        facts: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         """Record an evaluation (``name``: validation or test) after ``step``; ``perplexity`` adds it to
-        dashboards. ``rewards``: of preference pairs, which have no perplexity."""
+        dashboards. ``facts``: of preference pairs, which have no perplexity."""
         ppl = perplexity_of(loss)
-        more = {f"{name}_perplexity": ppl} if not rewards else {f"{name}_{key}": x for key, x in rewards.items()}
+        more = {f"{name}_perplexity": ppl} if not facts else {f"{name}_{key}": x for key, x in facts.items()}
         values = {f"{name}_loss": loss, **more}
         self._line({"step": step, **(values if math.isfinite(loss) else dict.fromkeys(values))})
         if step != self._evaluated:
-            scalars = {f"lm loss {name}": loss} | ({} if not rewards else more)
-            self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity and not rewards else {}), step)
+            scalars = {f"lm loss {name}": loss} | ({} if not facts else more)
+            self._scalars(scalars | ({f"lm loss {name} ppl": ppl} if perplexity and not facts else {}), step)
 
     def emulation(self, step: int, facts: Mapping[str, Any]) -> None:
         """Record after ``step`` what a testbed emulates, and how far that can be believed."""

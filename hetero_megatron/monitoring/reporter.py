@@ -77,7 +77,7 @@ class Reporter:
         self.first_loss: float | None = None
         self.last_loss = 0.0
         self._since: list[tuple[float, float, int, int]] = []  # loss, seconds, tokens, those in the loss
-        self._rewards: list[Mapping[str, float]] = []  # of the same steps
+        self._facts: list[Mapping[str, float]] = []  # of the same steps
         self._busy: deque[Sequence[float]] = deque(maxlen=SPREAD_STEPS)  # of full steps, by rank
         self._skipped = self._nan = 0
         self._experts = ExpertTotals()
@@ -155,9 +155,9 @@ class Reporter:
         self._skipped += stats.skipped
         self._nan += not math.isfinite(stats.loss)
         tokens = size * self.config.plan.seq_length
-        self._since.append((stats.loss, seconds, tokens, tokens if stats.rewards else stats.tokens))
-        if stats.rewards:
-            self._rewards.append(stats.rewards)
+        self._since.append((stats.loss, seconds, tokens, tokens if self.config.preference is not None else stats.tokens))
+        if stats.facts:
+            self._facts.append(stats.facts)
         self._timeline(step, stats, seconds)
         if size == self.config.plan.global_batch_size:
             self._busy.append(stats.busy)
@@ -185,9 +185,9 @@ class Reporter:
                 communication_seconds=stats.communication,
                 tgs_per_chip=tgs,
                 experts=experts,
-                loss_tokens=None if stats.rewards else stats.tokens,
-                pairs=stats.tokens if stats.rewards else None,
-                rewards=stats.rewards,
+                loss_tokens=stats.tokens if self.config.preference is None else None,
+                pairs=stats.tokens if self.config.preference is not None else None,
+                facts=stats.facts,
                 predictions=_of_modules(stats),
             )  # fmt: skip
         )
@@ -207,18 +207,18 @@ class Reporter:
             skipped=self._skipped, nan=self._nan, busiest=experts.worst if experts is not None else None,
             balance=(dict(experts.losses) if experts is not None else {}) | _of_modules(stats),
             loss_tokens_per_second=counting / seconds if counting != tokens else None,
-            rewards={name: sum(each[name] for each in self._rewards) / count for name in stats.rewards},
+            facts={name: sum(each[name] for each in self._facts) / count for name in stats.facts},
         )  # fmt: skip
         print((format_line if self.config.logging.log_format == "megatron" else format_short)(progress), flush=True)
         self._since.clear()
-        self._rewards.clear()
+        self._facts.clear()
         self._skipped = self._nan = 0
 
-    def evaluated(self, step: int, loss: float, split: str, rewards: Mapping[str, float]) -> None:
-        """Of ``validation`` or ``test``; ``rewards``: of preference pairs, else empty."""
+    def evaluated(self, step: int, loss: float, split: str, facts: Mapping[str, float]) -> None:
+        """Of ``validation`` or ``test``; ``facts``: of preference pairs, else empty."""
         if self.writer is not None:
-            self.writer.validation(step, loss, split, self.config.logging.validation_perplexity, rewards)
-            print(format_validation(step, loss, perplexity_of(loss), f"{split} set", rewards), flush=True)
+            self.writer.validation(step, loss, split, self.config.logging.validation_perplexity, facts)
+            print(format_validation(step, loss, perplexity_of(loss), f"{split} set", facts), flush=True)
 
     def flush(self) -> None:
         """Whatever ends the run: what was reported is on disk."""

@@ -164,7 +164,7 @@ class PairLoss:
         """A step or an evaluation begins."""
         self._rewards.clear()
 
-    def rewards(self, device: torch.device) -> torch.Tensor:
+    def facts(self, device: torch.device) -> torch.Tensor:
         """Sums of ``REWARDS`` over the pairs that this rank counts, since :meth:`begin`."""
         if not self._rewards or not self._counts:
             return torch.zeros(len(REWARDS), device=device)

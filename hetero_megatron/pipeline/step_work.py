@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
@@ -21,6 +22,7 @@ from hetero_megatron.pipeline.stage_work import LossFunction, StageChunk, StageW
 from hetero_megatron.plans import micro_batch_sizes, pipeline_samples, unit_sequences
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.plans.experts import require_rows
+from hetero_megatron.platform.accelerator import Accelerator
 from hetero_megatron.schedule import Action, receive_order
 
 Fetch = Callable[[Sequence[int]], Batch]  # global sample indices -> batch on the CPU
@@ -118,6 +120,18 @@ class StepWork:
             actions, receives = (tuple(a for a in row if a.kind not in left_out) for row in rows)
             self._schedules[key] = actions, receives
         return self._schedules[key]
+
+
+@contextmanager
+def random_kept(accelerator: Accelerator | None) -> Iterator[None]:
+    """Random numbers afterwards are as if nothing had been drawn inside; a device has done what it was given."""
+    random = accelerator.rng_state() if accelerator is not None else torch.get_rng_state()
+    yield
+    if accelerator is None:
+        torch.set_rng_state(random)
+        return
+    accelerator.synchronize()
+    accelerator.set_rng_state(random)
 
 
 def build_executor(

@@ -85,6 +85,11 @@ class CompiledPlan:
         """All groups that some ranks exchange data in, for ``Comm.create_groups`` on every rank of the job."""
         return tuple(plan_groups(self.plan, (*self.buckets, *self.frozen), self.spec, self.pairs))
 
+    @cached_property
+    def forward_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Those that a model needs which only runs forward."""
+        return tuple(plan_groups(self.plan, (), self.spec))
+
     def schedules(self, batch_size: int | None = None) -> tuple[Schedule, ...]:
         """Per pipeline, all that its stages do in a step of ``batch_size`` sequences (None: the plan's).
 

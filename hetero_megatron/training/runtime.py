@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from hetero_megatron.parallel.grad_sync.gradients import GradientSync
 from hetero_megatron.parallel.optimizer import OptimizerFactory, ShardedOptimizer, owned_norm, scales_and_norms
 from hetero_megatron.pipeline.stage_model import Initialize, RankStage, StageLoss, StageModel
 from hetero_megatron.pipeline.stage_work import StageWork, StepResult
-from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor
+from hetero_megatron.pipeline.step_work import Fetch, StepWork, build_executor, random_kept
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import logical_tensors
 from hetero_megatron.spec.dropout import NO_DROPOUT
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
     from hetero_megatron.parallel.device_graphs import LayerGraphs
     from hetero_megatron.parallel.outer_steps import OuterSteps
+    from hetero_megatron.pipeline.distillation import DistillationLoss
     from hetero_megatron.pipeline.preference import PairLoss
 
 OwnedGradients = list[list[torch.Tensor]]  # per bucket and owned piece, in at least fp32
@@ -55,7 +56,7 @@ class Runtime:
     Attributes:
         here: its place, stage and unit in the plan.
         stage_model: the layers that it holds, and how.
-        loss: of the stage; :attr:`pairs`, where it is one of preference pairs.
+        loss: of the stage; :attr:`compared`, :attr:`pairs`: where it is one with another model, of preference pairs.
         executor, step_work: run the actions of a step, and say which they are.
         sync, optimizer: sums of gradients; what updates the weights by them (None: evaluation only).
         outer: steps between islands, where the plan has them.
@@ -95,16 +96,10 @@ class Runtime:
             from hetero_megatron.parallel.recompute import apply_compile
 
             apply_compile(built.module, options.compile_backend)
-        chunk = here.loss_chunk(dtype, options.logits_bytes)
-        tokens = StageLoss(here, built.module, kernels, comm.group(here.unit.ranks), chunk)
-        self.loss: StageLoss | PairLoss = tokens
-        if options.preference is not None and here.stage.head:
-            from hetero_megatron.pipeline.preference import pair_loss
-
-            self.loss = pair_loss(here, comm, options.preference, tokens)
+        self.loss = self._loss(kernels, dtype)
         self.numbers = StepNumbers(
-            comm, comm.group(here.plan.ranks), here.place.tp_rank == 0, self.balance, self.pairs,
-            options.preference is not None, spec.mtp_layers,
+            comm, comm.group(here.plan.ranks), here.place.tp_rank == 0, self.balance, self.compared, options.facts,
+            spec.mtp_layers,
         )  # fmt: skip
         self.executor = build_executor(compiled, here, comm, built.module, self.loss, dtype, kernels.weight_gradients)
         if built.offloaded is not None:
@@ -133,9 +128,28 @@ class Runtime:
         return self.numbers.world
 
     @property
-    def pairs(self) -> PairLoss | None:
-        """The loss, where it is one of preference pairs; None: it is one of tokens, or the stage has no head."""
+    def compared(self) -> PairLoss | DistillationLoss | None:
+        """The loss, where it compares the model with another one; None: it does not, or the stage has no head."""
         return None if isinstance(self.loss, StageLoss) else self.loss
+
+    @property
+    def pairs(self) -> PairLoss | None:
+        """The loss, where it is one of preference pairs; None: it is another, or the stage has no head."""
+        return cast("PairLoss | None", self.compared) if self.options.preference is not None else None
+
+    def _loss(self, kernels: KernelPlan, dtype: torch.dtype) -> StageLoss | PairLoss | DistillationLoss:
+        here, comm, options, model = self.here, self.comm, self.options, self.stage_model.module
+        if options.distillation is not None and here.stage.head:
+            from hetero_megatron.pipeline.distillation import distillation_loss
+
+            return distillation_loss(here, comm, options.distillation, model, kernels, dtype, options.logits_bytes)
+        chunk = here.loss_chunk(dtype, options.logits_bytes)
+        tokens = StageLoss(here, model, kernels, comm.group(here.unit.ranks), chunk)
+        if options.preference is None or not here.stage.head:
+            return tokens
+        from hetero_megatron.pipeline.preference import pair_loss
+
+        return pair_loss(here, comm, options.preference, tokens)
 
     def _gradient_sync(self, compiled: CompiledPlan) -> GradientSync:
         """Of the trained parameters; weights whose gradient is one product get it in place."""
@@ -241,17 +255,11 @@ class Runtime:
         if self.graphs is not None:
             self.graphs.warmed_up = False  # until the step begins
         accelerator = self.comm.accelerator
-        random = accelerator.rng_state() if accelerator is not None else torch.get_rng_state()
-        with self.hooks.unwatched(), self.pairs.rehearsal() if self.pairs is not None else nullcontext():
+        with random_kept(accelerator), self.hooks.unwatched(), self.compared.rehearsal() if self.compared is not None else nullcontext():
             self.executor.rehearse(self.work(fetch, first_sample, batch_size, forward_only, step))
             if not forward_only:
                 self.sync.rehearsed()
-        if accelerator is None:
-            torch.set_rng_state(random)
-            return
-        accelerator.synchronize()
-        accelerator.set_rng_state(random)
-        if first:
+        if first and accelerator is not None:
             accelerator.forget_peak_memory()
 
     def forward_backward(
@@ -279,13 +287,13 @@ class Runtime:
         return batch_size * (self.here.plan.seq_length if self.options.preference is None else 1)
 
     def reference_in_step(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult | None:
-        """A batch of pairs begins: compute the reference's log-probabilities of it, where that is done in each step;
-        called on all ranks. None: it is not."""
+        """A batch begins: compute what another model says of it, where that is done in each step; called on all ranks.
+        None: it is not."""
         preference = self.options.preference
-        if self.pairs is not None:
-            self.pairs.begin()
+        if self.compared is not None:
+            self.compared.begin()
         if preference is None or not (preference.refers and preference.in_step):
-            return None
+            return self.hooks.before_forward(fetch, first_sample, batch_size)
         return self.record_reference(fetch, first_sample, batch_size)
 
     @torch.no_grad()
@@ -343,7 +351,7 @@ class Runtime:
             vetoed = veto is not None and veto(every[:, :3], loss, norm)
             skipped = vetoed or not math.isfinite(norm)
             routing = self.numbers.routing(every, tokens)
-            rewards, predicted = self.numbers.rewards(every, tokens), self.numbers.predictions(every, tokens)
+            facts, predicted = self.numbers.facts(every, tokens), self.numbers.predictions(every, tokens)
             if not skipped:
                 scale, own = apart[self.outer.index if self.outer is not None else 0]
                 clip = min(1.0, clip_grad / (own + 1e-6)) if clip_grad > 0 else 1.0
@@ -353,7 +361,7 @@ class Runtime:
         busy, bubble, communication = every[:, 4:7].T.tolist()
         return StepStats(
             loss, int(tokens), norm, skipped, bool(stops), busy, bubble, communication, result.actions, routing,
-            rewards, predicted,
+            facts, predicted,
         )
 
     def _update(
@@ -389,4 +397,4 @@ class Runtime:
             result.before = before
             every = self.numbers.gather(result, 0.0)
             loss_sum, tokens = every[:, :2].sum(0).tolist()
-        return loss_sum, int(tokens), self.numbers.rewards(every, tokens)
+        return loss_sum, int(tokens), self.numbers.facts(every, tokens)

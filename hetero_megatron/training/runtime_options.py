@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hetero_megatron.errors import UserError
 from hetero_megatron.plans.fp8 import Fp8
@@ -12,8 +13,13 @@ from hetero_megatron.spec import Dropout
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing
-from hetero_megatron.spec.preference import Preference
+from hetero_megatron.spec.preference import REWARDS, Preference
 from hetero_megatron.training.config import RunConfig
+
+if TYPE_CHECKING:
+    from hetero_megatron.pipeline.stage_work import StepResult
+    from hetero_megatron.pipeline.step_work import Fetch
+    from hetero_megatron.spec.distillation import Distillation
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class RuntimeOptions:
         dropout: in training; seed: of its masks.
         graphs_after: optimizer steps after which layers run as device graphs (``cli/flags/training.py`` says where
             they can); None: they never do.
+        preference, distillation: the loss, where it is not that of tokens alone.
     """
 
     compile_backend: str | None = None
@@ -38,12 +45,22 @@ class RuntimeOptions:
     seed: int = 0
     graphs_after: int | None = None
     preference: Preference | None = None
+    distillation: Distillation | None = None
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What a loss beside another model's says besides itself: names of means over what it counts."""
+        if self.distillation is not None:
+            from hetero_megatron.spec.distillation import FACTS
+
+            return FACTS
+        return REWARDS if self.preference is not None else ()
 
     @staticmethod
     def of(config: RunConfig) -> RuntimeOptions:
         return RuntimeOptions(
             config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
-            config.graphs_after, config.preference,
+            config.graphs_after, config.preference, config.distillation,
         )  # fmt: skip
 
 
@@ -73,10 +90,12 @@ class StepHooks:
 
     Attributes:
         before_update: called before weights change: waits for whoever still reads weights or moments.
+        before_forward: called with what a step or an evaluation is to work on: lets another model speak first.
         before_commit: called before all ranks hear of each other that their gradients are complete.
         unwatched: context in which nothing is recorded of what the model does.
     """
 
     before_update: Callable[[], None] = lambda: None
+    before_forward: Callable[[Fetch, int, int], StepResult | None] = lambda fetch, first_sample, batch_size: None
     before_commit: Callable[[], None] = lambda: None
     unwatched: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -12,10 +12,10 @@ import torch
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.pipeline.stage_work import StepResult, TimedAction
 from hetero_megatron.platform.accelerator import Accelerator
-from hetero_megatron.spec.preference import REWARDS
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
+    from hetero_megatron.pipeline.distillation import DistillationLoss
     from hetero_megatron.pipeline.preference import PairLoss
 
 _WIDEST = 8  # bytes of an element
@@ -32,7 +32,7 @@ class StepStats:
         skipped: the step was not taken: the gradient was not finite, or there was a veto.
         stop: some rank asked to stop.
         routing: of a mixture of experts.
-        rewards: of preference pairs, means over them by TRL's names.
+        facts: what a loss beside another model's says besides itself: of preference pairs, means by TRL's names.
         predictions: of each module that predicts further tokens, the sum of its losses over ``tokens``, in nats.
         busy, bubble, communication: seconds per rank of the plan (forward and backward; the update is not in them).
         actions: what this rank did, and when.
@@ -48,7 +48,7 @@ class StepStats:
     communication: list[float]
     actions: Sequence[TimedAction] = ()
     routing: StepRouting | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, float] = field(default_factory=dict)
     predictions: tuple[float, ...] = ()
 
 
@@ -59,16 +59,16 @@ class StepNumbers:
         world: the ranks of the plan.
         counts: whether this rank's losses count: of each TP group, those of one do.
         balance: of a mixture of experts.
-        pairs: the loss of preference pairs, on ranks that have it; rewarded: whether some ranks do.
+        compared: the loss beside another model's, on ranks that have it; facts: names of what it says of itself.
         predictions: modules that predict further tokens.
     """
 
     def __init__(
-        self, comm: Comm, world: Group, counts: bool, balance: LoadBalance | None, pairs: PairLoss | None,
-        rewarded: bool, predictions: int = 0,
+        self, comm: Comm, world: Group, counts: bool, balance: LoadBalance | None,
+        compared: PairLoss | DistillationLoss | None, facts: tuple[str, ...], predictions: int = 0,
     ) -> None:  # fmt: skip
         self.comm, self.world, self.reader = comm, world, ScalarReader(comm.accelerator)
-        self._counts, self._balance, self._pairs, self._rewarded = counts, balance, pairs, rewarded
+        self._counts, self._balance, self._compared, self._facts = counts, balance, compared, facts
         self._predictions = predictions
 
     def gather(self, result: StepResult, norm: float | torch.Tensor, stop: bool = False) -> torch.Tensor:
@@ -79,19 +79,18 @@ class StepNumbers:
 
         Returns:
             fp64 [ranks, 7 + n + m]: loss sum, tokens, squared norm, stop (0 or 1), seconds busy, in bubbles and
-            communicating, the n numbers of ``LoadBalance.row``, and the m ``REWARDS`` of preference pairs, or loss sums
-            of modules that predict further tokens.
+            communicating, the n numbers of ``LoadBalance.row``, and the m facts of a loss beside another model's, or loss
+            sums of modules that predict further tokens.
         """
         counts = self._counts
         balance = self._balance.counted() if self._balance is not None else ()
-        rewards = (self._pairs.rewards(self.comm.device),) if self._pairs is not None else ()
-        norm, *others = self.reader.read(norm, *result.losses, *balance, *rewards)  # the only wait for a device
+        facts = (self._compared.facts(self.comm.device),) if self._compared is not None else ()
+        norm, *others = self.reader.read(norm, *result.losses, *balance, *facts)  # the only wait for a device
         count = sum(losses.numel() for losses in result.losses)
         losses, others = others[:count], others[count:]
-        width = len(others) - len(REWARDS) * len(rewards)
+        width = len(others) - len(self._facts) * len(facts)
         routed, means = others[:width], [x * counts for x in others[width:]]
-        if self._rewarded:
-            means += [0.0] * (len(REWARDS) - len(means))
+        means += [0.0] * (len(self._facts) - len(means))
         sums = [0.0] * (1 + self._predictions)
         each = count // max(len(result.losses), 1)  # an evaluation has the main loss alone
         for i in range(each):
@@ -112,15 +111,15 @@ class StepNumbers:
         """Of what :meth:`gather` gives, the part of the experts; None: there are none."""
         if self._balance is None:
             return None
-        more = len(REWARDS) * self._rewarded + self._predictions
+        more = len(self._facts) + self._predictions
         return self._balance.routing(every[:, 7 : every.shape[1] - more], tokens)
 
-    def rewards(self, every: torch.Tensor, pairs: float) -> dict[str, float]:
-        """Of what :meth:`gather` gives, the part of preference pairs, as means."""
-        if not self._rewarded:
+    def facts(self, every: torch.Tensor, count: float) -> dict[str, float]:
+        """Of what :meth:`gather` gives, what the loss says besides itself, as means over its pairs or tokens."""
+        if not self._facts:
             return {}
-        means = (every[:, -len(REWARDS) :].sum(0) / max(pairs, 1)).tolist()
-        return dict(zip(REWARDS, means, strict=True))
+        means = (every[:, -len(self._facts) :].sum(0) / max(count, 1)).tolist()
+        return dict(zip(self._facts, means, strict=True))
 
     def predictions(self, every: torch.Tensor, tokens: float) -> tuple[float, ...]:
         """Of what :meth:`gather` gives, the losses of modules that predict further tokens."""

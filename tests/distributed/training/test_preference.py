@@ -105,8 +105,8 @@ def run_rank(
         loss, count, rewards = runtime.evaluate_pairs(data.fetch, step * size, size)
         found = runtime.train_step(data.fetch, step * size, size, LR, clip_grad=1.0, loss_scale=4.0, step=step + 1)
         assert found.tokens == count and abs(loss / count - found.loss) <= 1e-12 * abs(found.loss)
-        np.testing.assert_allclose(list(rewards.values()), list(found.rewards.values()), rtol=1e-9, atol=1e-12)
-        stats.append([found.loss, found.grad_norm, found.tokens, *(found.rewards[name] for name in REWARDS)])
+        np.testing.assert_allclose(list(rewards.values()), list(found.facts.values()), rtol=1e-9, atol=1e-12)
+        stats.append([found.loss, found.grad_norm, found.tokens, *(found.facts[name] for name in REWARDS)])
     return stats, [(n, runtime.stage_model.boxes[n], p.detach().numpy().copy()) for n, p in runtime.sync.params.items()]
 
 
