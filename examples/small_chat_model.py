@@ -1,6 +1,6 @@
-"""A small Llama with random weights, a tokenizer with a chat template, and conversations, to try fine-tuning with.
+"""A small Llama with random weights, a larger one with the same tokenizer, and conversations, to try fine-tuning with.
 
-    python examples/small_chat_model.py DIRECTORY     # DIRECTORY/base, DIRECTORY/chats.jsonl and DIRECTORY/pairs.jsonl
+    python examples/small_chat_model.py DIRECTORY    # base, larger, chats.jsonl, pairs.jsonl and labelled.jsonl in it
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def main(root: Path) -> None:
     (root / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     pairs = [{"chosen": chat, "rejected": [chat[0], {"role": "assistant", "content": "No idea."}]} for chat in chats]
     (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    labelled = [{"prompt": pair["chosen"][:1], "completion": pair[side][1:], "label": side == "chosen"}
+                for pair in pairs for side in ("chosen", "rejected")]  # fmt: skip
+    (root / "labelled.jsonl").write_text("".join(json.dumps(record) + "\n" for record in labelled))
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -42,13 +45,15 @@ def main(root: Path) -> None:
     bpe.train_from_iterator([turn["content"] for chat in chats for turn in chat], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(root / "base")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(root / "base")
+    for name, width in (("base", 64), ("larger", 128)):
+        tokenizer.save_pretrained(root / name)
+        config = LlamaConfig(
+            vocab_size=512, hidden_size=width, intermediate_size=176, num_hidden_layers=width // 32,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+            eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(root / name)
 
 
 if __name__ == "__main__":

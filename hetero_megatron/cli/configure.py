@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_megatron.cli.early import check_data, check_early, check_offload
 from hetero_megatron.cli.flags import training as training
@@ -39,8 +40,11 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig
+from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig, ScoreConfig, TeacherConfig
 from hetero_megatron.utils.text import plural
+
+if TYPE_CHECKING:
+    from hetero_megatron.spec.distillation import Distillation
 
 
 def take_epochs(
@@ -140,6 +144,8 @@ def configure_arguments(
     failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = part(_preference, args, spec, balancing)
+    teacher = part(_teacher, args, spec, plan, cluster)
+    scores = part(_scores, args, spec)
     part(_outer_fits, plan, elastic, preference)
     part(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
@@ -182,6 +188,7 @@ def configure_arguments(
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
         preference=preference, reference_logps=args["reference_logps"], reference_hf=args["reference_hf"],
+        distillation=teacher[0], teacher=teacher[1], teacher_scores=args["teacher_scores"], scores=scores,
     )
 
 
@@ -266,6 +273,24 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
     from hetero_megatron.cli.flags.preference import build_preference
 
     return build_preference(args, spec, balancing)
+
+
+def _teacher(
+    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None
+) -> tuple[Distillation | None, TeacherConfig | None]:
+    if args["teacher_hf"] is None and args["teacher_scores"] is None:
+        return None, None
+    from hetero_megatron.cli.flags.distillation import build_teacher
+
+    return build_teacher(args, spec, plan, cluster)
+
+
+def _scores(args: Arguments, spec: ModelSpec) -> ScoreConfig | None:
+    if args["save_scores"] is None:
+        return None
+    from hetero_megatron.cli.flags.distillation import build_scores
+
+    return build_scores(args, spec)
 
 
 def _predictions_fit(args: Arguments, spec: ModelSpec, preference: Preference | None, fp8: Fp8 | None) -> None:

@@ -27,7 +27,7 @@ OUTPUTS: dict[str, Callable[[str, str], None]] = {
     "save": try_folder, "save_hf": try_export, "save_adapter": try_export, "tensorboard_dir": try_folder,
     "wandb_save_dir": try_folder, "data_cache_path": try_folder, "dump_layers": try_folder,
     "capture_operators": try_folder, "routing_stats": try_file, "reference_logps": try_file,
-    "memory_snapshot_path": try_file,
+    "memory_snapshot_path": try_file, "save_scores": try_file,
 }  # fmt: skip
 _EXPORTS = [key for key, attempt in OUTPUTS.items() if attempt is try_export]
 # flag -> (module, what it is called, package)

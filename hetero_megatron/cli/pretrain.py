@@ -176,6 +176,10 @@ def _memory(config: RunConfig) -> Mapping[int, MemoryBytes]:
         config.plan, config.spec, config.dtype, moments, buckets, config.logits_bytes, fp8=config.fp8,
         graphs=config.graphs_after is not None,
     )  # fmt: skip
+    if config.teacher is not None:
+        from hetero_megatron.plans.memory.forward_only import with_teacher
+
+        memory = with_teacher(memory, config.compiled_teacher, config.dtype)
     if config.cluster is None:
         return memory
     return with_communicators(memory, config.plan, config.spec, buckets, config.cluster)

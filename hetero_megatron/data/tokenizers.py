@@ -131,6 +131,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in ids]))
 
+    def tokens(self) -> dict[str, int]:
+        """Ids by token."""
+        return dict(self._inner.get_vocab())
+
     def stops_at(self, texts: Sequence[str]) -> Callable[[list[int]], bool]:
         """Whether a text of these ids ends with one of ``texts``, as transformers has it: in its last token."""
         import torch

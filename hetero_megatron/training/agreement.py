@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from hetero_megatron.utils.version import __version__
 ALIKE = (
     "spec", "schedule", "seed", "dtype", "loss_scale", "optimizer", "evaluation", "check_nan", "skip_train",
     "logits_bytes", "save_hf_dtype", "balancing", "dropout", "fp8", "elastic",
-    "preference",
+    "preference", "distillation", "scores",
 )  # fmt: skip
 WATCHED = ("check_spikes", "rerun", "check_kernels", "replica_interval")  # of ``failure``: all ranks take part
 READ = (
@@ -46,8 +46,9 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
     facts |= {f"data.{name}": getattr(config.data, name, None) for name in READ}
     for name, value in _walk("checkpoint", config.checkpoint):
         facts[name] = value is not None if name.split(".")[-1] in PLACES else value
-    for name in ("load_hf", "save_hf", "reference_logps", "reference_hf"):
+    for name in ("load_hf", "save_hf", "reference_logps", "reference_hf", "teacher_scores"):
         facts[name] = getattr(config, name) is not None
+    facts["teacher"] = None if config.teacher is None else replace(config.teacher.spec, name="", notices=())
     adapter = config.adapter
     facts["adapter"] = [adapter.load is not None, adapter.save is not None, adapter.merge]
     return facts

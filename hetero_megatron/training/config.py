@@ -23,6 +23,7 @@ from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.lr_schedule import BatchSize, LearningRate, LossScale, WeightDecay
 
 if TYPE_CHECKING:
+    from hetero_megatron.spec.distillation import Distillation
     from hetero_megatron.spec.muon import MuonRates
 
 
@@ -208,6 +209,24 @@ class DistributedConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A model that runs forward on the ranks of the one that is trained: its directory, and what it is."""
+
+    hf: str
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """What a model says of the data is written to ``path``, and nothing trained: of each position the ``top_k``
+    likeliest tokens at ``temperature``."""
+
+    path: str
+    top_k: int
+    temperature: float
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Length of training and what changes on the way, as functions of consumed samples.
 
@@ -263,6 +282,9 @@ class RunConfig:
         reference_hf: directory whose safetensors are the reference's weights; None: those that the run begins with.
         reference_logps: file of the reference's log-probabilities, written unless it is there; None: they are in memory
             only, where the reference is not computed in each step.
+        distillation: the loss beside a teacher, which runs on the same ranks (``teacher``) or whose scores are in a
+            file (``teacher_scores``); None: there is no teacher.
+        scores: what a run writes that trains nothing.
     """
 
     spec: ModelSpec
@@ -304,6 +326,10 @@ class RunConfig:
     preference: Preference | None = None
     reference_logps: str | None = None
     reference_hf: str | None = None
+    distillation: Distillation | None = None
+    teacher: TeacherConfig | None = None
+    teacher_scores: str | None = None
+    scores: ScoreConfig | None = None
 
     @cached_property
     def compiled(self) -> CompiledPlan:
@@ -311,6 +337,23 @@ class RunConfig:
         return CompiledPlan(
             self.plan, self.spec, pairs=self.preference is not None, muon=self.optimizer.name == "muon"
         )
+
+    @cached_property
+    def compiled_teacher(self) -> CompiledPlan:
+        """The same for the teacher on the same ranks."""
+        from hetero_megatron.plans.forward_only import plan_beside
+
+        assert self.teacher is not None
+        plan = plan_beside(self.plan, self.spec, self.teacher.spec, self.cluster)
+        return CompiledPlan(plan, self.teacher.spec)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of the run, for ``Comm.create_groups``."""
+        mine = self.compiled.groups
+        if self.teacher is None:
+            return mine
+        return (*mine, *sorted(set(self.compiled_teacher.forward_groups) - set(mine)))
 
     @property
     def steps(self) -> int:

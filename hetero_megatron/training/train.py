@@ -141,6 +141,10 @@ def set_up(
     runtime = build_runtime(config, comm, platform, plugins, initialize, alignment)
     if resume is None:
         weights.complete(runtime)
+    if config.teacher is not None:
+        from hetero_megatron.training.teacher import add_teacher
+
+        add_teacher(config, runtime, platform, plugins, data.tokenizer)
     alignment.follow(runtime)
     agree_on_kernels(runtime, config.logging.kernel_plan)
     source_dtypes = weights.dtypes if weights.adapters is None else None
@@ -290,7 +294,7 @@ def agree(
     for line in communicators(comm.islands, config.compiled.groups) if comm.rank == 0 else ():
         print(line, flush=True)
     # All at once, on idle ranks too (torch wants every rank to take part): a refusal then leaves nobody waiting.
-    comm.create_groups(config.compiled.groups)
+    comm.create_groups(config.groups)
     comm.background_group(config.plan.ranks, WRITE_TIMEOUT)
     return config
 

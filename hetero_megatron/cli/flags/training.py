@@ -65,7 +65,7 @@ def build_schedule(args: Arguments, global_batch_size: int) -> ScheduleConfig:
 
 def _learning_rate(args: Arguments, train_samples: int, batch: BatchSize | None) -> LearningRate:
     """``batch``: of iterations, where flags count those; None: they count samples."""
-    idle = args["dry_run"] or args["skip_train"]
+    idle = args["dry_run"] or args["skip_train"] or args["save_scores"] is not None
     if args["lr"] is None:
         if not idle:
             raise flag_error("lr", None, "missing: the learning rate", "a number, e.g. 3e-4")

@@ -62,6 +62,7 @@ class MemoryBytes:
         overhead: of the framework, before the first tensor.
         communicators: buffers of the communication library.
         graphs: memory of device graphs beside the activations, which then are there all step long, too.
+        teacher: weights of a second model that runs forward, and what of it waits for the loss.
         host: fp32 masters and moments of an offloaded optimizer, and offloaded activations: in the host's memory, so
             not part of ``total``.
     """
@@ -75,11 +76,13 @@ class MemoryBytes:
     host: int = 0
     communicators: int = 0
     graphs: int = 0
+    teacher: int = 0
 
     @property
     def lasting(self) -> int:
         """What is there all step long."""
-        return self.overhead + self.communicators + self.weights + self.gradients + self.optimizer + self.graphs
+        states = self.weights + self.gradients + self.optimizer + self.teacher
+        return self.overhead + self.communicators + states + self.graphs
 
     @property
     def total(self) -> int:

@@ -6,6 +6,7 @@ from hetero_megatron.cli.flags.flag import Flag
 from hetero_megatron.cli.flags.table import (
     checkpoint,
     data,
+    distillation,
     finetune,
     logging,
     model,
@@ -25,6 +26,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Recompute": training.RECOMPUTE,
     "Data and tokenizer": data.FLAGS,
     "Fine-tuning": finetune.FLAGS,
+    "Distillation": distillation.FLAGS,
     "Checkpoint": checkpoint.FLAGS,
     "Logs, exits and faults": logging.FLAGS,
     "Precision alignment": logging.ALIGNMENT,

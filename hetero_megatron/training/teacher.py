@@ -1,0 +1,57 @@
+"""A teacher on the ranks of its student: its weights read, its tokenizer compared, and its forward before each step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_megatron.comm.group import together
+from hetero_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from hetero_megatron.errors import UserError
+from hetero_megatron.pipeline.distillation import DistillationLoss
+from hetero_megatron.platform import Platform
+from hetero_megatron.platform.platform import DTYPES
+from hetero_megatron.platform.plugins import Plugins
+from hetero_megatron.training.config import AdapterConfig, RunConfig
+from hetero_megatron.training.forward_model import Teacher
+from hetero_megatron.training.initial_weights import InitialWeights
+from hetero_megatron.training.kernels import rank_kernels
+from hetero_megatron.training.runtime import Runtime
+from hetero_megatron.training.runtime_options import RuntimeOptions
+
+
+def add_teacher(
+    config: RunConfig, runtime: Runtime, platform: Platform, plugins: Plugins, tokenizer: Tokenizer | None
+) -> None:
+    """Have the teacher of ``config`` speak before each step and evaluation of ``runtime``. Called on all ranks.
+
+    Raises:
+        UserError: it has another vocabulary than ``tokenizer``, or other tensors than its configuration says.
+    """
+    assert config.teacher is not None
+    given, compiled, world = config.teacher, config.compiled_teacher, runtime.world
+    together(world, lambda: check_tokenizer(given.hf, tokenizer, "--teacher-hf") if world.index == 0 else None)
+    own = replace(config, load_hf=given.hf, spec=given.spec, adapter=AdapterConfig())
+    weights, dtype = InitialWeights(own, world), DTYPES[config.dtype]
+    options = RuntimeOptions(logits_bytes=config.logits_bytes)
+    comm, registry = runtime.comm, plugins.registry
+    kernels = rank_kernels(
+        compiled.plan, given.spec, comm.rank, registry, platform, dtype, options, config.deterministic
+    )
+    loss = runtime.loss if isinstance(runtime.loss, DistillationLoss) else None
+    teacher = Teacher(compiled, comm, dtype, weights.values, kernels, loss)
+    runtime.hooks.before_forward = teacher.before_forward
+
+
+def check_tokenizer(directory: str, tokenizer: Tokenizer | None, flag: str) -> None:
+    """UserError where a model's directory holds a tokenizer with other tokens than the run's."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not (Path(directory) / "tokenizer.json").exists():
+        return
+    other, mine = HuggingFaceTokenizer(directory).tokens(), tokenizer.tokens()
+    if other == mine:
+        return
+    unlike = next(word for word in (*mine, *other) if mine.get(word) != other.get(word))
+    raise UserError(
+        f"its tokenizer is another one: {unlike!r} is token {other.get(unlike)}, here {mine.get(unlike)}", field=flag,
+        value=directory, accepted="a model with the tokenizer of the run",
+    )  # fmt: skip
