@@ -22,6 +22,9 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("finetune", "the same on conversations; what the assistant wrote counts",
                 "hetero-megatron finetune --load-hf model --data-path chats.jsonl --split 1 --seq-length 1024 "
                 "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-5 --save-hf tuned"),
+        Command("score", "what a model says of training data, in a file that its students learn from",
+                "hetero-megatron score --load-hf teacher --data-path chats.jsonl --sft --split 1 --seq-length 1024 "
+                "--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --save-scores scores.bin"),
         Command("check", "what would be honoured, noticed and refused of a Megatron, NeMo or FlagScale launch script",
                 "hetero-megatron check pretrain_llama.sh"),
         Command("generate", "continue prompts with a model, to look at what came out",

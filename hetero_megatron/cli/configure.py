@@ -188,7 +188,8 @@ def configure_arguments(
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
         preference=preference, reference_logps=args["reference_logps"], reference_hf=args["reference_hf"],
-        distillation=teacher[0], teacher=teacher[1], teacher_scores=args["teacher_scores"], scores=scores,
+        distillation=teacher[0], teacher=teacher[1], teacher_scores=args["teacher_scores"],
+        teacher_hf=args["teacher_hf"], scores=scores,
     )
 
 

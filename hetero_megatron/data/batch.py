@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetero_megatron.data.sample import Dataset, Sample
+from hetero_megatron.data.sample import Dataset, Likeliest, Sample
 from hetero_megatron.ops.dropout import Draws
 
 
@@ -50,6 +50,16 @@ class Ahead:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What a teacher said of a batch, as :class:`~hetero_megatron.data.sample.Likeliest` has it: ids int32 and logps
+    [b, s, k], rest [b, s]."""
+
+    ids: torch.Tensor
+    logps: torch.Tensor
+    rest: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """b sequences of s tokens.
 
@@ -63,6 +73,7 @@ class Batch:
         pairs: of preference pairs; None: rows are no pairs.
         ahead: for modules that predict further tokens, what is 1, 2, … tokens ahead; none: they do not run.
         samples: global index of each row, where somebody gave the rows.
+        teacher: what it said, where the data bring that.
     """
 
     tokens: torch.Tensor
@@ -75,6 +86,7 @@ class Batch:
     pairs: Pairs | None = None
     ahead: tuple[Ahead, ...] = ()
     samples: tuple[int, ...] = ()
+    teacher: Said | None = None
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -94,9 +106,12 @@ class Batch:
         tokens, labels, positions = map(part, (self.tokens, self.labels, self.positions))
         pairs = None if self.pairs is None else replace(self.pairs, sides=part(self.pairs.sides))
         ahead = tuple(replace(a, tokens=part(a.tokens), labels=part(a.labels), mask=part(a.mask)) for a in self.ahead)
+        said = self.teacher
+        said = None if said is None else Said(part(said.ids), part(said.logps), part(said.rest))
         return replace(
-            self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, pairs=pairs, ahead=ahead
-        )
+            self, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, pairs=pairs, ahead=ahead,
+            teacher=said,
+        )  # fmt: skip
 
 
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:
@@ -122,7 +137,12 @@ def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) 
         documents,
         pairs=_pairs(samples, length) if samples and samples[0].pairs is not None else None,
         samples=tuple(indices),
+        teacher=_said([s.teacher for s in samples if s.teacher is not None]),
     )
+
+
+def _said(every: Sequence[Likeliest]) -> Said | None:
+    return Said(*(torch.from_numpy(np.stack(parts)) for parts in zip(*every, strict=True))) if every else None
 
 
 def _pairs(samples: Sequence[Sample], length: int) -> Pairs:

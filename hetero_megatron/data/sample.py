@@ -10,18 +10,29 @@ import numpy as np
 if TYPE_CHECKING:
     from hetero_megatron.data.indexed import TokenStore
 
+class Likeliest(NamedTuple):
+    """What a teacher said of the s positions of a sample: its k likeliest tokens ``ids`` [s, k] int32, their
+    log-probabilities ``logps`` [s, k] and that of all others together, ``rest`` [s]; fp32."""
+
+    ids: np.ndarray
+    logps: np.ndarray
+    rest: np.ndarray
+
+
 class Sample(NamedTuple):
     """``tokens`` int64 [seq_length + 1]; ``documents`` int32 [n], ascending starts in ``tokens[:-1]``, first 0.
 
     ``loss_mask``: bool [seq_length], True where the prediction of the next token counts; None: everywhere.
     ``pairs``: of preference pairs, the number of each in the data; pair i of the sample is documents 2 i (chosen) and
     2 i + 1 (rejected).
+    ``teacher``: of data that bring what a teacher said.
     """
 
     tokens: np.ndarray
     documents: np.ndarray
     loss_mask: np.ndarray | None = None
     pairs: tuple[int, ...] | None = None
+    teacher: Likeliest | None = None
 
 
 class Dataset(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 
-from hetero_megatron.data.batch import Batch
+from hetero_megatron.data.batch import Batch, Said
 from hetero_megatron.platform.accelerator import Accelerator
 
 AHEAD = 2  # micro-batches that are copied before they are asked for
@@ -36,7 +36,8 @@ class Uploader:
         ahead = [x for a in batch.ahead for x in (a.tokens, a.labels, a.mask)]
         whole = torch.stack([batch.tokens, batch.labels, batch.positions, *sides])  # [3 or 4, b, s]
         table = None if batch.draws is None else batch.draws.table
-        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask, *ahead, table) if x is not None)
+        said = () if batch.teacher is None else (batch.teacher.ids, batch.teacher.logps, batch.teacher.rest)
+        pinned = tuple(self._pinned(x) for x in (whole, batch.loss_mask, *ahead, *said, table) if x is not None)
         with self._accelerator.on_stream(self._stream):
             tensors = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in pinned)
             for to, source in zip(tensors, pinned, strict=True):
@@ -51,12 +52,13 @@ class Uploader:
             replace(a, tokens=moved[3 * k], labels=moved[3 * k + 1], mask=moved[3 * k + 2])
             for k, a in enumerate(batch.ahead)
         )
+        told = tensors[1 + (mask is not None) + len(ahead) :][: len(said)]
         counted, draws = batch.num_loss_tokens(), batch.draws
         if draws is not None and table is not None:
             draws = replace(draws, table=tensors[-1])
         made = replace(
             batch, tokens=tokens, labels=labels, positions=positions, loss_mask=mask, counted=counted, draws=draws,
-            pairs=pairs, ahead=there,
+            pairs=pairs, ahead=there, teacher=Said(*told) if told else None,
         )  # fmt: skip
         return _UnderWay(made, event, tensors, pinned)
 

@@ -46,7 +46,7 @@ def run_facts(config: RunConfig) -> Mapping[str, object]:
     facts |= {f"data.{name}": getattr(config.data, name, None) for name in READ}
     for name, value in _walk("checkpoint", config.checkpoint):
         facts[name] = value is not None if name.split(".")[-1] in PLACES else value
-    for name in ("load_hf", "save_hf", "reference_logps", "reference_hf", "teacher_scores"):
+    for name in ("load_hf", "save_hf", "reference_logps", "reference_hf", "teacher_scores", "teacher_hf"):
         facts[name] = getattr(config, name) is not None
     facts["teacher"] = None if config.teacher is None else replace(config.teacher.spec, name="", notices=())
     adapter = config.adapter

@@ -317,8 +317,8 @@ class Checkpointing:
         """Of a run that goes on with preference pairs: what they are compared with is what they were."""
         was = found.state.get("reference", "")
         if was and self._reference and was != self._reference:
-            if self.config.teacher is not None:
-                problem, place = "the checkpoint was trained beside another teacher", self.config.teacher.hf
+            if self.config.teacher_hf is not None:
+                problem, place = "the checkpoint was trained beside another teacher", self.config.teacher_hf
                 raise UserError(problem, field="--teacher-hf", value=place, accepted="the teacher of the first run")
             raise UserError(
                 "the checkpoint was trained beside another reference: the weights there are not those that it began "

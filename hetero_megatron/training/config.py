@@ -283,7 +283,7 @@ class RunConfig:
         reference_logps: file of the reference's log-probabilities, written unless it is there; None: they are in memory
             only, where the reference is not computed in each step.
         distillation: the loss beside a teacher, which runs on the same ranks (``teacher``) or whose scores are in a
-            file (``teacher_scores``); None: there is no teacher.
+            file (``teacher_scores``, of the model in ``teacher_hf``, None: of any); None: there is no teacher.
         scores: what a run writes that trains nothing.
     """
 
@@ -329,6 +329,7 @@ class RunConfig:
     distillation: Distillation | None = None
     teacher: TeacherConfig | None = None
     teacher_scores: str | None = None
+    teacher_hf: str | None = None
     scores: ScoreConfig | None = None
 
     @cached_property

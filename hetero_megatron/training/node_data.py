@@ -39,6 +39,7 @@ class NodeData:
 
     Attributes:
         datasets: as if this rank had read everything itself.
+        wrapped: by ``id`` of one of them, what batches are made of instead.
 
     Raises:
         UserError: what is wrong with the data.
@@ -49,6 +50,7 @@ class NodeData:
         self._flags = config.data
         self._comm, self._world = comm, world
         self._server: SampleServer | None = None
+        self.wrapped: dict[int, Dataset] = {}
         valid = config.evaluation.iterations * config.plan.global_batch_size
         wanted = (0 if config.skip_train else config.train_samples, valid, valid)
         self._log = _show if world.index == 0 else (lambda _: None)
@@ -106,7 +108,7 @@ class NodeData:
             flags.reset_position_ids or apart, flags.reset_attention_mask or apart, flags.eod_mask_loss,
             self.datasets.eod,
         )  # fmt: skip
-        return BatchLoader(data, options, flags.num_workers)
+        return BatchLoader(self.wrapped.get(id(data), data), options, flags.num_workers)
 
     def describe(self, data: Dataset) -> str:
         """A conversation as it is trained on, or the entropy of single tokens; reads the first samples of ``data``."""

@@ -139,8 +139,8 @@ def _facts(config: RunConfig, data: NodeData) -> Mapping[str, str]:
 
 def reference_fingerprint(config: RunConfig) -> str:
     """Of the weights that a run's reference, or its teacher, has; empty without one."""
-    if config.teacher is not None:
-        return weights_fingerprint(config.teacher.hf)
+    if config.teacher_hf is not None:
+        return weights_fingerprint(config.teacher_hf)
     preference = config.preference
     if preference is None or not preference.refers:
         return ""

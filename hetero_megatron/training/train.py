@@ -132,6 +132,10 @@ def set_up(
     check_agreement(
         world, {f"data ({name})": f"{mark} {data.corpora[name]}" for name, mark in data.fingerprints.items()}
     )
+    if config.teacher_scores is not None:
+        from hetero_megatron.training.score import use_scores
+
+        use_scores(config, comm, node_data)
     check_offload(config.plan, config.optimizer.name, config.dtype)
     alignment = Alignment(config.alignment)
     initialize = weights.values if resume is None else weights.blank
@@ -254,6 +258,10 @@ def train(
         config = agree(config, comm, platform, plugins, emulation)
         if comm.rank not in config.plan.ranks:
             return 0
+        if config.scores is not None:
+            from hetero_megatron.training.score import score
+
+            return score(config, comm, platform, plugins)
         training = set_up(config, comm, platform, plugins, emulation)
         training.on_step = on_step
         return run_training(training)

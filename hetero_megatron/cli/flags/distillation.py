@@ -32,8 +32,6 @@ def build_teacher(
     key = "teacher_hf" if args["teacher_hf"] is not None else "teacher_scores"
     if args[key] is None:
         return None, None
-    if args["teacher_hf"] is not None and args["teacher_scores"] is not None:
-        raise flag_error("teacher_scores", args["teacher_scores"], "--teacher-hf says the same", "one of the two")
     for other, why in _BESIDE:
         if args[other]:
             raise flag_error(other, args[other], f"not known beside a teacher: {why}", "one of the two")
@@ -43,24 +41,35 @@ def build_teacher(
     if plan.outer is not None:
         raise flag_error(key, args[key], "there are no outer steps beside a teacher", "a plan without outer")
     d = Distillation(**{name: args[flag] for name, flag in _FLAGS.items()})
-    return d, _beside(args, spec, plan, cluster) if key == "teacher_hf" else None
+    if args["teacher_hf"] is None:
+        return d, None
+    teacher = _teacher(args, spec)
+    return d, _beside(args, teacher, spec, plan, cluster) if args["teacher_scores"] is None else None
 
 
-def _beside(args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None) -> TeacherConfig:
+def _teacher(args: Arguments, spec: ModelSpec) -> TeacherConfig:
     from hetero_megatron.cli.hub import model_directory
-    from hetero_megatron.plans.forward_only import plan_beside
 
-    directory = model_directory(args["teacher_hf"], "--teacher-hf")
+    args.values["teacher_hf"] = directory = model_directory(args["teacher_hf"], "--teacher-hf")
     teacher = load_model(directory, "--teacher-hf")
     if teacher.vocab_size != spec.vocab_size:
         problem = f"another vocabulary: {teacher.vocab_size} tokens, the student's has {spec.vocab_size}"
-        raise flag_error("teacher_hf", args["teacher_hf"], problem, "a teacher with the student's tokenizer")
+        raise flag_error("teacher_hf", directory, problem, "a teacher with the student's tokenizer")
+    return TeacherConfig(directory, teacher)
+
+
+def _beside(
+    args: Arguments, teacher: TeacherConfig, spec: ModelSpec, plan: Plan, cluster: Cluster | None
+) -> TeacherConfig:
+    """The teacher, which the plan's cuts fit."""
+    from hetero_megatron.plans.forward_only import plan_beside
+
     try:
-        plan_beside(plan, spec, teacher, cluster)
+        plan_beside(plan, spec, teacher.spec, cluster)
     except UserError as error:
         problem = f"{error.problem} ({error.field})" if error.field else error.problem
         raise flag_error("teacher_hf", args["teacher_hf"], problem, error.accepted or "") from None
-    return TeacherConfig(directory, teacher)
+    return teacher
 
 
 def build_scores(args: Arguments, spec: ModelSpec) -> ScoreConfig | None:

@@ -13,7 +13,7 @@ FLAGS = (
     ),
     value(
         "--teacher-scores", str, None, "the same from a file that hetero-megatron score wrote over the same data: the "
-        "teacher's likeliest tokens",
+        "teacher's likeliest tokens; --teacher-hf beside it only says whose they are to be",
     ),
     value(
         "--distill-loss", str, "forward_kl", "divergence of teacher and student: forward_kl is KL(teacher, student), "

@@ -1,0 +1,19 @@
+"""``hetero-megatron score``: as ``pretrain``, but nothing is trained: what the model says of the data goes to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from hetero_megatron.cli import pretrain
+from hetero_megatron.cli.log import say_error
+from hetero_megatron.errors import UserError
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Returns the exit code; an error is one line on standard error."""
+    if not {"-h", "--help", "--help-all", "--version", "--save-scores"}.isdisjoint(argv):
+        return pretrain.main(argv, environment, "score")
+    error = UserError("missing: the file that is written", field="--save-scores", accepted="--save-scores FILE")
+    say_error(str(error), environment)
+    return 2

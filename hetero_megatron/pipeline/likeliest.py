@@ -1,0 +1,113 @@
+"""A model's likeliest next tokens: found over a vocabulary that ranks divide, and brought to the plan's first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hetero_megatron.comm import Comm, Group
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.model import GPTStage
+from hetero_megatron.ops import KernelPlan, softcap
+from hetero_megatron.ops.spec import wide
+from hetero_megatron.pipeline.stage_model import RankStage
+from hetero_megatron.plans import Plan, micro_batch_sizes, pipeline_samples, unit_sequences
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids int32 and log-probabilities [.., k], of all others [..]
+
+
+class Likeliest:
+    """Takes the place of the loss of a stage with a head.
+
+    Args:
+        group: the unit's ranks; chunk: tokens whose logits exist at once; None: those of a micro-batch.
+        k: how many tokens of each position; temperature: by which logits are divided.
+
+    Attributes:
+        found: by the samples of a micro-batch, [b, s, 2 k + 1] int32: ids, then bits of fp32 log-probabilities, the
+            last that of all other tokens.
+    """
+
+    def __init__(
+        self, here: RankStage, model: GPTStage, kernels: KernelPlan, group: Group, chunk: int | None, k: int,
+        temperature: float,
+    ) -> None:  # fmt: skip
+        self._head, self._product, self._group = model.lm_head, kernels.choices["gemm"].kernel, group
+        self._start, self._chunk, self._k, self._temperature = here.share.vocab[0], chunk, k, temperature
+        self.found: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def count(self, batch: Batch) -> int:
+        return 0
+
+    def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
+        rows = out.flatten(0, -2)
+        parts = [self._of(x) for x in rows.split(max(len(rows) if self._chunk is None else self._chunk, 1))]
+        packed = [torch.cat([ids, torch.cat([logps, rest[:, None]], 1).view(torch.int32)], 1)
+                  for ids, logps, rest in parts]  # fmt: skip
+        self.found[batch.samples] = torch.cat(packed).view(*out.shape[:2], 2 * self._k + 1)
+        return out.new_zeros(())
+
+    def _of(self, x: torch.Tensor) -> Rows:
+        """Of n head inputs [n, h]."""
+        logits: torch.Tensor = self._product.forward(x, self._head.matrix, self._head.bias)[0]
+        logits = logits.to(wide(logits.dtype))
+        if self._head.softcap is not None:
+            logits = softcap(logits, self._head.softcap)
+        logits = logits / self._temperature
+        few = min(self._k, logits.shape[1])
+        values, ids = logits.topk(few, 1)
+        mine = logits.new_full((2, len(x), self._k), -torch.inf)
+        mine[0, :, :few], mine[1, :, :few] = values, (ids + self._start).to(logits.dtype)  # whole numbers, exactly
+        every = self._group.gather_vectors(mine.flatten()).view(self._group.size, *mine.shape)
+        values, names = (torch.cat(list(every[:, i]), 1) for i in range(2))
+        best, at = values.topk(self._k, 1)
+        chosen = names.gather(1, at).long()
+        local = chosen - self._start
+        own = (local >= 0) & (local < logits.shape[1])
+        top = best[:, :1]  # the largest of all, of any rank
+        others = (logits - top).exp()
+        if logits.shape[1]:
+            hidden = torch.zeros_like(others).scatter_add_(1, local.clamp(0, logits.shape[1] - 1), own.to(others.dtype))
+            others = others * (hidden == 0)
+        rest = self._group.gather_vectors(others.sum(1)).sum(0)
+        total = (rest + (best - top).exp().sum(1)).log()
+        return chosen.int(), (best - top - total[:, None]).float(), (rest.log() - total).float()
+
+
+def gather_rows(
+    comm: Comm, plan: Plan, first_sample: int, batch_size: int, k: int, mine: Likeliest | None
+) -> Iterator[tuple[range, list[int], Rows]]:
+    """What the ranks with a head found in a batch, on the plan's first rank; on others nothing. Called on all ranks.
+
+    Yields:
+        samples; tokens of each; their rows, [samples, tokens, ..], in host memory.
+    """
+    to, shares = plan.ranks[0], pipeline_samples(plan, batch_size)
+    sends = []
+    for pipeline, (begin, stop) in zip(plan.pipelines, shares, strict=True):
+        stage = next(stage for stage in pipeline.stages if stage.head)
+        for tag, size in enumerate(micro_batch_sizes(pipeline, stop - begin)):
+            for unit, (a, b) in zip(stage.units, unit_sequences(stage, size), strict=True):
+                rows = range(first_sample + begin + a, first_sample + begin + b)
+                source = unit.ranks[0]
+                if not len(rows) or comm.rank not in (source, to):
+                    continue
+                if comm.rank == source:
+                    assert mine is not None
+                    found = mine.found.pop(tuple(rows)).contiguous()
+                    if source != to:
+                        sends.append(comm.isend(found, to, tag))
+                        continue
+                else:
+                    shape = len(rows), unit.num_tokens, 2 * k + 1
+                    found = torch.empty(shape, dtype=torch.int32, device=comm.device)
+                    comm.irecv(found, source, tag).wait()
+                ids, others = found.cpu().split([k, k + 1], -1)
+                logps = others.contiguous().view(torch.float32)
+                yield rows, [t for i, j in unit.tokens for t in range(i, j)], (ids, logps[..., :k], logps[..., k])
+            begin += size
+    for send in sends:
+        send.wait()
+    if mine is not None:
+        mine.found.clear()

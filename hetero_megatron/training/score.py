@@ -1,0 +1,157 @@
+"""``hetero-megatron score``: what a model says of the data, under its own plan, in a file by sample index; and that
+file in a run whose teacher the model is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hetero_megatron.comm import Comm
+from hetero_megatron.comm.group import together
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.data.build import data_fingerprint
+from hetero_megatron.data.sample import Dataset
+from hetero_megatron.data.scored import KIND, ScoredDataset, check_scores
+from hetero_megatron.data.scores_file import Shapes, create_scores, open_scores
+from hetero_megatron.errors import UserError
+from hetero_megatron.pipeline.likeliest import Likeliest, gather_rows
+from hetero_megatron.pipeline.stage_model import RankStage, StageModel
+from hetero_megatron.plans import stage_at
+from hetero_megatron.platform import Platform
+from hetero_megatron.platform.platform import DTYPES
+from hetero_megatron.platform.plugins import Plugins
+from hetero_megatron.training.config import RunConfig
+from hetero_megatron.training.forward_model import ForwardModel
+from hetero_megatron.training.initial_weights import InitialWeights
+from hetero_megatron.training.kernels import rank_kernels
+from hetero_megatron.training.node_data import NodeData
+from hetero_megatron.training.reference import weights_fingerprint
+from hetero_megatron.training.runtime_options import RuntimeOptions
+from hetero_megatron.utils.text import plural
+
+SAVE, READ = "--save-scores", "--teacher-scores"
+
+
+def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> int:
+    """Write the file; returns the exit code. Called on all ranks of the plan, whose groups have been created.
+
+    Raises:
+        UserError: something in configuration or data cannot be honoured; on all ranks.
+    """
+    asked, world, dtype = config.scores, comm.group(config.plan.ranks), DTYPES[config.dtype]
+    assert asked is not None and config.load_hf is not None
+    weights, data = InitialWeights(config, world), NodeData(config, comm, world)
+    _refuse_streams(data, "--save-scores")
+    options = RuntimeOptions(logits_bytes=config.logits_bytes)
+    kernels = rank_kernels(
+        config.plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
+    )
+    made: list[Likeliest] = []
+
+    def ending(here: RankStage, built: StageModel) -> Likeliest:
+        group, chunk = comm.group(here.unit.ranks), here.loss_chunk(dtype, config.logits_bytes // 4)
+        made.append(Likeliest(here, built.module, kernels, group, chunk, asked.top_k, asked.temperature))
+        return made[0]
+
+    model = ForwardModel(config.compiled, comm, dtype, weights.values, kernels, ending)
+    sources = {unit.ranks[0] for stage in config.plan.stages if stage.head for unit in stage.units}
+    first = config.plan.ranks[0]
+    comm.connect((sources if comm.rank == first else {first} if comm.rank in sources else set()) - {comm.rank})
+    splits = dict(_splits(config, data))
+    file: Any = None
+
+    def create() -> None:
+        nonlocal file
+        if world.index == 0:
+            header = {
+                "kind": KIND, "made_for": _facts(config, data, weights_fingerprint(config.load_hf or ""))
+                | {f"order of {name}": data_fingerprint(dataset) for name, (dataset, _) in splits.items()},
+                "temperature": asked.temperature, "dtype": config.dtype,
+            }  # fmt: skip
+            shapes = _shapes({name: n for name, (_, n) in splits.items()}, config.plan.seq_length, asked.top_k)
+            file = create_scores(asked.path, SAVE, header, shapes)
+
+    together(world, create)
+    start, batch, done = time.monotonic(), config.plan.global_batch_size, 0
+    for name, (dataset, samples) in splits.items():
+        with data.loader(dataset) as loader:
+            for first in range(0, samples, batch):
+                model.run(loader, first, batch)
+                loader.advance(batch)
+                for rows, tokens, values in gather_rows(
+                    comm, config.plan, first, batch, asked.top_k, made[0] if made else None
+                ):
+                    for part, array in zip(values, ("ids", "logps", "rest"), strict=True):
+                        into = file.arrays[f"{name}.{array}"]
+                        for row, value in zip(rows, part, strict=True):
+                            into[row, tokens] = value.numpy()
+                done += batch
+    together(world, lambda: file.complete() if world.index == 0 else None)
+    if world.index == 0:
+        seconds = time.monotonic() - start
+        print(f"scores: {plural(done, 'sample')} in {asked.path} in {seconds:.0f} s", flush=True)
+    data.close()
+    return 0
+
+
+def use_scores(config: RunConfig, comm: Comm, data: NodeData) -> None:
+    """Have the data of a run bring what the file says of them, on ranks with a head. Called on all ranks.
+
+    Raises:
+        UserError: the file is of another model, tokenizer, data or order, or too short; on all ranks.
+    """
+    path, world = config.teacher_scores, comm.group(config.plan.ranks)
+    assert path is not None and config.distillation is not None
+    temperature = config.distillation.temperature
+    _refuse_streams(data, READ)
+    head = stage_at(config.plan, config.plan.places[comm.rank]).head
+
+    def read() -> None:
+        if not head:
+            return
+        scores, splits = open_scores(path, READ, KIND), dict(_splits(config, data))
+        orders = {name: (data_fingerprint(dataset), samples) for name, (dataset, samples) in splits.items()}
+        model = None if config.teacher_hf is None else weights_fingerprint(config.teacher_hf)
+        check_scores(scores, READ, _facts(config, data, model), orders, temperature)
+        vocab = max((int(scores.arrays[f"{name}.ids"].max(initial=0)) for name in splits), default=0)
+        if vocab >= config.spec.vocab_size:
+            problem = f"holds token {vocab}, the student's vocabulary has {config.spec.vocab_size}"
+            raise UserError(problem, field=READ, value=path, accepted="the scores of a teacher with its vocabulary")
+        data.wrapped = {id(dataset): ScoredDataset(dataset, scores, name) for name, (dataset, _) in splits.items()}
+
+    together(world, read)
+
+
+def _splits(config: RunConfig, data: NodeData) -> Iterator[tuple[str, tuple[Dataset, int]]]:
+    """By name, the data sets of a run, and how many of their first samples it reads, in whole batches."""
+    sets, size = data.datasets, config.plan.global_batch_size
+    evaluated = config.evaluation.iterations * size
+    if sets.train is not None and not config.skip_train:
+        yield "train", (sets.train, -(-config.train_samples // size) * size)
+    for name, dataset in (("valid", sets.valid), ("test", sets.test)) if evaluated else ():
+        if dataset is not None:
+            yield name, (dataset, evaluated)
+
+
+def _facts(config: RunConfig, data: NodeData, model: str | None) -> Mapping[str, str]:
+    """What a file depends on, but for the order of each split; ``model`` None: any."""
+    facts = {"tokenizer": data.datasets.tokenizer.fingerprint, "length": f"{config.plan.seq_length} tokens"}
+    return facts if model is None else {"model": model, **facts}
+
+
+def _shapes(samples: Mapping[str, int], length: int, k: int) -> Shapes:
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, n in samples.items():
+        found[f"{name}.ids"] = "<i4", (n, length, k)
+        found[f"{name}.logps"] = "<f4", (n, length, k)
+        found[f"{name}.rest"] = "<f4", (n, length)
+    return found
+
+
+def _refuse_streams(data: NodeData, flag: str) -> None:
+    if data.datasets.in_order:
+        problem = "scores are found by the number of a sample, and a stream is read once, in order"
+        raise UserError(problem, field=flag, value="a stream", accepted="stored data")
