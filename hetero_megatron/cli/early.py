@@ -107,7 +107,7 @@ def _check_split(data: DataConfig, which: int) -> None:
         assert split is not None
         count = _count(data, split, path)
         if count is not None:
-            split.documents(count, path, "pair" if data.pairs else "conversation" if data.sft else "document")
+            split.documents(count, path, data.items if data.sft else "document")
 
 
 def _count(data: DataConfig, split: SplitPaths, path: str) -> int | None:

@@ -32,11 +32,13 @@ class Pairs:
             0 where nothing counts.
         numbers: of each pair in the data.
         lengths: tokens that count of each answer, [2 x pairs], in all of the sequence.
+        desired: of single answers, which are numbered as pairs are and have one side each: their labels; empty: pairs.
     """
 
     sides: torch.Tensor
     numbers: tuple[int, ...]
     lengths: tuple[int, ...]
+    desired: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Batch:
         ahead: for modules that predict further tokens, what is 1, 2, … tokens ahead; none: they do not run.
         samples: global index of each row, where somebody gave the rows.
         teacher: what it said, where the data bring that.
+        mismatched: of labelled answers, the same prompts with others' answers; on the host, whole.
     """
 
     tokens: torch.Tensor
@@ -87,6 +90,7 @@ class Batch:
     ahead: tuple[Ahead, ...] = ()
     samples: tuple[int, ...] = ()
     teacher: Said | None = None
+    mismatched: Batch | None = None
 
     def num_loss_tokens(self) -> int:
         if self.counted is not None:
@@ -117,6 +121,12 @@ class Batch:
 def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) -> Batch:
     """The batch of some global sample indices, in that order."""
     samples = [dataset[i] for i in indices]
+    made = _batch(samples, options)
+    others = [s.mismatched for s in samples if s.mismatched is not None]
+    return replace(made, samples=tuple(indices), mismatched=_batch(others, options) if others else None)
+
+
+def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
     tokens = np.stack([s.tokens for s in samples])
     inputs, length = tokens[:, :-1], tokens.shape[1] - 1
     positions = np.tile(np.arange(length), (len(samples), 1))
@@ -136,7 +146,6 @@ def make_batch(dataset: Dataset, indices: Sequence[int], options: BatchOptions) 
         mask,
         documents,
         pairs=_pairs(samples, length) if samples and samples[0].pairs is not None else None,
-        samples=tuple(indices),
         teacher=_said([s.teacher for s in samples if s.teacher is not None]),
     )
 
@@ -148,15 +157,17 @@ def _said(every: Sequence[Likeliest]) -> Said | None:
 def _pairs(samples: Sequence[Sample], length: int) -> Pairs:
     """Of samples that all hold pairs."""
     sides, numbers, lengths = np.zeros((len(samples), length), np.int64), list[int](), list[int]()
+    desired = list[bool]()
     for row, sample in zip(sides, samples, strict=True):
         assert sample.pairs is not None and sample.loss_mask is not None
         starts = [*sample.documents.tolist(), length]
-        for answer in range(2 * len(sample.pairs)):
+        desired += sample.desired or ()
+        for answer in range((2 if sample.desired is None else 1) * len(sample.pairs)):
             part = slice(starts[answer], starts[answer + 1])
             row[part] = len(lengths)
             lengths.append(int(sample.loss_mask[part].sum()))
         numbers += sample.pairs
-    return Pairs(torch.from_numpy(sides), tuple(numbers), tuple(lengths))
+    return Pairs(torch.from_numpy(sides), tuple(numbers), tuple(lengths), tuple(desired))
 
 
 def _positions(documents: np.ndarray, length: int) -> np.ndarray:

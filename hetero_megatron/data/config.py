@@ -18,6 +18,7 @@ from hetero_megatron.data.tokenizers import (
     Tokenizer,
 )
 from hetero_megatron.errors import UserError
+from hetero_megatron.spec.preference import UNPAIRED
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"  # Megatron's
@@ -267,3 +268,8 @@ def _needed(flag: str, value: str | None, type: str) -> str:
     if not value:
         raise UserError(f"{type} needs this flag", field=flag, value=value, accepted="a path or name")
     return value
+
+    @property
+    def items(self) -> str:
+        """What a record holds: a pair, an example (an answer with a label), or a conversation."""
+        return "example" if self.preference in UNPAIRED else "pair" if self.pairs else "conversation"

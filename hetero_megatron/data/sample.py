@@ -26,6 +26,8 @@ class Sample(NamedTuple):
     ``pairs``: of preference pairs, the number of each in the data; pair i of the sample is documents 2 i (chosen) and
     2 i + 1 (rejected).
     ``teacher``: of data that bring what a teacher said.
+    ``desired``: the samples' documents are single answers, numbered by ``pairs``, and these are their labels;
+    ``mismatched``: the same prompts, in the same order, each with another example's answer.
     """
 
     tokens: np.ndarray
@@ -33,6 +35,8 @@ class Sample(NamedTuple):
     loss_mask: np.ndarray | None = None
     pairs: tuple[int, ...] | None = None
     teacher: Likeliest | None = None
+    desired: tuple[bool, ...] | None = None
+    mismatched: Sample | None = None
 
 
 class Dataset(Protocol):

@@ -4,7 +4,7 @@ and whose tokens several ranks may divide; the reference's beside them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from hetero_megatron.comm import Comm, Group
 from hetero_megatron.data.batch import Batch, Pairs
 from hetero_megatron.pipeline.stage_model import RankStage, StageLoss
 from hetero_megatron.plans.experts import sequence_group
-from hetero_megatron.spec.preference import REWARDS, Preference
+from hetero_megatron.spec.preference import Preference
 
 # (chosen: policy less reference [pairs], rejected: the same, the loss) -> losses [pairs]. Of losses without a reference
 # the log-probabilities themselves.
@@ -88,34 +88,48 @@ def pair_losses(
 
 
 class Reference:
-    """Log-probabilities of answers under the reference, by the number of their pair: of one step, or of all pairs that
-    a run needs."""
+    """Log-probabilities of answers under the reference, by the number of their pair (two) or example (one): of one
+    step, or of all that a run needs."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[float, float]] = {}
+        self.known: dict[int, tuple[float, ...]] = {}
         self._of_step: dict[tuple[int, ...], torch.Tensor] = {}
 
     def begin_step(self) -> None:
         self._of_step.clear()
 
     def put(self, numbers: tuple[int, ...], values: torch.Tensor) -> None:
-        """``values``: of a micro-batch, [2 x pairs]."""
+        """``values``: of a micro-batch, [2 x pairs] or [examples]."""
         self._of_step[numbers] = values
 
     def of(self, numbers: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """[2 x pairs], in the dtype and on the device of ``like``."""
+        """[2 x pairs] or [examples], in the dtype and on the device of ``like``."""
         if numbers in self._of_step:
             return self._of_step[numbers]
         values = [value for number in numbers for value in self.known[number]]
         return torch.tensor(values, dtype=like.dtype, device=like.device)
 
-    def recorded(self) -> dict[int, tuple[float, float]]:
-        """Those of the step, by pair."""
+    def recorded(self) -> dict[int, tuple[float, ...]]:
+        """Those of the step, by pair or example."""
         return {
-            number: (chosen, rejected)
+            number: tuple(each)
             for numbers, values in self._of_step.items()
-            for number, (chosen, rejected) in zip(numbers, values.view(-1, 2).tolist(), strict=True)
+            for number, each in zip(numbers, values.view(len(numbers), -1).tolist(), strict=True)
         }
+
+
+class _Spoken(Reference):
+    """Of every micro-batch of a step, also of those with equal examples: (numbers, log-probabilities)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[tuple[tuple[int, ...], torch.Tensor]] = []
+
+    def begin_step(self) -> None:
+        self.said.clear()
+
+    def put(self, numbers: tuple[int, ...], values: torch.Tensor) -> None:
+        self.said.append((numbers, values))
 
 
 class PairLoss:
@@ -134,7 +148,8 @@ class PairLoss:
         self.preference, self._tokens, self._group, self._counts = preference, tokens, group, counts
         self._parts = [i for i, part in enumerate(parts) if part]
         self.reference = Reference()
-        self.recording, self._rehearsing = False, False
+        self._into: Reference | None = None
+        self._rehearsing = False
         self._rewards: list[torch.Tensor] = []
 
     @property
@@ -142,14 +157,14 @@ class PairLoss:
         return self._tokens.head
 
     @contextmanager
-    def record(self) -> Iterator[None]:
-        """Inside, what is computed are the reference's log-probabilities."""
-        self.recording = True
-        self.reference.begin_step()
+    def record(self, into: Reference | None = None) -> Iterator[None]:
+        """Inside, what is computed are log-probabilities of answers, the reference's or those of ``into``."""
+        self._into = into or self.reference
+        self._into.begin_step()
         try:
             yield
         finally:
-            self.recording = False
+            self._into = None
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -165,9 +180,9 @@ class PairLoss:
         self._rewards.clear()
 
     def facts(self, device: torch.device) -> torch.Tensor:
-        """Sums of ``REWARDS`` over the pairs that this rank counts, since :meth:`begin`."""
+        """Sums of the preference's facts over what this rank counts, since :meth:`begin`."""
         if not self._rewards or not self._counts:
-            return torch.zeros(len(REWARDS), device=device)
+            return torch.zeros(len(self.preference.facts), device=device)
         return torch.stack(self._rewards).sum(0)
 
     def count(self, batch: Batch) -> int:
@@ -176,19 +191,17 @@ class PairLoss:
         return len(batch.pairs.numbers) if self._counts else 0
 
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
-        """Sum of the losses of the batch's pairs: a tensor [], in at least fp32; 0 on ranks that do not count it. Its
+        """Sum of the losses of the batch's pairs or examples: a tensor [], in at least fp32; 0 on ranks that do not count it. Its
         gradient with respect to ``out`` is this rank's part, in any case."""
         pairs, mask = batch.pairs, batch.loss_mask
         assert pairs is not None and mask is not None, "rows that are no preference pairs"
         losses = self._tokens.losses(out, batch)
         policy = self._sums(losses.detach() * mask, pairs)
-        if self.recording:
-            self.reference.put(pairs.numbers, policy)
+        if self._into is not None:
+            self._into.put(pairs.numbers, policy)
             return policy.new_zeros(())
-        lengths = torch.tensor(pairs.lengths, dtype=policy.dtype, device=policy.device)
-        reference = self._of_reference(pairs, policy)
         leaf = policy.requires_grad_(torch.is_grad_enabled())
-        each, rewards = pair_losses(self.preference, leaf, reference, lengths)
+        each, rewards = self._judge(leaf, pairs)
         value = each.sum()
         if not self._rehearsing:
             self._rewards.append(rewards)
@@ -199,6 +212,11 @@ class PairLoss:
         weights = -slope[pairs.sides] * mask  # of a token's loss, which is the negative of its log-probability
         weighted = (self._tokens.losses(out, batch, weights, seed, losses) * weights).sum()
         return total + (weighted - weighted.detach())
+
+    def _judge(self, policy: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        """(losses, sums of facts) of answers with these log-probabilities."""
+        lengths = torch.tensor(pairs.lengths, dtype=policy.dtype, device=policy.device)
+        return pair_losses(self.preference, policy, self._of_reference(pairs, policy.detach()), lengths)
 
     def _sums(self, losses: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         """Log-probabilities of answers, [2 x pairs], equal on all ranks that have tokens of them."""
@@ -215,9 +233,50 @@ class PairLoss:
         return torch.zeros_like(policy) if self._rehearsing else self.reference.of(pairs.numbers, policy)
 
 
+class LabelLoss(PairLoss):
+    """The same of answers that are labelled as desired or not, one by one (KTO).
+
+    Attributes:
+        beside: what the reference says of prompts with others' answers.
+        divergence: of the model from the reference, estimated over the whole batch before it is trained on.
+    """
+
+    def __init__(
+        self, preference: Preference, tokens: StageLoss, group: Group, parts: Sequence[bool], counts: bool
+    ) -> None:
+        super().__init__(preference, tokens, group, parts, counts)
+        self.beside, self._spoken, self.divergence = Reference(), _Spoken(), 0.0
+
+    def speak(self) -> AbstractContextManager[None]:
+        """Inside, what is computed are the model's log-probabilities of prompts with others' answers."""
+        return self.record(self._spoken)
+
+    def apart(self) -> tuple[float, int]:
+        """Of what :meth:`speak` heard, the sum of model less reference over answers that this rank counts, and their
+        number."""
+        if not self._spoken.said or not self._counts:
+            return 0.0, 0
+        every = torch.cat([said - self.beside.of(numbers, said) for numbers, said in self._spoken.said])
+        return float(every.cpu().double().sum()), len(every)
+
+    def _judge(self, policy: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        p, ratio = self.preference, policy - self._of_reference(pairs, policy.detach())
+        desired = torch.tensor(pairs.desired, device=policy.device)
+        apart = self.divergence if p.estimates_kl and not self._rehearsing else 0.0
+        sign = desired.to(policy.dtype) * 2 - 1
+        losses = torch.sigmoid(-sign * p.beta * (ratio - apart))  # 1 - sigmoid of the opposite
+        losses = losses * torch.where(desired, p.desirable, p.undesirable).to(losses.dtype)
+        with torch.no_grad():
+            rewards, good = p.beta * ratio.detach(), desired.to(policy.dtype)
+            both = [torch.stack([x * good, x * (1 - good)]).sum(1) for x in (rewards, policy.detach())]
+            more = torch.stack([good.sum(), torch.full_like(good, apart).sum()])
+            return losses, torch.cat([*both, more])
+
+
 def pair_loss(here: RankStage, comm: Comm, preference: Preference, tokens: StageLoss) -> PairLoss:
     """The loss of a rank's stage, which has the head; ``tokens``: the losses of single tokens."""
     ranks = sequence_group(here.stage, comm.rank)
     units = [unit for unit in here.stage.units if unit.sequences == here.unit.sequences]
     first = {unit.ranks[0] for unit in units}
-    return PairLoss(preference, tokens, comm.group(ranks), [rank in first for rank in ranks], here.unit is units[0])
+    kind = LabelLoss if preference.unpaired else PairLoss
+    return kind(preference, tokens, comm.group(ranks), [rank in first for rank in ranks], here.unit is units[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero_megatron.errors import UserError
@@ -10,19 +11,35 @@ from hetero_megatron.errors import UserError
 # Name -> whether log-probabilities are those per token of an answer, whatever is asked; None: as asked.
 LOSSES: dict[str, bool | None] = {
     "dpo": None, "ipo": True, "hinge": None, "robust": None, "exo_pair": None, "nca_pair": None, "sppo_hard": None,
-    "apo_zero": None, "apo_down": None, "orpo": True, "simpo": True, "cpo": None,
+    "apo_zero": None, "apo_down": None, "orpo": True, "simpo": True, "cpo": None, "kto": False,
+    "apo_zero_unpaired": False,
 }  # fmt: skip
+UNPAIRED = ("kto", "apo_zero_unpaired")  # of single answers that are labelled as desired or not
 WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
 SMOOTHED = ("dpo", "robust", "exo_pair", "cpo")  # that have a label smoothing
 # As TRL calls them; means over pairs.
 REWARDS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
 )  # fmt: skip
+# The same of labelled answers: what ranks add up, over all answers of a batch.
+LABELLED = (
+    "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "share/chosen", "kl",
+)  # fmt: skip
+
+
+def by_label(means: Mapping[str, float]) -> dict[str, float]:
+    """Means over all answers, ``LABELLED``, as TRL shows them: over those that are desired, or not; 0 of none."""
+    share = {"chosen": means["share/chosen"], "rejected": 1 - means["share/chosen"]}
+    found = {}
+    for name in LABELLED[:4]:
+        part = share[name.split("/")[1]]
+        found[name] = means[name] / part if part > 0 else 0.0
+    return found | {"rewards/margins": found["rewards/chosen"] - found["rewards/rejected"], "kl": means["kl"]}
 
 
 @dataclass(frozen=True)
 class Preference:
-    """The loss of a pair, and how it is computed.
+    """The loss of a pair, or of a labelled answer, and how it is computed.
 
     Attributes:
         loss: a key of ``LOSSES``.
@@ -33,6 +50,7 @@ class Preference:
         gamma: of ``simpo``: the margin.
         in_step: the reference is the frozen base, computed in each step beside the model with adapters; False: its
             log-probabilities are there before the first step.
+        desirable, undesirable: weights of the losses of labelled answers.
     """
 
     loss: str = "dpo"
@@ -42,11 +60,13 @@ class Preference:
     sft_weight: float = 0.0
     gamma: float = 0.5
     in_step: bool = False
+    desirable: float = 1.0
+    undesirable: float = 1.0
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise UserError("no such loss", field="loss", value=self.loss, accepted=", ".join(LOSSES))
-        for name in ("beta", "gamma", "sft_weight"):
+        for name in ("beta", "gamma", "sft_weight", "desirable", "undesirable"):
             number = getattr(self, name)
             if not math.isfinite(number) or number < 0 or (name == "beta" and not number):
                 accepted = "a number > 0" if name == "beta" else "a number >= 0"
@@ -62,6 +82,11 @@ class Preference:
                 f"the loss {self.loss} has none", field="smoothing", value=self.smoothing,
                 accepted=f"0, or one of {', '.join(SMOOTHED)}",
             )  # fmt: skip
+        for name in ("per_token", "sft_weight") if self.unpaired else ():
+            if getattr(self, name):
+                raise UserError(
+                    f"the loss {self.loss} has none", field=name, value=getattr(self, name), accepted="a loss of pairs"
+                )
         if self.loss == "exo_pair" and not self.smoothing:
             raise UserError("exo_pair needs one", field="smoothing", value=0, accepted="e.g. 1e-3")
 
@@ -69,6 +94,21 @@ class Preference:
     def refers(self) -> bool:
         """Whether there is a reference model."""
         return self.loss not in WITHOUT_REFERENCE
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether it is one of labelled answers, not of pairs."""
+        return self.loss in UNPAIRED
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether each step first estimates how far the model is from the reference."""
+        return self.loss == "kto"
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What is added up over the answers or pairs of a batch beside the loss."""
+        return LABELLED if self.unpaired else REWARDS
 
     @property
     def stored(self) -> bool:

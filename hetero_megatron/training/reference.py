@@ -31,7 +31,8 @@ VERSION = 1
 PLACES, WIDTH = 256, 4096  # of a file of weights that are looked at, and bytes at each
 BLOCK = 1 << 16  # pairs that are told to other ranks at once
 
-Known = dict[int, tuple[float, float]]  # by number of a pair: of the chosen and of the rejected answer
+# By number of a pair: of the chosen and of the rejected answer; of an example: of its answer and of another one's.
+Known = dict[int, tuple[float, float]]
 
 
 def reference_logps(config: RunConfig, runtime: Runtime, data: NodeData) -> Known:
@@ -99,14 +100,25 @@ def _record(
         return loader([rows[i] for i in indices])
 
     runtime.warm_up(fetch, 0, batch, forward_only=True)
-    runtime.record_reference(fetch, 0, batch)
-    mine = runtime.pairs.reference.recorded() if runtime.pairs is not None else {}
+    mine = _recorded(runtime, fetch, batch)
     unknown = (float("nan"), float("nan"))
     vector = torch.tensor([mine.get(number, unknown) for number in numbers], dtype=torch.float64)
     every = runtime.world.gather_vectors(vector.flatten())
     first = (~every.isnan()).to(torch.int8).argmax(0, keepdim=True)  # several ranks may know a pair, and all the same
     values = every.gather(0, first).view(-1, 2).tolist()
     known.update((number, (chosen, rejected)) for number, (chosen, rejected) in zip(numbers, values, strict=True))
+
+
+def _recorded(runtime: Runtime, fetch: Fetch, batch: int) -> Mapping[int, tuple[float, ...]]:
+    preference = runtime.options.preference
+    if preference is not None and preference.unpaired:
+        from hetero_megatron.training.labelled import LabelledSteps
+
+        steps = LabelledSteps(runtime)
+        steps.record(fetch, 0, batch)
+        return steps.recorded()
+    runtime.record_reference(fetch, 0, batch)
+    return runtime.pairs.reference.recorded() if runtime.pairs is not None else {}
 
 
 def _spread(world: Group, known: Known) -> Known:
@@ -128,7 +140,10 @@ def _facts(config: RunConfig, data: NodeData) -> Mapping[str, str]:
     assert settings is not None
     base = config.dtype if lora is None or lora.base_dtype is None else f"{config.dtype} over {lora.base_dtype}"
     numbered = " ".join(f"{name} {mark}" for name, mark in sets.corpora.items())
+    preference = config.preference
+    kind = {} if preference is None or not preference.unpaired else {"loss": preference.loss}
     return {
+        **kind,
         "model": reference_fingerprint(config),
         "dtype": base,
         "tokenizer": sets.tokenizer.fingerprint,

@@ -56,7 +56,7 @@ class Runtime:
     Attributes:
         here: its place, stage and unit in the plan.
         stage_model: the layers that it holds, and how.
-        loss: of the stage; :attr:`compared`, :attr:`pairs`: where it is one with another model, of preference pairs.
+        loss: of the stage.
         executor, step_work: run the actions of a step, and say which they are.
         sync, optimizer: sums of gradients; what updates the weights by them (None: evaluation only).
         outer: steps between islands, where the plan has them.
@@ -129,12 +129,11 @@ class Runtime:
 
     @property
     def compared(self) -> PairLoss | DistillationLoss | None:
-        """The loss, where it compares the model with another one; None: it does not, or the stage has no head."""
+        """The loss, where it is one with another model (:attr:`pairs`: of preferences); None: it is not, or no head."""
         return None if isinstance(self.loss, StageLoss) else self.loss
 
     @property
     def pairs(self) -> PairLoss | None:
-        """The loss, where it is one of preference pairs; None: it is another, or the stage has no head."""
         return cast("PairLoss | None", self.compared) if self.options.preference is not None else None
 
     def _loss(self, kernels: KernelPlan, dtype: torch.dtype) -> StageLoss | PairLoss | DistillationLoss:
@@ -254,8 +253,7 @@ class Runtime:
             return
         if self.graphs is not None:
             self.graphs.warmed_up = False  # until the step begins
-        accelerator = self.comm.accelerator
-        with random_kept(accelerator), self.hooks.unwatched(), self.compared.rehearsal() if self.compared is not None else nullcontext():
+        with random_kept(accelerator := self.comm.accelerator), self.hooks.unwatched(), self.compared.rehearsal() if self.compared is not None else nullcontext():
             self.executor.rehearse(self.work(fetch, first_sample, batch_size, forward_only, step))
             if not forward_only:
                 self.sync.rehearsed()
@@ -292,15 +290,17 @@ class Runtime:
         preference = self.options.preference
         if self.compared is not None:
             self.compared.begin()
-        if preference is None or not (preference.refers and preference.in_step):
+        if preference is None or preference.unpaired or not (preference.refers and preference.in_step):
             return self.hooks.before_forward(fetch, first_sample, batch_size)
         return self.record_reference(fetch, first_sample, batch_size)
 
     @torch.no_grad()
-    def record_reference(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult:
-        """Compute log-probabilities of the answers of some global samples under the model as it is, without adapters;
-        called on all ranks. They are in ``pairs.reference`` of the ranks with a head."""
-        recording = self.pairs.record() if self.pairs is not None else nullcontext()
+    def record_reference(
+        self, fetch: Fetch, first_sample: int, batch_size: int, recording: AbstractContextManager[None] | None = None
+    ) -> StepResult:
+        """Compute log-probabilities of answers under the model as it is, without adapters; called on all ranks. They
+        are in ``pairs.reference`` of the ranks with a head, or where ``recording`` says."""
+        recording = recording or (self.pairs.record() if self.pairs is not None else nullcontext())
         adapters = self.stage_model.adapters.off() if self.stage_model.adapters is not None else nullcontext()
         with recording, adapters:
             result = self.executor.run(self.work(fetch, first_sample, batch_size, forward_only=True))
@@ -389,7 +389,7 @@ class Runtime:
     def evaluate_pairs(
         self, fetch: Fetch, first_sample: int, batch_size: int
     ) -> tuple[float, int, Mapping[str, float]]:
-        """The same, with the means over the pairs by TRL's names; none where the loss is that of tokens."""
+        """The same, with what a loss beside another model's says besides, as means."""
         with self.comm.clock.counting():
             self.warm_up(fetch, first_sample, batch_size, forward_only=True)
             before = self.reference_in_step(fetch, first_sample, batch_size)

@@ -13,7 +13,7 @@ from hetero_megatron.spec import Dropout
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.moe import UNBALANCED, Balancing
-from hetero_megatron.spec.preference import REWARDS, Preference
+from hetero_megatron.spec.preference import Preference
 from hetero_megatron.training.config import RunConfig
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RuntimeOptions:
             from hetero_megatron.spec.distillation import FACTS
 
             return FACTS
-        return REWARDS if self.preference is not None else ()
+        return self.preference.facts if self.preference is not None else ()
 
     @staticmethod
     def of(config: RunConfig) -> RuntimeOptions:

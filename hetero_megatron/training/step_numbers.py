@@ -12,6 +12,7 @@ import torch
 from hetero_megatron.comm import Comm, Group
 from hetero_megatron.pipeline.stage_work import StepResult, TimedAction
 from hetero_megatron.platform.accelerator import Accelerator
+from hetero_megatron.spec.preference import by_label
 
 if TYPE_CHECKING:
     from hetero_megatron.parallel.balance import LoadBalance, StepRouting
@@ -119,7 +120,8 @@ class StepNumbers:
         if not self._facts:
             return {}
         means = (every[:, -len(self._facts) :].sum(0) / max(count, 1)).tolist()
-        return dict(zip(self._facts, means, strict=True))
+        found = dict(zip(self._facts, means, strict=True))
+        return by_label(found) if "share/chosen" in found else found
 
     def predictions(self, every: torch.Tensor, tokens: float) -> tuple[float, ...]:
         """Of what :meth:`gather` gives, the losses of modules that predict further tokens."""

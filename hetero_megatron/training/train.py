@@ -156,8 +156,14 @@ def set_up(
         from hetero_megatron.training.reference import reference_logps
 
         reference = reference_logps(config, runtime, node_data)
-    if runtime.pairs is not None:
-        runtime.pairs.reference.known = reference or {}
+    if config.preference is not None and config.preference.unpaired:
+        from hetero_megatron.training.labelled import LabelledSteps
+
+        steps = LabelledSteps(runtime)
+        steps.use(reference or {})
+        runtime.hooks.before_forward = steps.before_forward
+    elif runtime.pairs is not None:
+        runtime.pairs.reference.known = dict(reference or {})
     checkpoints = Checkpointing(config, runtime, data, platform.synchronize, lock, source_dtypes)
     config, done, loss_scale = checkpoints.load() if resume is None else resume.load(checkpoints, runtime)
     exit = resume.exit if resume is not None else None

@@ -10,12 +10,13 @@ from hetero_megatron.spec.preference import Preference
 
 _FLAGS = {
     "loss": "preference", "beta": "dpo_beta", "smoothing": "dpo_label_smoothing", "sft_weight": "dpo_sft_weight",
-    "gamma": "simpo_gamma",
+    "gamma": "simpo_gamma", "desirable": "kto_desirable_weight", "undesirable": "kto_undesirable_weight",
+    "per_token": "dpo_average_log_probs",
 }  # fmt: skip
 
 
 def build_preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Preference:
-    """The loss of pairs.
+    """The loss of pairs, or of labelled answers.
 
     Raises:
         UserError: names the flag.
@@ -24,7 +25,7 @@ def build_preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> 
     adapters, file = spec.lora is not None, args["reference_logps"]
     in_step = adapters and file is None and args["reference_hf"] is None
     try:
-        found = Preference(**values, per_token=args["dpo_average_log_probs"], in_step=in_step)
+        found = Preference(**values, in_step=in_step)
     except UserError as error:
         raise flag_error(_FLAGS[error.field], error.value, error.problem, error.accepted) from None
     if balancing.sequence_loss or balancing.z_loss:

@@ -15,7 +15,7 @@ from hetero_megatron.data.blend import BlendedDataset
 from hetero_megatron.data.cache import Log
 from hetero_megatron.data.chat.encode import ChatEncoder
 from hetero_megatron.data.chat.overlong import Overlong
-from hetero_megatron.data.chat.packed import PackedConversations, PackedPairs, encode_store
+from hetero_megatron.data.chat.packed import PackedConversations, PackedExamples, PackedPairs, encode_store
 from hetero_megatron.data.chat.records import RecordSource, find_records
 from hetero_megatron.data.chat.stream import WINDOW, StreamedConversations
 from hetero_megatron.data.config import DataConfig
@@ -78,24 +78,25 @@ class ChatData:
 
     def _store(self, path: str, flag: str) -> TokenStore:
         if path not in self._stores:
-            records = self._records(path, flag)
-            self._first[path] = sum(store.num_documents // 2 for store in self._stores.values())
+            records, per = self._records(path, flag), 2 if self.config.items == "pair" else 1
+            self._first[path] = sum(store.num_documents // per for store in self._stores.values())
             self._stores[path] = encode_store(
-                records, self.encoder, self.config.data_cache_path, self.limit, self.log, self.config.pairs
+                records, self.encoder, self.config.data_cache_path, self.limit, self.log, self.config.items
             )
         return self._stores[path]
 
     def _packed(self, split: SplitPaths, path: str) -> PackedConversations | None:
-        store, pairs = self._store(path, split.flag), self.config.pairs
-        item, per = ("pair", 2) if pairs else ("conversation", 1)
+        store, item = self._store(path, split.flag), self.config.items
+        per = 2 if item == "pair" else 1
         found = split.documents(store.num_documents // per, path, item)
         if found is None:
             return None
         documents = (per * found[0], per * found[1])
         overlong = Overlong(self.config.overlong_samples, self.seq_length, item)
         how = (self.seq_length, self.seed, self._tokens.pad, overlong, not self.config.no_packing)
+        kinds = {"pair": PackedPairs, "example": PackedExamples}
         data = (
-            PackedPairs(store, documents, *how, self._first[path]) if pairs
+            kinds[item](store, documents, *how, self._first[path]) if item in kinds
             else PackedConversations(store, documents, *how)
         )  # fmt: skip
         self.log(

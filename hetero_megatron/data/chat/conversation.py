@@ -40,7 +40,8 @@ class Conversation:
         text: (prompt, completion) of a record without messages, which no chat template renders.
         first: messages before this one are the prompt: assistants in them do not count in the loss.
         marks: of each message, whether it counts in the loss; None: as the role says. Empty: no message has one.
-        unread: keys that nothing but a template could read: (of a turn, not of the record; key)."""
+        unread: keys that nothing but a template could read: (of a turn, not of the record; key).
+        desired: of an answer with a label; None: it has none."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -50,6 +51,7 @@ class Conversation:
     first: int = 0
     marks: tuple[bool | None, ...] = ()
     unread: tuple[tuple[bool, str], ...] = ()
+    desired: bool | None = None
 
 
 @dataclass

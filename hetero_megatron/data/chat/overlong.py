@@ -44,7 +44,7 @@ class Overlong:
             if self.policy == "drop":
                 self.dropped += 1
                 return None
-            ids, counts = self._kept(encoded, self.seq_length)
+            ids, counts = self.kept(encoded, self.seq_length)
             self.cut += 1
             self.lost += over
         if not np.any(counts[1:]):  # the first token of a sample is predicted by nothing
@@ -66,7 +66,7 @@ class Overlong:
                 return ()
             half = self.seq_length // 2
             room = [max(half, self.seq_length - other) for other in reversed(lengths)]
-            pair = (self._kept(chosen, room[0]), self._kept(rejected, room[1]))
+            pair = (self.kept(chosen, room[0]), self.kept(rejected, room[1]))
             self.cut += 1
             self.lost += sum(lengths) - sum(len(side.ids) for side in pair)
         if not all(np.any(side.counts[1:]) for side in pair) or np.array_equal(pair[0].ids, pair[1].ids):
@@ -74,7 +74,7 @@ class Overlong:
             return ()
         return pair
 
-    def _kept(self, encoded: Encoded, most: int) -> Encoded:
+    def kept(self, encoded: Encoded, most: int) -> Encoded:
         """At most so many tokens, of the end that stays."""
         if len(encoded.ids) <= most:
             return encoded

@@ -17,7 +17,7 @@ from hetero_megatron.data.chat.conversation import Conversation, read_conversati
 from hetero_megatron.data.chat.encode import ChatEncoder, Encoded
 from hetero_megatron.data.chat.overlong import Overlong
 from hetero_megatron.data.chat.packing import best_fit, packed_sample
-from hetero_megatron.data.chat.pairs import read_pair
+from hetero_megatron.data.chat.pairs import read_labelled, read_pair
 from hetero_megatron.data.chat.records import RecordSource
 from hetero_megatron.data.guard import CallLimits, Guard
 from hetero_megatron.data.indexed import IndexedWriter, TokenStore, cannot_write, open_indexed
@@ -32,17 +32,19 @@ _TIES, _ORDER = 2, 3  # purposes of permutations, beside those of pretraining da
 
 
 def encode_store(
-    records: RecordSource, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log, pairs: bool = False
-) -> TokenStore:
+    records: RecordSource, encoder: ChatEncoder, cache: str | None, limit: int | None, log: Log,
+    item: str = "conversation",
+) -> TokenStore:  # fmt: skip
     """All conversations of a data set: ``2 * id + counts`` of every token, in one store; large ones are cached.
 
     Args:
         limit: rows of the model's embedding; UserError names the record of a token beyond them.
-        pairs: records are preference pairs: of each two conversations, the chosen and the rejected one.
+        item: what a record is: of a ``pair`` two conversations are stored, the chosen and the rejected one; of an
+            ``example`` its label is the mark of the first token, which nothing predicts.
     """
-    what = "pairs" if pairs else "conversations"
+    what = f"{item}s"
     key = cache_key(what, records.identity, encoder.fingerprint)
-    encoded = _encoded(records, encoder, limit, log=log, parts=read_pair if pairs else _alone)
+    encoded = _encoded(records, encoder, limit, log=log, parts=_PARTS[item])
     if records.num_bytes <= IN_MEMORY_BYTES:
         documents = [_joined(part) for parts, _ in encoded for part in parts]
         if not documents:
@@ -86,6 +88,9 @@ def _alone(record: Mapping[str, Any], where: str) -> tuple[Conversation, ...]:
     return (read_conversation(record, where),)
 
 
+_PARTS = {"conversation": _alone, "pair": read_pair, "example": read_labelled}
+
+
 def _encoded(
     records: RecordSource, encoder: ChatEncoder, limit: int | None, skip: int = 0, log: Log | None = None,
     parts: Callable[[Mapping[str, Any], str], tuple[Conversation, ...]] = _alone,
@@ -99,6 +104,8 @@ def _encoded(
         unread: list[str] = []
         for conversation in parts(value, where):
             encoded = encoder.encode(conversation, where, limits)
+            if conversation.desired is not None and len(encoded.counts):
+                encoded.counts[0] = conversation.desired
             check_tokens(encoded.ids, limit, records.name, "--data-path", lambda _: f" in {where}")
             unread += [key for key in encoder.unread(conversation) if key not in told]
             told.update(unread)  # in the process, which knows what it said
@@ -158,7 +165,7 @@ class PackedConversations:
         self.overlong, self.documents = overlong, documents
         first, last = self._items(documents)
         found = tracked(range(first, last), f"indexing {store.name}", last - first, lambda _: 1, bytes=False)
-        lengths = {i: sum(len(part.ids) for part in self._parts(i, overlong, f"{store.name}: {i}")) for i in found}
+        lengths = {i: self._length(self._parts(i, overlong, f"{store.name}: {i}")) for i in found}
         self._used = [i for i, length in lengths.items() if length]
         if not self._used:
             raise UserError(
@@ -203,6 +210,10 @@ class PackedConversations:
         fitted = overlong.fit(self._stored(item), where)
         return () if fitted is None else (fitted,)
 
+    def _length(self, parts: Sequence[Encoded]) -> int:
+        """Of a sample's tokens that an item takes, 0 if it is not used."""
+        return sum(len(part.ids) for part in parts)
+
     def _stored(self, i: int) -> Encoded:
         return _parted(self.store.tokens[int(self.store.offsets[i]) : int(self.store.offsets[i + 1])])
 
@@ -240,6 +251,54 @@ class PackedPairs(PackedConversations):
 
     def _sample(self, items: Sequence[int]) -> Sample:
         return super()._sample(items)._replace(pairs=tuple(self._first + i for i in items))
+
+
+class PackedExamples(PackedConversations):
+    """The same of answers with a label. Beside each sample is one with the same prompts, each with the answer of the
+    example before it in the data, for KTO's estimate of the divergence.
+
+    Args:
+        first: added to an example's number, so that those of several stores differ.
+    """
+
+    item = "example"
+
+    def __init__(
+        self, store: TokenStore, documents: tuple[int, int], seq_length: int, seed: int, pad: int,
+        overlong: Overlong, packing: bool = True, first: int = 0,
+    ) -> None:  # fmt: skip
+        self._first = first
+        if documents[1] - documents[0] < 2:
+            problem = "an estimate of the divergence needs another example's answer, and there is one example"
+            raise UserError(problem, field="--data-path", value=store.name, accepted="two or more examples in a split")
+        super().__init__(store, documents, seq_length, seed, pad, overlong, packing)
+
+    def _parts(self, item: int, overlong: Overlong, where: str) -> Sequence[Encoded]:
+        """The example, and its prompt with another answer."""
+        own, other = self._example(item), self._example(item - 1 if item > self.documents[0] else self.documents[1] - 1)
+        fitted = overlong.fit(own, where)
+        if fitted is None:
+            return ()
+        cut, begin = int(np.argmax(own.counts)), int(np.argmax(other.counts))
+        mixed = Encoded(*(np.concatenate([a[:cut], b[begin:]]) for a, b in zip(own, other, strict=True)))
+        return fitted, overlong.kept(mixed, self.seq_length)
+
+    def _length(self, parts: Sequence[Encoded]) -> int:
+        return max((len(part.ids) for part in parts), default=0)
+
+    def _example(self, item: int) -> Encoded:
+        """Without its label."""
+        stored = self._stored(item)
+        stored.counts[:1] = False
+        return stored
+
+    def _sample(self, items: Sequence[int]) -> Sample:
+        sides = zip(*(self._parts(i, self._policy, "") for i in items), strict=True)
+        numbers, labels = tuple(self._first + i for i in items), tuple(bool(self._stored(i).counts[0]) for i in items)
+        own, mixed = (
+            packed_sample(parts, self.seq_length, self._pad)._replace(pairs=numbers, desired=labels) for parts in sides
+        )
+        return own._replace(mismatched=mixed)
 
 
 def epoch_packs(

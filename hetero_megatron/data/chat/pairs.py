@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -55,6 +56,37 @@ def read_pair(record: Mapping[str, Any], where: str) -> tuple[Conversation, ...]
             raise UserError("is empty", field=side, value=shown(record[side]), accepted="an answer", where=where)
         found.append(conversation)
     return tuple(found)
+
+
+LABELS = ("label", "kto_tag")  # TRL's name, LLaMA-Factory's
+
+
+def read_labelled(record: Mapping[str, Any], where: str) -> tuple[Conversation, ...]:
+    """The conversation of a record with a ``label``: true, its answer is desired; or of a pair both, the chosen one
+    desired.
+
+    Raises:
+        UserError: the record is no such thing, or an answer is empty, or both of a pair are the same.
+    """
+    if any(record.get(side) is not None for side in SIDES):
+        return tuple(
+            replace(side, desired=desired)
+            for side, desired in zip(read_pair(record, where), (True, False), strict=True)
+        )
+    names = [name for name in LABELS if record.get(name) is not None]
+    label = record[names[0]] if names else None
+    if not isinstance(label, bool):
+        raise UserError(
+            "is no label" if names else "the record has no label", field=names[0] if names else "label",
+            value=shown(label) if names else "missing", where=where,
+            accepted="true or false beside prompt and completion (or a conversation), or chosen and rejected",
+        )  # fmt: skip
+    conversation = read_conversation({key: v for key, v in record.items() if key not in LABELS}, where)
+    if not _says_something(conversation):
+        problem = "the answer is empty"
+        raise UserError(problem, field="completion", value=shown(record.get("completion")), accepted="an answer",
+                        where=where)  # fmt: skip
+    return (replace(conversation, desired=label),)
 
 
 def _side(record: Mapping[str, Any], side: str, where: str) -> Any:

@@ -3,9 +3,10 @@
 from hetero_megatron.cli.flags.flag import count, needs, switch, value
 from hetero_megatron.data.config import OVERLONG
 from hetero_megatron.spec.lora import BASE_DTYPES, EVERY_TARGET, LEAST_ALPHA, MAX_RANK, MOST_ALPHA, SITE_WORD
-from hetero_megatron.spec.preference import LOSSES
+from hetero_megatron.spec.preference import LOSSES, UNPAIRED
 
 _PAIRS = needs("--preference")
+_LABELS = needs(*(f"--preference {loss}" for loss in UNPAIRED))
 _SFT, _LORA, _ADAPTERS = needs("--sft"), needs("--lora-rank"), needs("--lora-rank", "--load-adapter")
 
 FLAGS = (
@@ -34,7 +35,8 @@ FLAGS = (
     switch("--no-packing", "every conversation has a sample of its own, filled with padding", needs=_SFT),
     value(
         "--preference", str, None, "train on preference pairs (chosen and rejected) with this loss: dpo is TRL's "
-        "sigmoid, the others have its names; orpo, simpo and cpo have no reference model", choices=tuple(LOSSES),
+        "sigmoid, the others have its names; orpo, simpo and cpo have no reference model; kto and apo_zero_unpaired "
+        "train on answers with a label each", choices=tuple(LOSSES),
         needs=_SFT,
     ),
     value(
@@ -56,6 +58,14 @@ FLAGS = (
     value(
         "--simpo-gamma", float, 0.5, "margin of --preference simpo", least=0.0, most=1e6,
         needs=needs("--preference simpo"),
+    ),
+    value(
+        "--kto-desirable-weight", float, 1.0, "weight of the losses of answers that are labelled as desired",
+        least=0.0, most=1e6, needs=_LABELS,
+    ),
+    value(
+        "--kto-undesirable-weight", float, 1.0, "weight of the losses of the others", least=0.0, most=1e6,
+        needs=_LABELS,
     ),
     value(
         "--reference-hf", str, None, "Hugging Face directory of the reference, a model of the same shape; if left out, "

@@ -1,0 +1,93 @@
+"""What a step on labelled answers begins with: the reference's log-probabilities, where they are computed in each step;
+and KTO's estimate of how far the model is from the reference, over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+
+from hetero_megatron.data.batch import Batch
+from hetero_megatron.pipeline.preference import LabelLoss, Reference
+from hetero_megatron.pipeline.stage_work import StepResult
+from hetero_megatron.pipeline.step_work import Fetch
+from hetero_megatron.training.runtime import Runtime
+
+
+def mismatched(fetch: Fetch) -> Fetch:
+    """The same prompts with others' answers."""
+
+    def others(samples: Sequence[int]) -> Batch:
+        found = fetch(samples).mismatched
+        assert found is not None, "rows that are no labelled answers"
+        return found
+
+    return others
+
+
+class LabelledSteps:
+    """Of a runtime whose loss is one of labelled answers; built on every rank, and asked before each step."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        preference = runtime.options.preference
+        assert preference is not None and preference.unpaired
+        self._runtime, self._preference = runtime, preference
+        self._loss = cast(LabelLoss | None, runtime.pairs)
+
+    def record(self, fetch: Fetch, first: int, size: int) -> list[StepResult]:
+        """What the reference says of the examples, and of prompts with others' answers where that is needed."""
+        found = [self._runtime.record_reference(fetch, first, size, self._into(self._loss and self._loss.reference))]
+        if self._preference.estimates_kl:
+            into = self._into(self._loss and self._loss.beside)
+            found.append(self._runtime.record_reference(mismatched(fetch), first, size, into))
+        return found
+
+    def recorded(self) -> dict[int, tuple[float, float]]:
+        """What :meth:`record` found, by example: of its own answer, and of another one's (0 where that is not needed).
+        """
+        if self._loss is None:
+            return {}
+        own, others = self._loss.reference.recorded(), self._loss.beside.recorded()
+        return {number: (value, others.get(number, (0.0,))[0]) for number, (value,) in own.items()}
+
+    def use(self, known: Mapping[int, tuple[float, float]]) -> None:
+        """What the reference says of all examples that a run needs."""
+        if self._loss is not None:
+            self._loss.reference.known = {number: (own,) for number, (own, _) in known.items()}
+            self._loss.beside.known = {number: (other,) for number, (_, other) in known.items()}
+            self._loss.reference.begin_step()
+            self._loss.beside.begin_step()
+
+    def before_forward(self, fetch: Fetch, first: int, size: int) -> StepResult | None:
+        """See :class:`~hetero_megatron.training.runtime_options.StepHooks`."""
+        results = self.record(fetch, first, size) if self._preference.in_step else []
+        if self._preference.estimates_kl:
+            results.append(self._speak(mismatched(fetch), first, size))
+            self._estimate()
+        if not results:
+            return None
+        for other in results[1:]:
+            results[0].busy_seconds += other.busy_seconds
+            results[0].bubble_seconds += other.bubble_seconds
+            results[0].communication_seconds += other.communication_seconds
+        return results[0]
+
+    def _into(self, where: Reference | None) -> AbstractContextManager[None]:
+        return self._loss.record(where) if self._loss is not None else nullcontext()
+
+    @torch.no_grad()
+    def _speak(self, fetch: Fetch, first: int, size: int) -> StepResult:
+        runtime = self._runtime
+        with self._loss.speak() if self._loss is not None else nullcontext():
+            result = runtime.executor.run(runtime.work(fetch, first, size, forward_only=True))
+        runtime.numbers.reader.read()  # the clock is used again
+        result.read(runtime.comm.clock)
+        return result
+
+    def _estimate(self) -> None:
+        mine = self._loss.apart() if self._loss is not None else (0.0, 0)
+        total, count = self._runtime.world.gather_vectors(torch.tensor(mine, dtype=torch.float64)).sum(0).tolist()
+        if self._loss is not None:
+            self._loss.divergence = max(total / max(count, 1), 0.0)
