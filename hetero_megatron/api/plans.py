@@ -239,14 +239,15 @@ class Prediction:
 
 def predict(
     plan: Plan, cluster: Cluster, *, memory_margin: float = CostOptions.margin, routing_stats: str | None = None,
-    reference: bool = False,
+    reference: int = 0,
 ) -> Prediction:  # fmt: skip
     """Simulate one step.
 
     Args:
         memory_margin: share of a chip's memory that stays free.
         routing_stats: file that a run wrote, of how often experts were chosen; None: all alike.
-        reference: every step runs the base without adapters, too, as the reference of preference pairs.
+        reference: how many forwards come before each step: once the base without adapters, as the reference of
+            preference pairs (``Preference.forwards``).
 
     Raises:
         UserError: the plan does not match the cluster, or rates or links are missing. A plan that does not fit into

@@ -18,7 +18,7 @@ from hetero_megatron.plans.made_for import OPTIMIZERS, made_for_of
 from hetero_megatron.plans.memory.of_plan import ITEM_BYTES
 from hetero_megatron.predictor.cost.cost_options import CostOptions
 from hetero_megatron.spec import load_model
-from hetero_megatron.spec.preference import LOSSES, WITHOUT_REFERENCE
+from hetero_megatron.spec.preference import LOSSES, Preference
 from hetero_megatron.utils.text import dtype_name, notice_line
 from hetero_megatron.utils.yaml_document import read_document
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         print(notice_line(less.problem), file=sys.stderr)
     found = predict(
         plan, cluster, memory_margin=args.memory_margin, routing_stats=args.routing_stats,
-        reference=args.preference not in (None, *WITHOUT_REFERENCE) and plan.model.spec.lora is not None,
+        reference=_forwards(args.preference, plan.model.spec.lora is not None),
     )  # fmt: skip
     if args.html:
         write_text(args.html, "--html", found.page())
@@ -97,3 +97,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: the plan does not fit: {found.over[0]}", file=sys.stderr)
         return 1
     return 0
+
+
+def _forwards(loss: str | None, adapters: bool) -> int:
+    """That come before each step of a run with this ``--preference``."""
+    if loss is None:
+        return 0
+    return Preference(loss, smoothing=1e-3 if loss == "exo_pair" else 0.0, in_step=adapters).forwards

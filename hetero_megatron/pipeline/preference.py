@@ -261,13 +261,12 @@ class LabelLoss(PairLoss):
 
     def _judge(self, policy: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         p, ratio = self.preference, policy - self._of_reference(pairs, policy.detach())
-        desired = torch.tensor(pairs.desired, device=policy.device)
+        good = torch.tensor(pairs.desired, dtype=policy.dtype, device=policy.device)  # 1 or 0
         apart = self.divergence if p.estimates_kl and not self._rehearsing else 0.0
-        sign = desired.to(policy.dtype) * 2 - 1
-        losses = torch.sigmoid(-sign * p.beta * (ratio - apart))  # 1 - sigmoid of the opposite
-        losses = losses * torch.where(desired, p.desirable, p.undesirable).to(losses.dtype)
+        losses = torch.sigmoid((1 - 2 * good) * p.beta * (ratio - apart))  # 1 - sigmoid of the opposite
+        losses = losses * (good * p.desirable + (1 - good) * p.undesirable)
         with torch.no_grad():
-            rewards, good = p.beta * ratio.detach(), desired.to(policy.dtype)
+            rewards = p.beta * ratio.detach()
             both = [torch.stack([x * good, x * (1 - good)]).sum(1) for x in (rewards, policy.detach())]
             more = torch.stack([good.sum(), torch.full_like(good, apart).sum()])
             return losses, torch.cat([*both, more])

@@ -106,6 +106,12 @@ class Preference:
         return self.loss == "kto"
 
     @property
+    def forwards(self) -> int:
+        """How many forwards come before each step: the reference's, and KTO's over prompts with others' answers, by
+        the model and by a reference that is computed in each step."""
+        return (1 + self.estimates_kl) * (self.refers and self.in_step) + self.estimates_kl
+
+    @property
     def facts(self) -> tuple[str, ...]:
         """What is added up over the answers or pairs of a batch beside the loss."""
         return LABELLED if self.unpaired else REWARDS

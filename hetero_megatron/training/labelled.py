@@ -87,7 +87,8 @@ class LabelledSteps:
         return result
 
     def _estimate(self) -> None:
-        mine = self._loss.apart() if self._loss is not None else (0.0, 0)
+        first = self._runtime.here.place.tp_rank == 0  # the ranks of a TP group know the same answers
+        mine = self._loss.apart() if self._loss is not None and first else (0.0, 0)
         total, count = self._runtime.world.gather_vectors(torch.tensor(mine, dtype=torch.float64)).sum(0).tolist()
         if self._loss is not None:
             self._loss.divergence = max(total / max(count, 1), 0.0)

@@ -5,7 +5,6 @@ reads."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,17 +16,16 @@ from hetero_megatron.comm import Group
 from hetero_megatron.comm.group import together
 from hetero_megatron.data.batch import Batch
 from hetero_megatron.data.sample import Dataset
+from hetero_megatron.data.scores_file import create_scores, open_scores
 from hetero_megatron.errors import UserError
 from hetero_megatron.pipeline.step_work import Fetch
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.node_data import NodeData
 from hetero_megatron.training.runtime import Runtime
-from hetero_megatron.utils.files import read_json_object
-from hetero_megatron.utils.outputs import write_text
 from hetero_megatron.utils.text import plural
 
 FLAG = "--reference-logps"
-VERSION = 1
+KIND = "reference log-probabilities"
 PLACES, WIDTH = 256, 4096  # of a file of weights that are looked at, and bytes at each
 BLOCK = 1 << 16  # pairs that are told to other ranks at once
 
@@ -180,29 +178,18 @@ def _read(path: str, facts: Mapping[str, str]) -> Known:
     """UserError: the file is damaged, or of something else."""
     if not os.path.lexists(path):
         return {}
-    found = read_json_object(path, FLAG)
-    made_for, pairs = found.get("made_for"), found.get("pairs")
-    if found.get("version") != VERSION or not isinstance(made_for, dict) or not isinstance(pairs, dict):
-        problem = "is no file of reference log-probabilities"
-        raise UserError(problem, field=FLAG, value=path, accepted="one, or a new name")
-    for name, fact in facts.items():
-        if made_for.get(name) != fact:
-            raise UserError(
-                f"was made with another {name} ({str(made_for.get(name))[:60]}, here {fact[:60]})", field=FLAG,
-                value=path, accepted="the file of this model, tokenizer and data, or a new name",
-            )  # fmt: skip
-    try:
-        return {int(number): _two(values) for number, values in pairs.items()}
-    except (TypeError, ValueError):
-        raise UserError("holds a pair without two numbers", field=FLAG, value=path, accepted="a new name") from None
-
-
-def _two(values: object) -> tuple[float, float]:
-    if not isinstance(values, list) or len(values) != 2 or not all(isinstance(v, int | float) for v in values):
-        raise ValueError
-    return float(values[0]), float(values[1])
+    scores = open_scores(path, FLAG, KIND)
+    scores.require(FLAG, facts)
+    numbers, logps = scores.arrays.get("numbers"), scores.arrays.get("logps")
+    if numbers is None or logps is None or logps.shape != (len(numbers), 2):
+        raise UserError("holds a pair without two numbers", field=FLAG, value=path, accepted="a new name")
+    return {number: (first, second) for number, (first, second) in zip(numbers.tolist(), logps.tolist(), strict=True)}
 
 
 def _write(path: str, facts: Mapping[str, str], known: Known) -> None:
-    pairs = {str(number): list(values) for number, values in sorted(known.items())}
-    write_text(path, FLAG, json.dumps({"version": VERSION, "made_for": dict(facts), "pairs": pairs}) + "\n")
+    numbers = sorted(known)
+    shapes = {"numbers": ("<i8", (len(known),)), "logps": ("<f8", (len(known), 2))}
+    scores = create_scores(path, FLAG, {"kind": KIND, "made_for": dict(facts)}, shapes)
+    scores.arrays["numbers"][:] = numbers
+    scores.arrays["logps"][:] = [known[number] for number in numbers]
+    scores.complete()

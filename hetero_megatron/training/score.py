@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -
     asked, world, dtype = config.scores, comm.group(config.plan.ranks), DTYPES[config.dtype]
     assert asked is not None and config.load_hf is not None
     weights, data = InitialWeights(config, world), NodeData(config, comm, world)
-    _refuse_streams(data, "--save-scores")
+    _refuse_streams(data, SAVE)
+    if config.preference is not None:
+        return _answers(config, comm, platform, plugins, weights, data)
     options = RuntimeOptions(logits_bytes=config.logits_bytes)
     kernels = rank_kernels(
         config.plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
@@ -93,6 +96,21 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -
     if world.index == 0:
         seconds = time.monotonic() - start
         print(f"scores: {plural(done, 'sample')} in {asked.path} in {seconds:.0f} s", flush=True)
+    data.close()
+    return 0
+
+
+def _answers(
+    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, weights: InitialWeights, data: NodeData
+) -> int:
+    """The same of whole answers: the log-probabilities that --reference-logps reads."""
+    from hetero_megatron.training.alignment.session import Alignment
+    from hetero_megatron.training.reference import reference_logps
+    from hetero_megatron.training.train import build_runtime
+
+    assert config.scores is not None
+    runtime = build_runtime(config, comm, platform, plugins, weights.values, Alignment(config.alignment))
+    reference_logps(replace(config, reference_logps=config.scores.path), runtime, data)
     data.close()
     return 0
 

@@ -8,6 +8,7 @@ from hetero_megatron.errors import UserError
 from hetero_megatron.plans import Plan
 from hetero_megatron.spec import ModelSpec, load_model
 from hetero_megatron.spec.distillation import Distillation
+from hetero_megatron.spec.preference import WITHOUT_REFERENCE
 from hetero_megatron.training.config import ScoreConfig, TeacherConfig
 
 _FLAGS = {
@@ -82,5 +83,7 @@ def build_scores(args: Arguments, spec: ModelSpec) -> ScoreConfig | None:
             raise flag_error(key, args[key], "hetero-megatron score trains nothing", "leave the flag out")
     if args["load_hf"] is None:
         raise flag_error("load_hf", None, "missing: the model whose scores are wanted", "--load-hf DIR")
+    if args["preference"] in WITHOUT_REFERENCE:
+        raise flag_error("preference", args["preference"], "the loss has no reference, so no scores", "dpo, or kto")
     k = min(args["score_top_k"], spec.vocab_size - 1)
     return ScoreConfig(path, k, args["distill_temperature"])

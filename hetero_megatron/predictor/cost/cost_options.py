@@ -62,8 +62,8 @@ class CostOptions:
         fp8: what the linear modules of stages compute in, where their ``dtype`` does not say otherwise; None: the dtype
             of the run.
         logits_bytes: of a micro-batch's logits on a rank, above which head and loss go through chunks of tokens.
-        reference: before every step all pipelines run forward once more: the reference of preference pairs, which is
-            the base without adapters.
+        reference: how many times all pipelines run forward before every step: once for the reference of preference
+            pairs, which is the base without adapters; see ``Preference.forwards``.
         host_bandwidth: bytes/s between chip and host memory, for offloaded optimizers (PCIe 4: 0.8 x 31 GB/s), and for
             activations where the chip's own is not known.
         host_memory_bandwidth: bytes/s of a node's own memory, shared by the updates of all its chips.
@@ -84,7 +84,7 @@ class CostOptions:
     routing: Routing = EVEN
     fp8: Fp8 | None = None
     logits_bytes: int = LOGITS_BYTES
-    reference: bool = False
+    reference: int = 0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 200e9
     overlap: bool = True

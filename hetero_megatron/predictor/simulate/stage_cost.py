@@ -183,9 +183,10 @@ class StageCosts:
             found = [_group_layer([by_rank[r] for r in g.ranks]) for g in groups]
         return slowest(found)
 
-    def computing(self, stage: Stage, unit: Unit, t: int, again: bool = False) -> float:
+    def computing(self, stage: Stage, unit: Unit, t: int, again: int = 0) -> float:
         """Seconds per micro-batch that TP rank ``t`` computes, without the exchanges of its TP group; those of context
-        groups, which overlap with compute, are included. ``again``: forward runs twice."""
+        groups, which overlap with compute, are included. ``again``: how many times
+        forward runs besides."""
         own = self._rank_seconds(stage, unit, t, exchanges=False)
         forward, backward = own.total(stage.num_layers, stage.recomputed, stage.embed, stage.head)
         return (1 + again) * forward + backward

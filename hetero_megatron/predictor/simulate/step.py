@@ -194,10 +194,10 @@ class StepSimulator:
 
     @cached_property
     def reference_seconds(self) -> float:
-        """Of the forward of another model over the batch, which comes before all else."""
+        """Of the forwards over the batch that come before all else."""
         if not self.costs.options.reference:
             return 0.0
-        return max(
+        return self.costs.options.reference * max(
             simulate(self.prepared.schedule(pipeline).forward_only(), costs.costs).step_seconds
             for costs, pipeline in zip(self.pipelines, self.plan.pipelines, strict=True)
         )

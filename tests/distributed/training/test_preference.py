@@ -22,15 +22,16 @@ from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
 from hetero_megatron.data.chat.packing import packed_sample
 from hetero_megatron.data.sample import Sample
+from hetero_megatron.data.scores_file import open_scores
 from hetero_megatron.layout import Box
 from hetero_megatron.plans import Plan, plan_from_dict
 from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec import LogicalTensor, Lora, ModelSpec, adapted
 from hetero_megatron.spec.flops import LOGITS_BYTES
 from hetero_megatron.spec.lora import TARGETS
-from hetero_megatron.spec.preference import LOSSES, REWARDS, SMOOTHED, WITHOUT_REFERENCE, Preference
+from hetero_megatron.spec.preference import LOSSES, REWARDS, SMOOTHED, UNPAIRED, WITHOUT_REFERENCE, Preference
 from hetero_megatron.training.rank_platform import plan_for
-from hetero_megatron.training.reference import _compute
+from hetero_megatron.training.reference import KIND, _compute
 from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
@@ -42,8 +43,6 @@ from tests.support.selection import quick
 from tests.support.small_plans import LLAMA, pipe, plan, stage
 
 STEPS, LR = 2, 0.5
-
-
 
 
 class RandomPairs:
@@ -200,7 +199,8 @@ def check(
 
 def preferences(rng: random.Random, in_step: bool) -> Iterator[Preference]:
     """Every loss, in random order, with random options."""
-    for loss in rng.sample(list(LOSSES), len(LOSSES)):
+    paired = [loss for loss in LOSSES if loss not in UNPAIRED]
+    for loss in rng.sample(paired, len(paired)):
         rate = rng.choice([0.0, 0.2]) if loss in SMOOTHED else 0.0
         rate = 0.1 if loss == "exo_pair" else rate
         weight = rng.choice([0.0, 0.3])
@@ -265,13 +265,13 @@ def test_the_command_goes_on_and_keeps_the_reference(tmp_path: Path, capsys: pyt
     words += "--no-kernel-check --log-interval 1 "
     words += "--preference dpo --micro-batch-size 1 --global-batch-size 4 --train-iters 6 --lr 1e-2 "
     words += f"--lr-decay-style constant --eval-iters 1 --eval-interval 3 --save {tmp_path}/run --load {tmp_path}/run "
-    file = tmp_path / "reference.json"
+    file = tmp_path / "reference.scores"
     first = run(words, f"--reference-logps {file} --exit-interval 3")
     assert "log-probabilities of 20 pairs computed" in first and "accuracy" in first
-    made = file.read_text()
-    assert len(json.loads(made)["pairs"]) == 20
+    made = file.read_bytes()
+    assert len(open_scores(str(file), "", KIND).arrays["numbers"]) == 20
     again = run(words, f"--reference-logps {file}")
-    assert "computed" not in again and file.read_text() == made
+    assert "computed" not in again and file.read_bytes() == made
     straight = run(words.replace(f"{tmp_path}/run", f"{tmp_path}/whole"))
     assert "log-probabilities of 20 pairs computed" in straight
     records = [[json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -289,4 +289,4 @@ def test_the_command_goes_on_and_keeps_the_reference(tmp_path: Path, capsys: pyt
     beside = beside.replace("--train-iters 6", "--train-iters 1")
     run(beside, f"--reference-hf {tmp_path}/base --reference-logps {file}")
     line = json.loads((tmp_path / "beside" / "metrics.jsonl").read_text().splitlines()[0])
-    assert file.read_text() == made and abs(line["rewards/chosen"]) > 1e-3, "the model is not its own reference"
+    assert file.read_bytes() == made and abs(line["rewards/chosen"]) > 1e-3, "the model is not its own reference"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_megatron.cli.main import main
+from hetero_megatron.data.scores_file import create_scores
+from hetero_megatron.training.reference import KIND
 from tests.support.chat import TEMPLATES, chat_tokenizer, turns
 from tests.support.paths import ROOT
 
@@ -26,7 +29,11 @@ FILES = {
     "equal.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "b"}\n', "torn.json": '{"version": 1}',
     "mute.jsonl": '{"prompt": "a", "chosen": "b", "rejected": ""}\n',
     "filled.jsonl": json.dumps({"prompt": "word " * 90, "chosen": "a", "rejected": "b"}) + "\n",
-    "other.json": '{"version": 1, "made_for": {"model": "x"}, "pairs": {}}',
+    "labels.jsonl": '{"prompt": "a", "completion": "b", "label": "good"}\n',
+    "silent.jsonl": '{"prompt": "a", "completion": " ", "label": true}\n',
+    "one.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n', "tp2.yaml":
+        '{"version": 1, "seq_length": 32, "global_batch_size": 1, "pipelines": [{"micro_batch_size": 1,'
+        ' "num_micro_batches": 1, "stages": [{"ranks": [0, 1], "layers": [0, 1], "tp": 2}]}]}',
     "hollow.jsonl": '{"messages": [{"role": "user"}]}\n', "numbers.jsonl": "[1, 2]\n", "broken.jinja": "{% for %}",
     "roles.jsonl": '{"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
     "plain.jsonl": '{"text": "a"}\n', "ia3/adapter_config.json": '{"peft_type": "IA3"}',
@@ -63,18 +70,41 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for folder in ("bare", "base"):
         LlamaForCausalLM(config).save_pretrained(root / folder)
     chat_tokenizer(root / "base", TEMPLATES["chatml"])
+    for folder, more in (("wide", {"vocab_size": 331}), ("narrow", {"num_attention_heads": 1})):
+        replace_config(config, root / folder, more)
+    swap_tokens(root / "base", root / "swapped")
+    other = [json.dumps({"messages": turns(f"how is dog {i}", "slow and grey")}) for i in range(8)]
+    (root / "chats2.jsonl").write_text("\n".join(other) + "\n")
+    create_scores(str(root / "other.json"), "", {"kind": KIND, "made_for": {"model": "x"}}, {}).complete()
     chat_tokenizer(root / "plain", None)
     broken = LlamaForCausalLM(config)
     torch.nn.init.constant_(broken.model.layers[0].mlp.down_proj.weight[3:4, 5:6], torch.nan)
     broken.save_pretrained(root / "nan")
     for source, target in (("base", "native"), ("bare", "bare_native")):
         assert main(["convert", str(root / source), str(root / target)]) == 0
+    words = f"--load-hf {root}/base --seq-length 32 --micro-batch-size 1 --train-iters 2 --split 1 --eval-iters 0"
+    data = f"--sft --data-path {root}/chats.jsonl --save-scores {root}/scores --score-top-k 4 --no-kernel-check"
+    assert main(["score", *words.split(), *data.split()]) == 0
     run = f"--load-hf {root}/base --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3"
     return {
         "TMP": str(root), "BASE": f"{root}/base", "CHATS": f"{root}/chats.jsonl", "NATIVE": f"{root}/native",
         "BARE": f"{root}/bare_native", "PLAIN": f"{root}/plain", "PLAINS": f"{root}/plain.jsonl", "RUN": run,
         "NAN": f"{root}/nan",
     }  # fmt: skip
+
+
+def replace_config(config: LlamaConfig, folder: Path, more: dict[str, int]) -> None:
+    LlamaForCausalLM(LlamaConfig(**(config.to_dict() | {"num_key_value_heads": None, "head_dim": None} | more))
+                     ).save_pretrained(folder)  # fmt: skip
+
+
+def swap_tokens(model: Path, folder: Path) -> None:
+    """The same model beside a tokenizer in which two tokens are the other way round."""
+    shutil.copytree(model, folder)
+    made = json.loads((folder / "tokenizer.json").read_text())
+    vocab = made["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(made))
 
 
 def filled(text: str, names: dict[str, str]) -> str:
@@ -102,4 +132,4 @@ def test_one_message_says_what_is_wrong(
 
 def test_there_are_enough() -> None:
     doors = {case[3].split()[0] for case in CASES}
-    assert len(CASES) >= 40 and doors == {"finetune", "generate", "preprocess", "convert"}
+    assert len(CASES) >= 40 and doors == {"finetune", "generate", "preprocess", "convert", "score"}
