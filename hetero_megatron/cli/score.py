@@ -1,4 +1,4 @@
-"""``hetero-megatron score``: as ``pretrain``, but nothing is trained: what the model says of the data goes to a file."""
+"""``hetero-megatron score``: as ``pretrain``, but it writes what the model says of the data, and trains nothing."""
 
 from __future__ import annotations
 

@@ -132,8 +132,13 @@ class DataConfig:
 
     @property
     def pairs(self) -> bool:
-        """Whether the records are preference pairs."""
+        """Whether the records are preference pairs, or labelled answers."""
         return self.preference is not None
+
+    @property
+    def items(self) -> str:
+        """What a record holds: a pair, an example (an answer with a label), or a conversation."""
+        return "example" if self.preference in UNPAIRED else "pair" if self.pairs else "conversation"
 
     @property
     def reads_stream(self) -> bool:
@@ -268,8 +273,3 @@ def _needed(flag: str, value: str | None, type: str) -> str:
     if not value:
         raise UserError(f"{type} needs this flag", field=flag, value=value, accepted="a path or name")
     return value
-
-    @property
-    def items(self) -> str:
-        """What a record holds: a pair, an example (an answer with a label), or a conversation."""
-        return "example" if self.preference in UNPAIRED else "pair" if self.pairs else "conversation"

@@ -180,7 +180,7 @@ def _refusal(answer: bytes) -> UserError:
 
 
 def _packed(sample: Sample) -> bytes:
-    tokens, documents, mask, _ = sample  # no stream has pairs
+    tokens, documents, mask = sample[:3]  # no stream has more
     parts = [tokens.astype("<i8"), documents.astype("<i4"), *([] if mask is None else [mask.astype(bool)])]
     return _SAMPLE.pack(len(tokens), len(documents), mask is not None) + b"".join(part.tobytes() for part in parts)
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,8 @@ def open_scores(path: str, field: str, kind: str) -> ScoresFile:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", field=field, value=path, accepted="a file") from None
     header: Any = None
-    try:
+    with suppress(UserError):
         header = parse_json(text, path) if text else None
-    except UserError:
-        pass
     good = isinstance(header, dict) and isinstance(header.get("made_for"), dict) and header.get("kind") == kind
     try:
         arrays = _mapped(path, header["arrays"], _start(length), "r") if good else {}

@@ -155,7 +155,8 @@ class Reporter:
         self._skipped += stats.skipped
         self._nan += not math.isfinite(stats.loss)
         tokens = size * self.config.plan.seq_length
-        self._since.append((stats.loss, seconds, tokens, tokens if self.config.preference is not None else stats.tokens))
+        answers = self.config.preference is not None  # which the loss counts, not tokens
+        self._since.append((stats.loss, seconds, tokens, tokens if answers else stats.tokens))
         if stats.facts:
             self._facts.append(stats.facts)
         self._timeline(step, stats, seconds)
@@ -185,8 +186,8 @@ class Reporter:
                 communication_seconds=stats.communication,
                 tgs_per_chip=tgs,
                 experts=experts,
-                loss_tokens=stats.tokens if self.config.preference is None else None,
-                pairs=stats.tokens if self.config.preference is not None else None,
+                loss_tokens=None if answers else stats.tokens,
+                pairs=stats.tokens if answers else None,
                 facts=stats.facts,
                 predictions=_of_modules(stats),
             )  # fmt: skip

@@ -75,6 +75,11 @@ class Likeliest:
         return chosen.int(), (best - top - total[:, None]).float(), (rest.log() - total).float()
 
 
+def head_ranks(plan: Plan) -> set[int]:
+    """The first rank of each unit with a head: those that know what was found."""
+    return {unit.ranks[0] for stage in plan.stages if stage.head for unit in stage.units}
+
+
 def gather_rows(
     comm: Comm, plan: Plan, first_sample: int, batch_size: int, k: int, mine: Likeliest | None
 ) -> Iterator[tuple[range, list[int], Rows]]:

@@ -191,8 +191,8 @@ class PairLoss:
         return len(batch.pairs.numbers) if self._counts else 0
 
     def __call__(self, out: torch.Tensor, batch: Batch, seed: float) -> torch.Tensor:
-        """Sum of the losses of the batch's pairs or examples: a tensor [], in at least fp32; 0 on ranks that do not count it. Its
-        gradient with respect to ``out`` is this rank's part, in any case."""
+        """Sum of the losses of the batch's pairs or examples: a tensor [], in at least fp32; 0 on ranks that do not
+        count it. Its gradient with respect to ``out`` is this rank's part, in any case."""
         pairs, mask = batch.pairs, batch.loss_mask
         assert pairs is not None and mask is not None, "rows that are no preference pairs"
         losses = self._tokens.losses(out, batch)
@@ -260,7 +260,9 @@ class LabelLoss(PairLoss):
         return float(every.cpu().double().sum()), len(every)
 
     def _judge(self, policy: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-        p, ratio = self.preference, policy - self._of_reference(pairs, policy.detach())
+        p, reference = self.preference, self._of_reference(pairs, policy.detach())
+        assert reference is not None, "a loss of labelled answers has a reference"
+        ratio = policy - reference
         good = torch.tensor(pairs.desired, dtype=policy.dtype, device=policy.device)  # 1 or 0
         apart = self.divergence if p.estimates_kl and not self._rehearsing else 0.0
         losses = torch.sigmoid((1 - 2 * good) * p.beta * (ratio - apart))  # 1 - sigmoid of the opposite

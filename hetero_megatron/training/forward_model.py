@@ -17,7 +17,7 @@ from hetero_megatron.plans.compile import CompiledPlan
 from hetero_megatron.spec.dropout import NO_DROPOUT
 from hetero_megatron.training.step_numbers import ScalarReader
 
-# (the stage, its model, its kernels) -> what takes the place of the loss on a stage with a head
+# (the stage, its model) -> what takes the place of the loss on a stage with a head
 Ending = Callable[[RankStage, StageModel], LossFunction]
 
 
@@ -48,11 +48,11 @@ class ForwardModel:
     def run(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult:
         """Forward, of the global samples ``[first_sample, first_sample + batch_size)``; called on all ranks."""
         work = self._work.make(fetch, first_sample, batch_size, True, None)
-        if self.comm.islands is not None and self.comm.islands.has_devices:
-            if self._work.first_use(batch_size, True)[1]:  # see Runtime.warm_up
-                with random_kept(self.comm.accelerator):
-                    self._executor.rehearse(work)
-                work = self._work.make(fetch, first_sample, batch_size, True, None)
+        devices = self.comm.islands is not None and self.comm.islands.has_devices
+        if devices and self._work.first_use(batch_size, True)[1]:  # see Runtime.warm_up
+            with random_kept(self.comm.accelerator):
+                self._executor.rehearse(work)
+            work = self._work.make(fetch, first_sample, batch_size, True, None)
         result = self._executor.run(work)
         self._reader.read()  # the clock is used again
         result.read(self.comm.clock)

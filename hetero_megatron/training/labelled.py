@@ -4,13 +4,13 @@ and KTO's estimate of how far the model is from the reference, over the whole ba
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import cast
 
 import torch
 
 from hetero_megatron.data.batch import Batch
-from hetero_megatron.pipeline.preference import LabelLoss, Reference
+from hetero_megatron.pipeline.preference import LabelLoss
 from hetero_megatron.pipeline.stage_work import StepResult
 from hetero_megatron.pipeline.step_work import Fetch
 from hetero_megatron.training.runtime import Runtime
@@ -38,10 +38,11 @@ class LabelledSteps:
 
     def record(self, fetch: Fetch, first: int, size: int) -> list[StepResult]:
         """What the reference says of the examples, and of prompts with others' answers where that is needed."""
-        found = [self._runtime.record_reference(fetch, first, size, self._into(self._loss and self._loss.reference))]
+        record, loss = self._runtime.record_reference, self._loss
+        found = [record(fetch, first, size)]
         if self._preference.estimates_kl:
-            into = self._into(self._loss and self._loss.beside)
-            found.append(self._runtime.record_reference(mismatched(fetch), first, size, into))
+            into = nullcontext() if loss is None else loss.record(loss.beside)
+            found.append(record(mismatched(fetch), first, size, into))
         return found
 
     def recorded(self) -> dict[int, tuple[float, float]]:
@@ -73,9 +74,6 @@ class LabelledSteps:
             results[0].bubble_seconds += other.bubble_seconds
             results[0].communication_seconds += other.communication_seconds
         return results[0]
-
-    def _into(self, where: Reference | None) -> AbstractContextManager[None]:
-        return self._loss.record(where) if self._loss is not None else nullcontext()
 
     @torch.no_grad()
     def _speak(self, fetch: Fetch, first: int, size: int) -> StepResult:

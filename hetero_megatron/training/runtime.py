@@ -59,8 +59,7 @@ class Runtime:
         loss: of the stage.
         executor, step_work: run the actions of a step, and say which they are.
         sync, optimizer: sums of gradients; what updates the weights by them (None: evaluation only).
-        outer: steps between islands, where the plan has them.
-        divided: weights, where the ranks of the stage divide them.
+        outer, divided: steps between islands, and weights that the ranks of the stage divide, where there are any.
         balance: of a mixture of experts, else None.
         graphs: device graphs of the layers, where they are asked for.
         numbers: what all ranks of the plan tell each other.
@@ -129,7 +128,7 @@ class Runtime:
 
     @property
     def compared(self) -> PairLoss | DistillationLoss | None:
-        """The loss, where it is one with another model (:attr:`pairs`: of preferences); None: it is not, or no head."""
+        """The loss, where it is one beside another model (:attr:`pairs`: of answers); None: it is not, or no head."""
         return None if isinstance(self.loss, StageLoss) else self.loss
 
     @property
@@ -142,8 +141,8 @@ class Runtime:
             from hetero_megatron.pipeline.distillation import distillation_loss
 
             return distillation_loss(here, comm, options.distillation, model, kernels, dtype, options.logits_bytes)
-        chunk = here.loss_chunk(dtype, options.logits_bytes)
-        tokens = StageLoss(here, model, kernels, comm.group(here.unit.ranks), chunk)
+        group, chunk = comm.group(here.unit.ranks), here.loss_chunk(dtype, options.logits_bytes)
+        tokens = StageLoss(here, model, kernels, group, chunk)
         if options.preference is None or not here.stage.head:
             return tokens
         from hetero_megatron.pipeline.preference import pair_loss
@@ -253,7 +252,8 @@ class Runtime:
             return
         if self.graphs is not None:
             self.graphs.warmed_up = False  # until the step begins
-        with random_kept(accelerator := self.comm.accelerator), self.hooks.unwatched(), self.compared.rehearsal() if self.compared is not None else nullcontext():
+        rehearsal = self.compared.rehearsal() if self.compared is not None else nullcontext()
+        with random_kept(accelerator := self.comm.accelerator), self.hooks.unwatched(), rehearsal:
             self.executor.rehearse(self.work(fetch, first_sample, batch_size, forward_only, step))
             if not forward_only:
                 self.sync.rehearsed()

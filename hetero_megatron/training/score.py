@@ -4,21 +4,18 @@ file in a run whose teacher the model is."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.group import together
-from hetero_megatron.data.batch import Batch
 from hetero_megatron.data.build import data_fingerprint
 from hetero_megatron.data.sample import Dataset
+from hetero_megatron.data.sample import Likeliest as Found
 from hetero_megatron.data.scored import KIND, ScoredDataset, check_scores
-from hetero_megatron.data.scores_file import Shapes, create_scores, open_scores
+from hetero_megatron.data.scores_file import ScoresFile, Shapes, create_scores, open_scores
 from hetero_megatron.errors import UserError
-from hetero_megatron.pipeline.likeliest import Likeliest, gather_rows
+from hetero_megatron.pipeline.likeliest import Likeliest, Rows, gather_rows, head_ranks
 from hetero_megatron.pipeline.stage_model import RankStage, StageModel
 from hetero_megatron.plans import stage_at
 from hetero_megatron.platform import Platform
@@ -60,44 +57,44 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -
         return made[0]
 
     model = ForwardModel(config.compiled, comm, dtype, weights.values, kernels, ending)
-    sources = {unit.ranks[0] for stage in config.plan.stages if stage.head for unit in stage.units}
-    first = config.plan.ranks[0]
-    comm.connect((sources if comm.rank == first else {first} if comm.rank in sources else set()) - {comm.rank})
-    splits = dict(_splits(config, data))
-    file: Any = None
-
-    def create() -> None:
-        nonlocal file
-        if world.index == 0:
-            header = {
-                "kind": KIND, "made_for": _facts(config, data, weights_fingerprint(config.load_hf or ""))
-                | {f"order of {name}": data_fingerprint(dataset) for name, (dataset, _) in splits.items()},
-                "temperature": asked.temperature, "dtype": config.dtype,
-            }  # fmt: skip
-            shapes = _shapes({name: n for name, (_, n) in splits.items()}, config.plan.seq_length, asked.top_k)
-            file = create_scores(asked.path, SAVE, header, shapes)
-
-    together(world, create)
-    start, batch, done = time.monotonic(), config.plan.global_batch_size, 0
+    to, sources = config.plan.ranks[0], head_ranks(config.plan)
+    comm.connect((sources if comm.rank == to else {to} if comm.rank in sources else set()) - {comm.rank})
+    splits, start, batch = dict(_splits(config, data)), time.monotonic(), config.plan.global_batch_size
+    files: list[ScoresFile] = []
+    together(world, lambda: files.append(_create(config, data, splits)) if world.index == 0 else None)
     for name, (dataset, samples) in splits.items():
         with data.loader(dataset) as loader:
             for first in range(0, samples, batch):
                 model.run(loader, first, batch)
                 loader.advance(batch)
-                for rows, tokens, values in gather_rows(
-                    comm, config.plan, first, batch, asked.top_k, made[0] if made else None
-                ):
-                    for part, array in zip(values, ("ids", "logps", "rest"), strict=True):
-                        into = file.arrays[f"{name}.{array}"]
-                        for row, value in zip(rows, part, strict=True):
-                            into[row, tokens] = value.numpy()
-                done += batch
-    together(world, lambda: file.complete() if world.index == 0 else None)
+                taken = gather_rows(comm, config.plan, first, batch, asked.top_k, made[0] if made else None)
+                for rows, tokens, values in taken:
+                    _fill(files[0], name, rows, tokens, values)
+    together(world, lambda: files[0].complete() if world.index == 0 else None)
     if world.index == 0:
-        seconds = time.monotonic() - start
+        done, seconds = sum(samples for _, samples in splits.values()), time.monotonic() - start
         print(f"scores: {plural(done, 'sample')} in {asked.path} in {seconds:.0f} s", flush=True)
     data.close()
     return 0
+
+
+def _create(config: RunConfig, data: NodeData, splits: Mapping[str, tuple[Dataset, int]]) -> ScoresFile:
+    assert config.scores is not None and config.load_hf is not None
+    facts = dict(_facts(config, data, weights_fingerprint(config.load_hf)))
+    facts |= {f"order of {name}": data_fingerprint(dataset) for name, (dataset, _) in splits.items()}
+    header = {
+        "kind": KIND, "made_for": facts, "temperature": config.scores.temperature, "dtype": config.dtype,
+    }  # fmt: skip
+    shapes = _shapes({name: n for name, (_, n) in splits.items()}, config.plan.seq_length, config.scores.top_k)
+    return create_scores(config.scores.path, SAVE, header, shapes)
+
+
+def _fill(file: ScoresFile, split: str, samples: Sequence[int], tokens: Sequence[int], values: Rows) -> None:
+    """Write rows that ranks found, [samples, tokens, ..]."""
+    for part, name in zip(values, Found._fields, strict=True):
+        into = file.arrays[f"{split}.{name}"]
+        for sample, value in zip(samples, part, strict=True):
+            into[sample, tokens] = value.numpy()
 
 
 def _answers(

@@ -80,8 +80,8 @@ class StepNumbers:
 
         Returns:
             fp64 [ranks, 7 + n + m]: loss sum, tokens, squared norm, stop (0 or 1), seconds busy, in bubbles and
-            communicating, the n numbers of ``LoadBalance.row``, and the m facts of a loss beside another model's, or loss
-            sums of modules that predict further tokens.
+            communicating, the n numbers of ``LoadBalance.row``, and the m facts of a loss beside another model's, or
+            loss sums of modules that predict further tokens.
         """
         counts = self._counts
         balance = self._balance.counted() if self._balance is not None else ()

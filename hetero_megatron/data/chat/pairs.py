@@ -75,18 +75,18 @@ def read_labelled(record: Mapping[str, Any], where: str) -> tuple[Conversation, 
         )
     names = [name for name in LABELS if record.get(name) is not None]
     label = record[names[0]] if names else None
-    if not isinstance(label, bool):
+    if label not in (True, False):  # also 1 and 0
         raise UserError(
             "is no label" if names else "the record has no label", field=names[0] if names else "label",
             value=shown(label) if names else "missing", where=where,
-            accepted="true or false beside prompt and completion (or a conversation), or chosen and rejected",
+            accepted="true or false (1 or 0) beside prompt and completion (or a conversation), or chosen and rejected",
         )  # fmt: skip
     conversation = read_conversation({key: v for key, v in record.items() if key not in LABELS}, where)
     if not _says_something(conversation):
         problem = "the answer is empty"
         raise UserError(problem, field="completion", value=shown(record.get("completion")), accepted="an answer",
                         where=where)  # fmt: skip
-    return (replace(conversation, desired=label),)
+    return (replace(conversation, desired=bool(label)),)
 
 
 def _side(record: Mapping[str, Any], side: str, where: str) -> Any:

@@ -1,5 +1,5 @@
-"""Distillation under any plan: losses, facts, gradients and weights are those of transformers' models in one process, by
-the published formulas over whole rows of logits, fp64."""
+"""Distillation under any plan: losses, facts, gradients and weights are those of transformers' models in one process,
+by the published formulas over whole rows of logits, fp64."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ def reference(
         logits = model(input_ids=batch.tokens, use_cache=False).logits[batch.loss_mask]
         plain, mine = F.cross_entropy(logits, batch.labels[batch.loss_mask]), (logits / d.temperature).log_softmax(-1)
         if batch.teacher is not None:
-            ids, logps, rest = (x[batch.loss_mask] for x in (batch.teacher.ids, batch.teacher.logps, batch.teacher.rest))
+            said = batch.teacher
+            ids, logps, rest = (x[batch.loss_mask] for x in (said.ids, said.logps, said.rest))
             apart = divergence(coarse(mine, ids.long()), torch.cat([logps, rest[:, None]], 1).double(), d).mean()
         else:
             with torch.no_grad():
