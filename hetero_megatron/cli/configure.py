@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hetero_megatron.cli.early import check_data, check_early, check_offload
 from hetero_megatron.cli.flags import training as training
@@ -40,11 +40,8 @@ from hetero_megatron.plans.program import splits_backward
 from hetero_megatron.spec import ModelSpec, model_folder
 from hetero_megatron.spec.moe import Balancing
 from hetero_megatron.spec.preference import Preference
-from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig, ScoreConfig, TeacherConfig
+from hetero_megatron.training.config import ElasticConfig, OptimizerConfig, RunConfig
 from hetero_megatron.utils.text import plural
-
-if TYPE_CHECKING:
-    from hetero_megatron.spec.distillation import Distillation
 
 
 def take_epochs(
@@ -144,8 +141,7 @@ def configure_arguments(
     failure = part(lambda launcher: build_failure(args, launcher.supervised), launcher)
     elastic = part(lambda data, launcher: build_elastic(args, data, launcher.supervised), data, launcher)
     preference = part(_preference, args, spec, balancing)
-    teacher = part(_teacher, args, spec, plan, cluster)
-    scores = part(_scores, args, spec)
+    beside = part(_beside, args, spec, plan, cluster)
     part(_outer_fits, plan, elastic, preference)
     part(_predictions_fit, args, spec, preference, fp8)
     alignment, compiled = part(training.build_alignment, args), part(_compile, args, plan)
@@ -188,8 +184,7 @@ def configure_arguments(
         allow_over_memory=args["allow_over_memory"],
         notices=args.all_notices(),
         preference=preference, reference_logps=args["reference_logps"], reference_hf=args["reference_hf"],
-        distillation=teacher[0], teacher=teacher[1], teacher_scores=args["teacher_scores"],
-        teacher_hf=args["teacher_hf"], scores=scores,
+        **beside,
     )
 
 
@@ -276,22 +271,17 @@ def _preference(args: Arguments, spec: ModelSpec, balancing: Balancing) -> Prefe
     return build_preference(args, spec, balancing)
 
 
-def _teacher(
-    args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None
-) -> tuple[Distillation | None, TeacherConfig | None]:
-    if args["teacher_hf"] is None and args["teacher_scores"] is None:
-        return None, None
-    from hetero_megatron.cli.flags.distillation import build_teacher
+def _beside(args: Arguments, spec: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
+    """Of a run with a teacher, or that scores data, those fields of its configuration."""
+    if not args.has("teacher_hf", "teacher_scores", "save_scores"):
+        return {}
+    from hetero_megatron.cli.flags.distillation import build_scores, build_teacher
 
-    return build_teacher(args, spec, plan, cluster)
-
-
-def _scores(args: Arguments, spec: ModelSpec) -> ScoreConfig | None:
-    if args["save_scores"] is None:
-        return None
-    from hetero_megatron.cli.flags.distillation import build_scores
-
-    return build_scores(args, spec)
+    distillation, teacher = build_teacher(args, spec, plan, cluster)
+    return {
+        "distillation": distillation, "teacher": teacher, "teacher_hf": args["teacher_hf"],
+        "teacher_scores": args["teacher_scores"], "scores": build_scores(args, spec),
+    }  # fmt: skip
 
 
 def _predictions_fit(args: Arguments, spec: ModelSpec, preference: Preference | None, fp8: Fp8 | None) -> None:

@@ -43,7 +43,7 @@ def plan_beside(plan: Plan, spec: ModelSpec, other: ModelSpec, cluster: Cluster 
     try:
         validate(made, other, cluster)
     except UserError as error:
-        problem = f"the plan's cuts do not fit it: {error.problem}"
+        problem = f"the plan does not fit it: {error.problem}"
         accepted = "a model that can be cut as the student's plan says, or its log-probabilities in a file"
         raise UserError(problem, field=error.field, value=error.value, accepted=accepted) from None
     return made

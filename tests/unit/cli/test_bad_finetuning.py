@@ -31,9 +31,7 @@ FILES = {
     "filled.jsonl": json.dumps({"prompt": "word " * 90, "chosen": "a", "rejected": "b"}) + "\n",
     "labels.jsonl": '{"prompt": "a", "completion": "b", "label": "good"}\n',
     "silent.jsonl": '{"prompt": "a", "completion": " ", "label": true}\n',
-    "one.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n', "tp2.yaml":
-        '{"version": 1, "seq_length": 32, "global_batch_size": 1, "pipelines": [{"micro_batch_size": 1,'
-        ' "num_micro_batches": 1, "stages": [{"ranks": [0, 1], "layers": [0, 1], "tp": 2}]}]}',
+    "one.jsonl": '{"prompt": "a", "completion": "b", "label": true}\n',
     "hollow.jsonl": '{"messages": [{"role": "user"}]}\n', "numbers.jsonl": "[1, 2]\n", "broken.jinja": "{% for %}",
     "roles.jsonl": '{"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
     "plain.jsonl": '{"text": "a"}\n', "ia3/adapter_config.json": '{"peft_type": "IA3"}',
@@ -70,7 +68,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for folder in ("bare", "base"):
         LlamaForCausalLM(config).save_pretrained(root / folder)
     chat_tokenizer(root / "base", TEMPLATES["chatml"])
-    for folder, more in (("wide", {"vocab_size": 331}), ("narrow", {"num_attention_heads": 1})):
+    for folder, more in (("wide", {"vocab_size": 331}), ("short", {"max_position_embeddings": 16})):
         replace_config(config, root / folder, more)
     swap_tokens(root / "base", root / "swapped")
     other = [json.dumps({"messages": turns(f"how is dog {i}", "slow and grey")}) for i in range(8)]
