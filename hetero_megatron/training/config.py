@@ -60,11 +60,13 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """Stop after a step that is a multiple of ``interval``, after ``minutes``, or on a signal (its name)."""
+    """Stop after a step that is a multiple of ``interval``, after ``minutes``, on a signal (its name), or once ``file``
+    appears on some rank's host."""
 
     minutes: int | None = None
     interval: int | None = None
     signal: str | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)
