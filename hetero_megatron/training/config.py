@@ -246,6 +246,7 @@ class RunConfig:
         loss_scale: constant 1 except for fp16.
         check_nan: end the run at the first loss or gradient that is not finite, instead of skipping the step; what a
             gradient of fp16 does is the loss scale's affair.
+        reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
         deterministic: refuse operators that do not give the same bits every time.
         platform: name of the platform to run on; None: the one that is here.
         compile: backend of torch.compile; None: layers run as they are.
@@ -287,6 +288,7 @@ class RunConfig:
     logging: LoggingConfig = LoggingConfig()
     distributed: DistributedConfig = DistributedConfig()
     check_nan: bool = True
+    reduce_in_bf16: bool = False
     deterministic: bool = False
     logits_bytes: int = LOGITS_BYTES
     balancing: Balancing = UNBALANCED

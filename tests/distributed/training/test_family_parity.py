@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import DENSE, PARALLEL_BLOCKS
+from tests.support.families import DENSE
 from tests.support.parity import check_case, fixed_case
 from tests.support.pool import shared_pool
 from tests.support.selection import quick
