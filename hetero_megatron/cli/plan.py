@@ -244,9 +244,9 @@ def _exportable(args: Namespace) -> dict[str, Any]:
 
 
 _ASKED = (
-    "seq_length", "global_batch_size", "dtype", "optimizer", "grad_reduce_in_bf16", "micro_batch_size", "recompute", "context", "offload",
-    "offload_activations", "more_schedules", "schedule_effort", "routing_stats", "memory_margin", "time_limit", "seed",
-    "objective", "deadline_hours", "train_tokens",
+    "seq_length", "global_batch_size", "dtype", "optimizer", "grad_reduce_in_bf16", "micro_batch_size", "recompute",
+    "context", "offload", "offload_activations", "more_schedules", "schedule_effort", "routing_stats", "memory_margin",
+    "time_limit", "seed", "objective", "deadline_hours", "train_tokens",
 )  # fmt: skip
 
 
