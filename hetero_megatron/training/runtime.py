@@ -153,7 +153,8 @@ class Runtime:
         """Of the trained parameters; weights whose gradient is one product get it in place."""
         built, head = self.stage_model, self.loss.head
         params = {name: p for name, p in built.module.named_parameters() if p.requires_grad}
-        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names())
+        sent_as = torch.bfloat16 if self.options.reduce_in_bf16 else None
+        sync = GradientSync(self.comm, params, built.boxes, compiled.buckets, built.chunk_names(), sent_as)
         gradients = built.kernels.weight_gradients
         if self.options.compile_backend is None:
             sync.fuse_wgrad_accumulation(built.products(head=head is None), gradients)
@@ -285,8 +286,7 @@ class Runtime:
         return batch_size * (self.here.plan.seq_length if self.options.preference is None else 1)
 
     def reference_in_step(self, fetch: Fetch, first_sample: int, batch_size: int) -> StepResult | None:
-        """A batch begins: compute what another model says of it, where that is done in each step; called on all ranks.
-        None: it is not."""
+        """A batch begins: compute what another model says of it, where there is one (else None); on all ranks."""
         preference = self.options.preference
         if self.compared is not None:
             self.compared.begin()

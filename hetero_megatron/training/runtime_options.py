@@ -35,6 +35,7 @@ class RuntimeOptions:
         graphs_after: optimizer steps after which layers run as device graphs (``cli/flags/training.py`` says where
             they can); None: they never do.
         preference, distillation: the loss, where it is not that of tokens alone.
+        reduce_in_bf16: gradients are rounded to bf16 where they travel between ranks.
     """
 
     compile_backend: str | None = None
@@ -46,6 +47,7 @@ class RuntimeOptions:
     graphs_after: int | None = None
     preference: Preference | None = None
     distillation: Distillation | None = None
+    reduce_in_bf16: bool = False
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -60,7 +62,7 @@ class RuntimeOptions:
     def of(config: RunConfig) -> RuntimeOptions:
         return RuntimeOptions(
             config.compile, config.logits_bytes, config.balancing, config.fp8, config.dropout, config.seed,
-            config.graphs_after, config.preference, config.distillation,
+            config.graphs_after, config.preference, config.distillation, config.reduce_in_bf16,
         )  # fmt: skip
 
 

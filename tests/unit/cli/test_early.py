@@ -169,7 +169,8 @@ def test_places(tmp_path: Path) -> None:
 
 def test_an_export_is_apart_from_what_the_run_writes_before(tmp_path: Path) -> None:
     other = {"save_hf", "save_adapter", "wandb_save_dir", "data_cache_path"}
-    other |= {"routing_stats", "reference_logps", "memory_snapshot_path", "save_scores"}  # files, whose folder has to be there
+    # Files, whose folder has to be there.
+    other |= {"routing_stats", "reference_logps", "memory_snapshot_path", "save_scores"}
     for key in set(OUTPUTS) - other:
         flag = "--" + key.replace("_", "-")
         for place in ("out", "out/inside"):
