@@ -32,7 +32,7 @@ FLAGS = (
         "--distill-js-beta", float, 0.5, "weight of the teacher in js", above=0.0, below=1.0,
         needs=needs("--distill-loss js"),
     ),
-    value("--save-scores", str, None, "of hetero-megatron score: the file that is written"),
+    value("--save-scores", str, None, "of hetero-megatron score: the file to write"),
     count(
         "--score-top-k", 64, "of hetero-megatron score: likeliest tokens of a position whose log-probabilities are "
         "stored", most=2**20, needs=needs("--save-scores"),
