@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetero_megatron.data.sample import Dataset, Likeliest, Sample
+from hetero_megatron.data.sample import Dataset, LikeliestTokens, Sample
 from hetero_megatron.ops.dropout import Draws
 
 
@@ -53,8 +53,8 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Said:
-    """What a teacher said of a batch, as :class:`~hetero_megatron.data.sample.Likeliest` has it: ids int32 and logps
-    [b, s, k], rest [b, s]."""
+    """What a teacher said of a batch, as :class:`~hetero_megatron.data.sample.LikeliestTokens` has it: ids int32 and
+    logps [b, s, k], rest [b, s]."""
 
     ids: torch.Tensor
     logps: torch.Tensor
@@ -150,7 +150,7 @@ def _batch(samples: Sequence[Sample], options: BatchOptions) -> Batch:
     )
 
 
-def _said(every: Sequence[Likeliest]) -> Said | None:
+def _said(every: Sequence[LikeliestTokens]) -> Said | None:
     return Said(*(torch.from_numpy(np.stack(parts)) for parts in zip(*every, strict=True))) if every else None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from hetero_megatron.data.indexed import TokenStore
 
-class Likeliest(NamedTuple):
+class LikeliestTokens(NamedTuple):
     """What a teacher said of the s positions of a sample: its k likeliest tokens ``ids`` [s, k] int32, their
     log-probabilities ``logps`` [s, k] and that of all others together, ``rest`` [s]; fp32."""
 
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     documents: np.ndarray
     loss_mask: np.ndarray | None = None
     pairs: tuple[int, ...] | None = None
-    teacher: Likeliest | None = None
+    teacher: LikeliestTokens | None = None
     desired: tuple[bool, ...] | None = None
     mismatched: Sample | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetero_megatron.data.sample import Dataset, Likeliest, Sample
+from hetero_megatron.data.sample import Dataset, LikeliestTokens, Sample
 from hetero_megatron.data.scores_file import ScoresFile
 from hetero_megatron.errors import UserError
 
@@ -20,10 +20,10 @@ class ScoredDataset:
 
     def __init__(self, dataset: Dataset, scores: ScoresFile, split: str) -> None:
         self._dataset = dataset
-        self._arrays = [scores.arrays[f"{split}.{name}"] for name in Likeliest._fields]
+        self._arrays = [scores.arrays[f"{split}.{name}"] for name in LikeliestTokens._fields]
 
     def __getitem__(self, index: int) -> Sample:
-        return self._dataset[index]._replace(teacher=Likeliest(*(array[index] for array in self._arrays)))
+        return self._dataset[index]._replace(teacher=LikeliestTokens(*(array[index] for array in self._arrays)))
 
 
 def check_scores(

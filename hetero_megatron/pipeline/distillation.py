@@ -35,7 +35,7 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossRows:
     """n tokens of a batch: labels int64 [n], weights with which their losses are added up [n], what the teacher says.
     """
 
@@ -129,7 +129,7 @@ class DistillationLoss:
         with_bias = {} if head.bias is None else {"bias": head.bias}
         pieces = zip(out.flatten(0, -2).split(size), labels.split(size), weights.split(size), strict=True)
         for i, (x, targets, counted) in enumerate(pieces):
-            rows = Rows(targets, counted, Known(*(None if part is None else part[i] for part in teacher)))
+            rows = LossRows(targets, counted, Known(*(None if part is None else part[i] for part in teacher)))
             seeds = counted * seed if torch.is_grad_enabled() else None
             total = total + (self.head(x, head.matrix, rows, seeds, **with_bias) * counted).sum()
         return total
@@ -149,13 +149,13 @@ class DistillationLoss:
 
     @torch.no_grad()
     def _losses(
-        self, x: torch.Tensor, weight: torch.Tensor, rows: Rows, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: torch.Tensor, rows: LossRows, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         logits, _ = self._logits(x, weight, bias)
         return self._compare(logits, rows)[0]
 
     def _together(
-        self, x: torch.Tensor, weight: torch.Tensor, rows: Rows, dloss: torch.Tensor,
+        self, x: torch.Tensor, weight: torch.Tensor, rows: LossRows, dloss: torch.Tensor,
         into: torch.Tensor | None = None, beta: float = 1.0, bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, object, object, object]:  # fmt: skip
         """Losses [n], and the gradients of x, weight and bias, as ``with_known_gradient`` wants them."""
@@ -179,7 +179,7 @@ class DistillationLoss:
         logits = softcap(logits, cap)
         return logits, 1 - (logits / cap).square()
 
-    def _compare(self, logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compare(self, logits: torch.Tensor, rows: LossRows) -> tuple[torch.Tensor, torch.Tensor]:
         """(losses [n], their gradient with respect to the logits, [n, V_local])."""
         d, start = self.distillation, self._vocab[0]
         share = self._shares(logits, rows.labels)

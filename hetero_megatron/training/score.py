@@ -4,14 +4,13 @@ file in a run whose teacher the model is."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.comm.group import together
 from hetero_megatron.data.build import data_fingerprint
-from hetero_megatron.data.sample import Dataset
-from hetero_megatron.data.sample import Likeliest as Found
+from hetero_megatron.data.sample import Dataset, LikeliestTokens
 from hetero_megatron.data.scored import KIND, ScoredDataset, check_scores
 from hetero_megatron.data.scores_file import ScoresFile, Shapes, create_scores, open_scores
 from hetero_megatron.errors import UserError
@@ -21,20 +20,25 @@ from hetero_megatron.plans import stage_at
 from hetero_megatron.platform import Platform
 from hetero_megatron.platform.platform import DTYPES
 from hetero_megatron.platform.plugins import Plugins
+from hetero_megatron.training.alignment.session import Alignment
 from hetero_megatron.training.config import RunConfig
 from hetero_megatron.training.forward_model import ForwardModel
 from hetero_megatron.training.initial_weights import InitialWeights
 from hetero_megatron.training.kernels import rank_kernels
 from hetero_megatron.training.node_data import NodeData
-from hetero_megatron.training.reference import weights_fingerprint
+from hetero_megatron.training.reference import reference_logps, weights_fingerprint
+from hetero_megatron.training.runtime import Runtime
 from hetero_megatron.training.runtime_options import RuntimeOptions
 from hetero_megatron.utils.text import plural
 
 SAVE, READ = "--save-scores", "--teacher-scores"
 
 
-def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -> int:
+def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, build: Callable[..., Runtime]) -> int:
     """Write the file; returns the exit code. Called on all ranks of the plan, whose groups have been created.
+
+    Args:
+        build: see :func:`~hetero_megatron.training.train.build_runtime`.
 
     Raises:
         UserError: something in configuration or data cannot be honoured; on all ranks.
@@ -44,7 +48,8 @@ def score(config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins) -
     weights, data = InitialWeights(config, world), NodeData(config, comm, world)
     _refuse_streams(data, SAVE)
     if config.preference is not None:
-        return _answers(config, comm, platform, plugins, weights, data)
+        runtime = build(config, comm, platform, plugins, weights.values, Alignment(config.alignment))
+        return _answers(config, runtime, data)
     options = RuntimeOptions(logits_bytes=config.logits_bytes)
     kernels = rank_kernels(
         config.plan, config.spec, comm.rank, plugins.registry, platform, dtype, options, config.deterministic
@@ -91,22 +96,15 @@ def _create(config: RunConfig, data: NodeData, splits: Mapping[str, tuple[Datase
 
 def _fill(file: ScoresFile, split: str, samples: Sequence[int], tokens: Sequence[int], values: Rows) -> None:
     """Write rows that ranks found, [samples, tokens, ..]."""
-    for part, name in zip(values, Found._fields, strict=True):
+    for part, name in zip(values, LikeliestTokens._fields, strict=True):
         into = file.arrays[f"{split}.{name}"]
         for sample, value in zip(samples, part, strict=True):
             into[sample, tokens] = value.numpy()
 
 
-def _answers(
-    config: RunConfig, comm: Comm, platform: Platform, plugins: Plugins, weights: InitialWeights, data: NodeData
-) -> int:
+def _answers(config: RunConfig, runtime: Runtime, data: NodeData) -> int:
     """The same of whole answers: the log-probabilities that --reference-logps reads."""
-    from hetero_megatron.training.alignment.session import Alignment
-    from hetero_megatron.training.reference import reference_logps
-    from hetero_megatron.training.train import build_runtime
-
     assert config.scores is not None
-    runtime = build_runtime(config, comm, platform, plugins, weights.values, Alignment(config.alignment))
     reference_logps(replace(config, reference_logps=config.scores.path), runtime, data)
     data.close()
     return 0

@@ -268,7 +268,7 @@ def train(
         if config.scores is not None:
             from hetero_megatron.training.score import score
 
-            return score(config, comm, platform, plugins)
+            return score(config, comm, platform, plugins, build_runtime)
         training = set_up(config, comm, platform, plugins, emulation)
         training.on_step = on_step
         return run_training(training)

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from hetero_megatron.comm import Comm
 from hetero_megatron.data.batch import Batch, BatchOptions, make_batch
-from hetero_megatron.data.sample import Likeliest as Said
-from hetero_megatron.data.sample import Sample
+from hetero_megatron.data.sample import LikeliestTokens, Sample
 from hetero_megatron.layout import Box
 from hetero_megatron.ops import default_kernels
 from hetero_megatron.pipeline.distillation import DistillationLoss
@@ -54,7 +53,7 @@ class RandomTokens:
         mask = rng.random(self.length) < 0.7
         mask[0] = True
         sample = Sample(rng.integers(0, self.vocab, self.length + 1), np.zeros(1, np.int32), mask)
-        return sample if self.told is None else sample._replace(teacher=Said(*self.told[index]))
+        return sample if self.told is None else sample._replace(teacher=LikeliestTokens(*self.told[index]))
 
     def fetch(self, indices: Any) -> Batch:
         return make_batch(self, indices, BatchOptions())
