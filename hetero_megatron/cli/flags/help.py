@@ -78,6 +78,7 @@ _RARELY = {
     "--sft", "--lora-targets", "--lora-layers", "--lora-sites", "--use-rslora", "--shuffle-buffer",
     "--overlong-samples", "--dpo-beta", "--dpo-label-smoothing", "--dpo-average-log-probs", "--dpo-sft-weight",
     "--simpo-gamma", "--reference-hf", "--reference-logps", "--kto-desirable-weight", "--kto-undesirable-weight",
+    "--lora-dropout",
 }
 
 
