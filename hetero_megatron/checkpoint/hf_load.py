@@ -213,8 +213,9 @@ class HFWeights:
     def _part(self, source: HFSource, slices: tuple[slice, ...]) -> torch.Tensor:
         """What ``slices`` are of a stored tensor."""
         values: torch.Tensor
-        if source.width:
-            return self._files.whole(source.name).flatten()[slices]
+        if source.width or source.filters:
+            whole = self._files.whole(source.name)
+            return whole.view(source.view(tuple(whole.shape)))[slices]
         if source.step == 1 and tuple(s.stop - s.start for s in slices) == self._shapes[source.name]:
             values = self._files.whole(source.name)  # mapped, not copied
         else:  # safetensors takes no steps

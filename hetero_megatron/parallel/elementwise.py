@@ -35,7 +35,7 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
     results = Results(keep)
     for norm in _norms(layer):
         norm.forward = partial(results.norm, norm.forward)  # type: ignore[method-assign]
-    mlp, blocks = layer.mlp, [layer.self_attn, cast(nn.Module | None, layer.mlp)]
+    mlp, blocks = layer.mlp, [layer.mixer, cast(nn.Module | None, layer.mlp)]
     if isinstance(mlp, MoEMLP):
         mlp.experts.activate = partial(results.of, mlp.experts.activate)  # type: ignore[method-assign]
         blocks.append(mlp.shared_expert)
@@ -51,7 +51,7 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
 def _norms(layer: Layer) -> Iterable[Norm]:
     """Those whose outputs are inputs of products. Queries and keys are not: attention keeps them turned."""
     before_attention, _, before_mlp, _ = layer.norms()
-    attention = layer.self_attn
+    attention = layer.mixer
     latents = (getattr(attention, name, None) for name in ("q_a_layernorm", "kv_a_layernorm"))
     found = (before_attention, before_mlp, *(latents if isinstance(attention, LatentAttention) else ()))
     return (norm for norm in found if norm is not None)
