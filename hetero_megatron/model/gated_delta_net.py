@@ -89,8 +89,8 @@ class GatedDeltaNet(nn.Module):
         q, k, v, z, b, a = joint_products(self.together, x)
         weights = (self.q_conv.weight, self.k_conv.weight, self.v_conv.weight, self.A_log, self.dt_bias)
         out = self.core_attention(q, k, v, b, a, weights, context)
-        return cast(Tensor, self.o_proj(self.gate(out, z)))
+        return cast(Tensor, self.o_proj(self.activate(z, self.norm(out).flatten(2))))
 
-    def gate(self, out: Tensor, z: Tensor) -> Tensor:
-        """out [b, s, value heads, dv], z [b, s, value heads dv] -> what ``o_proj`` reads, as z."""
-        return self.kernels.swiglu(z, self.norm(out).flatten(2))  # type: ignore[no-any-return]
+    def activate(self, z: Tensor, normed: Tensor) -> Tensor:
+        """SiLU of z times what is normalised, which ``o_proj`` reads: all [b, s, value heads dv]."""
+        return self.kernels.swiglu(z, normed)  # type: ignore[no-any-return]

@@ -110,7 +110,8 @@ class Layer(nn.Module):
         norm = partial(Norm, spec, spec.hidden_size, kernels)
         if spec.norm_placement != "post":
             self.input_layernorm = norm()
-        if spec.layer(number).linear:
+        self.kind = spec.layer(number)
+        if self.kind.linear:
             from hetero_megatron.model.gated_delta_net import GatedDeltaNet
 
             self.linear_attn = GatedDeltaNet(spec, share, kernels)
@@ -122,7 +123,7 @@ class Layer(nn.Module):
             self.post_attention_layernorm = norm()
         if spec.norm_placement == "pre_post":
             self.pre_feedforward_layernorm = norm()
-        self.mlp = _mlp(spec, spec.layer(number), share, kernels)
+        self.mlp = _mlp(spec, self.kind, share, kernels)
         if spec.norm_placement != "pre":
             self.post_feedforward_layernorm = norm()
         names: dict[str, tuple[str | None, ...]] = {
@@ -144,7 +145,7 @@ class Layer(nn.Module):
     @property
     def mixer(self) -> nn.Module:
         """Where tokens meet: attention, or linear attention; both have a ``core_attention`` and an ``o_proj``."""
-        return cast(nn.Module, self.linear_attn if hasattr(self, "linear_attn") else self.self_attn)
+        return cast(nn.Module, self.linear_attn if self.kind.linear else self.self_attn)
 
     def forward(self, x: torch.Tensor, context: Context, added: torch.Tensor | None = None) -> ResidualStream:
         """x, added: [b, s, h]; between the blocks, of a TP rank's own tokens."""

@@ -24,7 +24,11 @@ from hetero_megatron.ops.spec import wide
 
 Tensor = torch.Tensor
 Documents = Sequence[Sequence[int]] | None
-CHUNK = 64  # tokens
+CHUNK = 64  # tokens, of sequences with as many
+
+
+def _chunk(length: int) -> int:
+    return min(CHUNK, length)
 
 
 class _Unit(NamedTuple):
@@ -63,10 +67,10 @@ class _Chunks(NamedTuple):
 def _split(x: Tensor, key_heads: int) -> Tensor:
     """[b, s, heads, ..] -> [n, b, key heads, heads of each, C, ..] in at least fp32, contiguous, ended with zeros."""
     b, s, heads = x.shape[:3]
-    x = x.to(wide(x.dtype))
-    if s % CHUNK:
-        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -s % CHUNK))
-    x = x.view(b, -1, CHUNK, key_heads, heads // key_heads, *x.shape[3:])
+    x, size = x.to(wide(x.dtype)), _chunk(s)
+    if s % size:
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -s % size))
+    x = x.reshape(b, -1, size, key_heads, heads // key_heads, *x.shape[3:])
     return x.permute(1, 0, 3, 4, 2, *range(5, x.dim())).contiguous()
 
 
@@ -87,10 +91,11 @@ def _document_masks(documents: Documents, length: int, like: Tensor) -> tuple[Te
     [n, b, 1, 1, C, C]. None: there is one document per row."""
     if documents is None or all(len(row) == 1 for row in documents):
         return None
-    marks = torch.zeros(len(documents), length + -length % CHUNK, dtype=torch.int64)
+    size = _chunk(length)
+    marks = torch.zeros(len(documents), length + -length % size, dtype=torch.int64)
     for row, starts in enumerate(documents):
         marks[row, list(starts)] = 1
-    number = marks.cumsum(1).view(len(documents), -1, CHUNK).transpose(0, 1)  # [n, b, C]
+    number = marks.cumsum(1).view(len(documents), -1, size).transpose(0, 1)  # [n, b, C]
     before = torch.cat([torch.ones_like(number[:1, :, -1:]), number[:-1, :, -1:]])
     last = number[..., -1:]
     found = (
@@ -110,7 +115,7 @@ def _prepare(
     values, write = _split(v, heads), _split(beta, heads)[..., None]
     running = _split(g, heads).cumsum(-1)[..., None]
     total = running[..., -1:, :]
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    causal = torch.ones(running.shape[-2], running.shape[-2], dtype=torch.bool, device=v.device).tril()
     decay = (running - running.transpose(-1, -2)).masked_fill_(~causal, -torch.inf).exp_()
     reach, rest, carried = running.exp(), (total - running).exp_(), total.exp()
     masks = _document_masks(documents, length, decay)

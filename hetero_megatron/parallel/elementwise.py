@@ -40,7 +40,7 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
         mlp.experts.activate = partial(results.of, mlp.experts.activate)  # type: ignore[method-assign]
         blocks.append(mlp.shared_expert)
     for block in blocks:
-        if isinstance(block, MLP):
+        if isinstance(block, MLP) or (block is layer.mixer and layer.kind.linear):
             block.activate = partial(results.of, block.activate)  # type: ignore[method-assign]
         gathered = getattr(block, "gathered", None)
         if isinstance(gathered, GatheredInput):

@@ -7,6 +7,7 @@ is no class per family.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -244,6 +245,11 @@ class ModelSpec:
             )  # fmt: skip
         if self.delta is None and any(kind.linear for kind in self.layer_kinds):
             raise UserError("some layer has linear attention", field="delta", value=None, accepted="what it is")
+        if self.delta is not None and self.lora is not None:
+            raise UserError(
+                "models with linear attention have no adapters", field="--lora-rank", value=self.lora.rank,
+                accepted="no adapters, or another model",
+            )  # fmt: skip
         if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.head_dim, self.num_heads):
             raise UserError(
                 "does not fit its latent attention", field="head_dim, num_kv_heads",
@@ -358,6 +364,17 @@ def _shortest(kinds: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...
         if all(whole[i] == whole[i - n] for i in range(n, layers)):
             return kinds[:n]
     return kinds
+
+
+def layers_alone(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
+    """A model of these layers and no others, of a model with linear attention in some: for what an average one of them
+    costs, as layers with and without it cost unlike much. Any other model, and of no layers, as it is."""
+    return spec if spec.delta is None or not layers else _layers_alone(spec, tuple(map(spec.layer, layers)))
+
+
+@lru_cache(maxsize=1024)
+def _layers_alone(spec: ModelSpec, kinds: tuple[LayerKind, ...]) -> ModelSpec:
+    return replace(spec, num_layers=len(kinds), layer_kinds=kinds, notices=())
 
 
 @lru_cache(maxsize=256)

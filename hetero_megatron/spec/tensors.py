@@ -30,8 +30,9 @@ MAGNITUDE = "lora_magnitude_vector"  # DoRA's lengths of rows, as peft calls the
 class Axis:
     """What an axis counts, and the ``unit`` of elements on whose multiples cuts fall.
 
-    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position, rank (of an adapter) or latent;
-    key_heads (of linear attention, with the value heads of each) and taps (of its convolutions); of a mixture of experts: experts (which are divided over ranks), expert_ffn, shared_ffn, and router (one per expert, never cut).
+    ``role``: q_heads, kv_heads, ffn, vocab, hidden, head_dim, position, rank (of an adapter) or latent; of linear
+    attention: key_heads (each with its value heads) and taps (of a convolution); of a mixture of experts: experts
+    (which are divided over ranks), expert_ffn, shared_ffn, and router (one per expert, never cut).
     """
 
     role: str

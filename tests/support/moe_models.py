@@ -69,13 +69,6 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
         "first_k_dense_replace": 0, "rope_scaling": None, "num_hidden_layers": 2,
     },
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_next_odd": QWEN3_NEXT | {
-        "num_hidden_layers": 3, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 97,
-        "head_dim": 12, "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": True,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mlp_only_layers": [1],
-        "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "norm_topk_prob": False,
-    },
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3_plain": DEEPSEEK_V3 | {
         "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False, "rope_scaling": None,
@@ -102,3 +95,14 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmoe": _BASE | {"model_type": "olmoe", "num_experts": 6, "norm_topk_prob": False, "pad_token_id": None},
 }  # fmt: skip
+
+# Linear attention in some layers.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next_odd": QWEN3_NEXT | {
+        "num_hidden_layers": 3, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 97,
+        "head_dim": 12, "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mlp_only_layers": [1],
+        "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "norm_topk_prob": False,
+    },
+}

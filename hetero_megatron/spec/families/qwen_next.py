@@ -92,6 +92,7 @@ FAMILY = Family(
         " moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
         " router_aux_loss_coef output_router_logits"
     ),
+    unread=("mtp.",),
     names=NameTable(
         modules={"linear_attn.o_proj": "linear_attn.out_proj"},
         fused={
