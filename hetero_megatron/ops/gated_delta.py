@@ -8,7 +8,6 @@ FLA's plain functions go on along the row.)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ def flops(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
 
 def random_case(
     name: str, b: int, s: int, heads: tuple[int, int], dims: tuple[int, int], documents: Documents = None,
-    state: bool = False, seed: int = 0,
+    state: bool = False, seed: int = 0, eps: float = 1e-6,
 ) -> Case:  # fmt: skip
     """Arguments with ``heads`` key and value heads of ``dims`` features."""
     (key_heads, value_heads), (dk, dv) = heads, dims
@@ -95,21 +94,16 @@ def random_case(
     g = -uniform(b, s, value_heads, seed=seed + 3, low=0.0, high=2.0).square()
     beta = uniform(b, s, value_heads, seed=seed + 4, low=0.0, high=1.0)
     first = normal(b, value_heads, dk, dv, seed=seed + 5) if state else None
-    return Case(name, (q, k, v, g, beta, first, documents, 1e-6))
+    return Case(name, (q, k, v, g, beta, first, documents, eps))
 
 
 def _cases() -> Iterable[Case]:
     yield random_case("one chunk", 2, 33, (2, 2), (8, 8))
     yield random_case("chunks, grouped values", 1, 150, (2, 6), (16, 12))
-    yield random_case("odd", 1, 67, (3, 3), (5, 7), seed=9)
+    yield random_case("odd", 1, 67, (3, 3), (5, 7), seed=9, eps=0.37)
     yield random_case("a state before", 2, 70, (1, 2), (8, 4), state=True)
     yield random_case("one token", 2, 1, (2, 4), (8, 8), state=True)
     yield random_case("documents", 2, 140, (2, 2), (8, 8), documents=[[0, 1, 63, 64, 90], [0]], state=True)
-
-
-def cut_documents(documents: Documents, length: int) -> list[list[tuple[int, int]]] | None:
-    """Of every row, its documents as intervals of tokens."""
-    return None if documents is None else [list(pairwise([*row, length])) for row in documents]
 
 
 _TENSORS = ("q", "k", "v", "g", "beta", "state")
