@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -145,6 +146,6 @@ class CachedDelta(nn.Module):
 def apply_cache(stage: GPTStage, rows: Rows) -> None:
     """Give every layer of ``stage`` a cache."""
     for layer in stage.layers():
-        core = layer.mixer.core_attention
-        linear = layer.kind.linear
-        layer.mixer.core_attention = CachedDelta(core, rows) if linear else CachedAttention(core, rows)
+        mixer: Any = layer.mixer
+        cached = CachedDelta if layer.kind.linear else CachedAttention
+        mixer.core_attention = cached(mixer.core_attention, rows)

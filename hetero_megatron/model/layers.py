@@ -296,8 +296,8 @@ class Attention(nn.Module):
         """x: [b, s, h] -> [b, s, h]; of a TP rank, a partial sum over its heads until ``o_proj`` adds them up."""
         b, s, _ = x.shape
         heads = (self.heads, self.kv_heads, self.kv_heads)
-        *projected, gate = (*joint_products(self.together, x), None)[:4]
-        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(projected, heads, strict=True))
+        projected = joint_products(self.together, x)
+        q, k, v = (y.unflatten(-1, (n, self.head_dim)) for y, n in zip(projected[:3], heads, strict=True))
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             totals = self.sum_heads(self.q_norm.squares(q), self.k_norm.squares(k))
             q, k = self.q_norm(q, totals[..., 0]), self.k_norm(k, totals[..., 1])
@@ -314,7 +314,8 @@ class Attention(nn.Module):
         if self.kv_of_query is not None:
             k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
         out = self.core_attention(q, k, v, self.sinks, context).reshape(b, s, self.heads * self.head_dim)
-        out = out if gate is None else out * gate.sigmoid()
+        for gate in projected[3:]:
+            out = out * gate.sigmoid()
         return cast(torch.Tensor, self.o_proj(out))
 
     def _growth(self, context: Context, dtype: torch.dtype) -> torch.Tensor:

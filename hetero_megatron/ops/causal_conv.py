@@ -93,7 +93,7 @@ def _cases() -> Iterable[Case]:
     yield Case("odd", (normal(3, 7, 5, seed=0), normal(5, 3, seed=1), None))
     yield Case("fewer tokens than taps", (normal(2, 2, 6, seed=0), normal(6, 4, seed=1), None))
     yield Case("one tap", (normal(2, 5, 6, seed=0), normal(6, 1, seed=1), None))
-    yield Case("many tokens", (normal(1, 65_537, 2, seed=0), normal(2, 3, seed=1), None))
+    yield Case("many tokens", (normal(1, 65_537, 1, seed=0), normal(1, 2, seed=1), None))
     yield Case("documents", (normal(2, 12, 6, seed=0), normal(6, 4, seed=1), [[0, 1, 3, 10], [0]]))
 
 

@@ -41,7 +41,8 @@ def apply_elementwise(layer: Layer, keep: Keep) -> None:
         blocks.append(mlp.shared_expert)
     for block in blocks:
         if isinstance(block, MLP) or (block is layer.mixer and layer.kind.linear):
-            block.activate = partial(results.of, block.activate)  # type: ignore[method-assign]
+            owner = cast(Any, block)
+            owner.activate = partial(results.of, owner.activate)
         gathered = getattr(block, "gathered", None)
         if isinstance(gathered, GatheredInput):
             gathered.run = partial(results.of, gathered.run)

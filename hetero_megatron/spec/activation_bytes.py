@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hetero_megatron.spec.delta_bytes import delta_activation_bytes, delta_backward_bytes, delta_operands
 from hetero_megatron.spec.expert_load import (
     ExpertLoad,
     expert_activation_bytes,
@@ -173,7 +172,10 @@ def layer_activation_bytes(
     for whole, part in (dropped_inputs(spec), scaled_outputs(spec)):
         gathered, cut = gathered + whole, cut + part
     lse = 0 if recompute == "selective" else 4 * (1 - linear) * spec.num_heads
-    lse += linear * delta_activation_bytes(spec, recompute, itemsize)
+    if linear:
+        from hetero_megatron.spec.delta_bytes import delta_activation_bytes
+
+        lse += linear * delta_activation_bytes(spec, recompute, itemsize)
     experts = routed * expert_activation_bytes(spec, load, itemsize, again) if load is not None else 0.0
     return round(tokens * (itemsize * (shard + gathered + cut / tp) + lse / tp) + experts)
 
@@ -191,6 +193,7 @@ def layer_backward_bytes(
     - in ``down_proj``: the gradient that comes in (h, whole), the product's (f), the weight's before it is added up
       (of a frozen weight in 8 bits, what is made of it);
     - its addition to the fp32 sum, which makes a wide copy of a 16-bit gradient;
+    - in the gated delta rule, when what the MLP kept is gone;
     - with TP, a gather or scatter of tokens: what is sent, what is received, and the result, 3 h.
 
     Args:
@@ -216,7 +219,11 @@ def layer_backward_bytes(
     if load is not None and routed:
         worst = max(worst, expert_backward_bytes(spec, load, itemsize))
     if linear_layers(spec):
-        worst = max(worst, tokens * delta_backward_bytes(spec, itemsize) / tp)
+        from hetero_megatron.spec.delta_bytes import delta_backward_bytes
+
+        gone = row * (mlp_widths(spec) * common_columns(spec, routed) / tp + (1 + shared_inputs(spec, routed, tp)) * h)
+        gone += routed * expert_activation_bytes(spec, load, itemsize) if load is not None else 0.0
+        worst = max(worst, tokens * delta_backward_bytes(spec, itemsize) / tp - gone)
     return round(row * h / (shards or tp) + worst)
 
 
@@ -234,7 +241,11 @@ def layer_operand_bytes(
     load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     dropped = dropped_inputs(spec)
-    cut = (1 - linear_layers(spec)) * (2 * q + 2 * kv + q * spec.attn_gate) + linear_layers(spec) * delta_operands(spec)
+    cut, linear = 2 * q + 2 * kv + q * spec.attn_gate, linear_layers(spec)
+    if linear:
+        from hetero_megatron.spec.delta_bytes import delta_operands
+
+        cut = (1 - linear) * cut + linear * delta_operands(spec)
     cut += (3 if spec.gated else 2) * common_columns(spec, routed) + dropped[1]
     of_mlp = shared_inputs(spec, routed, tp)
     outputs = 1 if spec.parallel_block is not None and tp <= 1 else 1 + of_mlp

@@ -39,7 +39,6 @@ from hetero_megatron.planner.search.pipeline_dp import PipelineDP
 from hetero_megatron.planner.search.schedule_search import FEW, ScheduleSearch
 from hetero_megatron.planner.search.small_clusters import SmallClusters
 from hetero_megatron.planner.search.uniform import UniformSeeds
-from hetero_megatron.planner.search.unlike_layers import UnlikeLayers
 from hetero_megatron.planner.template.device_pool import DevicePool
 from hetero_megatron.planner.template.plan_template import PlanTemplate
 from hetero_megatron.planner.time_budget import TimeBudget
@@ -126,7 +125,10 @@ def _search_all(
     result = _search(problem, scorer, budget, progress)
     with budget.catching():
         result.more_schedules = _improve(result, ScheduleSearch(result.by_groups), problem, budget, progress)
-        _improve(result, UnlikeLayers(), problem, budget, progress)
+        if problem.model.delta is not None:
+            from hetero_megatron.planner.search.unlike_layers import UnlikeLayers
+
+            _improve(result, UnlikeLayers(), problem, budget, progress)
     result.complete = result.complete and not budget.cut
     result.work_ended = scorer.work.cut
     if problem.space.offload_activations == "auto":

@@ -19,9 +19,7 @@ class UnlikeLayers:
     """Moves layers of the incumbent's best plan."""
 
     def propose(self, problem: PlanningProblem, incumbent: Incumbent) -> bool:
-        """Does nothing for models whose layers have one kind of mixer."""
-        if problem.model.delta is None or not incumbent.plans:
-            return True
+        """Moves one layer after the other, each time the first that makes the step faster."""
         best, tried = incumbent.plans[0], 0
         while True:
             found = None

@@ -81,8 +81,8 @@ class ModelledOperators:
         found = self.rates.attention
         if not found:
             forward = flops / self.rates.attention_flops
-            pairs = rows * self.model.num_heads * length**2 * (1 - linear_layers(self.model))
-            scores = self.rates.score_seconds * share * pairs
+            scored = rows * self.model.num_heads * length**2 * (1 - linear_layers(self.model))
+            scores = self.rates.score_seconds * share * scored
             return forward + scores, ATTENTION_BACKWARD * forward + 2 * scores
         row = min(found, key=lambda r: (abs(math.log(r[0] / length)), abs(math.log(r[2] / self.model.head_dim))))
         work = 4 * row[1] * row[2] * visible_pairs(round(row[0]))

@@ -27,7 +27,7 @@ from hetero_megatron.spec.hf_export import export_config
 from hetero_megatron.spec.hf_reader import FIXED, HARMLESS
 from tests.support.families import DENSE, PARALLEL_BLOCKS
 from tests.support.hf_reference import attention_of, hf_to_logical, make_exact
-from tests.support.moe_models import MOE_FAMILIES
+from tests.support.moe_models import HYBRIDS, MOE_FAMILIES
 from tests.support.selection import quick
 from tests.unit.model.test_hf import build, error, micro_batch
 
@@ -38,7 +38,7 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 QUICK = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox")  # the others have what these have, in other combinations
-MIXTURES = {c["model_type"]: c for c in reversed(MOE_FAMILIES.values())}  # the first of each family
+MIXTURES = {c["model_type"]: c for c in reversed((MOE_FAMILIES | HYBRIDS).values())}  # the first of each family
 _PARALLEL_FAMILIES = {config["model_type"] for config in PARALLEL_BLOCKS.values()}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -46,6 +46,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
+    if family == "qwen3_next":
+        return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
         return MIXTURES[family] | BASE | of_every_head
@@ -164,6 +166,18 @@ MOE: list[dict[str, Any]] = [
     {"num_experts_per_tok": 4, "norm_topk_prob": False}, {"swiglu_limit": 1.0}, {"swiglu_alpha": 1.0},
     {"swiglu_limit": None}, {"experts_per_token": 3}, {"experts_per_token": 2, "initial_context_length": 4096},
 ]  # fmt: skip
+
+
+LINEAR = "linear_attention"
+HYBRID: list[dict[str, Any]] = [
+    {"layer_types": [LINEAR, FULL, FULL, LINEAR]}, {"layer_types": [LINEAR] * 3}, {"layer_types": ["mamba"] * 4},
+    {"full_attention_interval": 2}, {"full_attention_interval": 1}, {"full_attention_interval": 0},
+    {"full_attention_interval": 9, "layer_types": None}, {"linear_num_key_heads": 2}, {"linear_num_key_heads": 4},
+    {"linear_num_value_heads": 3}, {"linear_num_value_heads": 7}, {"linear_key_head_dim": 9},
+    {"linear_value_head_dim": 12}, {"linear_conv_kernel_dim": 2}, {"linear_conv_kernel_dim": 0},
+    {"linear_key_head_dim": "6"}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0},
+    {"norm_topk_prob": False}, {"attention_bias": True}, {"rms_norm_eps": 0.1}, {"attn_output_gate": False},
+]
 
 
 PARALLEL: list[dict[str, Any]] = [
