@@ -36,7 +36,7 @@ def test_context_groups_are_for_stages_with_attention_alone() -> None:
 def test_fp8_adapters_and_checkpoints_of_megatron_are_refused() -> None:
     made = plan_from_dict(plan([pipe(1, 1, stage([0], [0, 4]))], 10), SPEC)
     with pytest.raises(UserError, match="linear attention compute nothing in fp8"):
-        fp8_fits(made, SPEC, Fp8("tensorwise"), "bf16", None)
+        fp8_fits(made, SPEC, Fp8("e4m3", "tensorwise"), "bf16", None)
     with pytest.raises(UserError, match="no adapters"):
         replace(SPEC, lora=Lora(2, 2.0, ("q_proj",)))
     for tensor in logical_tensors(SPEC):

@@ -46,10 +46,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def base(family: str) -> dict[str, Any]:
     if family == "gpt2":
         return {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 64}
-    if family == "qwen3_next":
-        return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:
         of_every_head = {"num_key_value_heads": 4} if family.startswith("deepseek") else {}
+        of_every_head |= {"num_hidden_layers": 4} if family == "qwen3_next" else {}  # one with attention
         return MIXTURES[family] | BASE | of_every_head
     if family in ("gptj", "falcon"):
         return next(c for c in DENSE.values() if c["model_type"] == family) | {"num_hidden_layers": 2}
@@ -212,6 +211,8 @@ def mutations(family: str) -> list[dict[str, Any]]:
         known = FAMILIES[family].keys
         own = [change for change in PARALLEL if change.keys() & known]
         return own + (GPT2 if family == "gptj" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
+    if family == "qwen3_next":
+        return [*HYBRID, *ROPE, *SHAPES, *MOE, *EVERYWHERE]
     if family in MIXTURES:
         return [*ROPE, *WINDOWS, *SHAPES, *MOE, *EVERYWHERE]
     return (GPT2 if family == "gpt2" else [*ROPE, *WINDOWS, *SHAPES]) + EVERYWHERE
