@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 NORM_EPS = 1e-6  # of queries and keys, whatever the model's is
 
 
-class Filters(nn.Module):
+class ConvFilters(nn.Module):
     """Weights [features, taps] of a causal convolution."""
 
     def __init__(self, width: int, taps: int) -> None:
@@ -77,8 +77,8 @@ class GatedDeltaNet(nn.Module):
             for rows in (keys, keys, values, values, value_heads, value_heads)
         )
         self.together = lay_together(self.q_proj, self.k_proj, self.v_proj, self.z_proj, self.b_proj, self.a_proj)
-        self.q_conv, self.k_conv = (Filters(keys, delta.kernel) for _ in "qk")
-        self.v_conv = Filters(values, delta.kernel)
+        self.q_conv, self.k_conv = (ConvFilters(keys, delta.kernel) for _ in "qk")
+        self.v_conv = ConvFilters(values, delta.kernel)
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(value_heads)) for _ in range(2))
         self.core_attention = DeltaCore(spec, kernels)
         self.norm = Norm(spec, delta.value_dim, kernels, "rms", delta.norm_eps, offset=0.0)
