@@ -66,7 +66,8 @@ def _reference_backward(grad: Tensor, grad_state: Tensor, *saved: Any) -> tuple[
     *tensors, documents, eps = saved
     given: list[Any] = [None if x is None else x.detach().requires_grad_() for x in tensors]
     with torch.enable_grad():
-        results = definition(*given, documents=documents, eps=eps)
+        q, k, v, g, beta, state = given
+        results = definition(q, k, v, g, beta, state, documents, eps)
         wanted = [x for x in given if x is not None]
         found = iter(torch.autograd.grad(results, wanted, (grad, grad_state), allow_unused=True))
     made = [None if x is None else next(found) for x in given]
@@ -99,11 +100,11 @@ def random_case(
 
 def _cases() -> Iterable[Case]:
     yield random_case("one chunk", 2, 9, (2, 2), (8, 8))
-    yield random_case("chunks, grouped values", 1, 130, (1, 2), (4, 6))
-    yield random_case("odd", 1, 67, (3, 3), (5, 7), seed=9, eps=0.37)
+    yield random_case("chunks, grouped values", 1, 66, (1, 2), (4, 6))
+    yield random_case("odd", 1, 11, (3, 3), (5, 7), seed=9, eps=0.37)
     yield random_case("a state before", 2, 5, (1, 2), (8, 4), state=True)
     yield random_case("one token", 2, 1, (2, 4), (8, 8), state=True)
-    yield random_case("documents", 2, 70, (1, 1), (4, 4), documents=[[0, 1, 63, 64], [0]], state=True)
+    yield random_case("documents", 2, 66, (1, 1), (4, 4), documents=[[0, 1, 63, 64], [0]], state=True)
 
 
 _TENSORS = ("q", "k", "v", "g", "beta", "state")

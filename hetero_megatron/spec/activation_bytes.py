@@ -241,7 +241,8 @@ def layer_operand_bytes(
     load = load or plain_load(spec, tokens, 1 / tp, max(1, round(tp)))
     routed = load.layers if load is not None else 0.0
     dropped = dropped_inputs(spec)
-    cut, linear = 2 * q + 2 * kv + q * spec.attn_gate, linear_layers(spec)
+    linear = linear_layers(spec)
+    cut: float = 2 * q + 2 * kv + q * spec.attn_gate
     if linear:
         from hetero_megatron.spec.delta_bytes import delta_operands
 

@@ -51,6 +51,7 @@ def _mixers(read: ConfigReader) -> tuple[str, ...]:
 
 def _read(read: ConfigReader, name: str) -> ModelSpec:
     read.must_be("hidden_act", "silu", "swish")
+    read.must_be("use_sliding_window", False, None)  # in released files; not read by transformers
     head_dim, positions = head_sizes(read, _DEFAULTS)[2], read.integer("max_position_embeddings", _DEFAULTS.positions)
     rope, notices = read_rope(read, head_dim, positions, _DEFAULTS.theta, _DEFAULTS.partial_rotary)
     kinds = [
@@ -90,7 +91,7 @@ FAMILY = Family(
     keys=DECODER_KEYS | frozenset(_SIZES) | words(
         "hidden_act attention_bias layer_types full_attention_interval num_experts num_experts_per_tok"
         " moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
-        " router_aux_loss_coef output_router_logits"
+        " router_aux_loss_coef output_router_logits use_sliding_window"
     ),
     unread=("mtp.",),
     names=NameTable(

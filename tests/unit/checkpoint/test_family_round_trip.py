@@ -78,6 +78,20 @@ def test_layers_that_predict_further_tokens_are_left_out(family: str, tmp_path: 
     assert back.keys() == want.keys() and all(torch.equal(back[name], want[name]) for name in want)
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_linear_attention_comes_back_without_what_predicts_further_tokens(family: str, tmp_path: Path) -> None:
+    """One matrix by key heads becomes the projections of a layer, and is the same again."""
+    hf, _ = make_hf(HYBRIDS[family], seed=3, dtype=torch.float32)
+    source, native, target = (tmp_path / name for name in ("source", "native", "target"))
+    hf.save_pretrained(source)
+    weights = load_file(source / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 4)}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert any("mtp." in text for text in to_native(str(source), str(native))["notices"])
+    from_native(str(native), str(target))
+    back, want = AutoModelForCausalLM.from_pretrained(target).state_dict(), hf.state_dict()
+    assert back.keys() == want.keys() and all(torch.equal(back[name], want[name]) for name in want)
+
+
 def test_of_text_and_images_the_language_model_is_read(tmp_path: Path) -> None:
     vision = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
