@@ -94,8 +94,8 @@ class ModelledOperators:
         delta, tokens = self.model.delta, rows * length * share
         if delta is None:
             return 0.0
-        moved = 2 * delta.projected + 2 * (2 * delta.key_width + delta.value_width) + 4 * delta.value_width
-        moved *= linear_layers(self.model) * self.item
+        widths = 2 * delta.projected + 2 * (2 * delta.key_width + delta.value_width) + 4 * delta.value_width
+        moved = widths * linear_layers(self.model) * self.item
         return tokens * (delta_flops(self.model) / self.rates.attention_flops + moved / self.rates.bytes_per_second)
 
     def elementwise(self, share: float, rows: float, length: int, load: ExpertLoad | None = None) -> float:
