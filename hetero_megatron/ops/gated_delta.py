@@ -45,19 +45,19 @@ def definition(
     kind, repeat = wide(v.dtype), v.shape[2] // max(k.shape[2], 1)
     wide_q, wide_k = (normalised(x, eps).repeat_interleave(repeat, dim=2) for x in (q, k))
     wide_q = wide_q * q.shape[-1] ** -0.5
-    values, decay, write = v.to(kind), g.to(kind).exp(), beta.to(kind)
     now = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1], dtype=kind) if state is None else state.to(kind)
     starts = [set(row[1:]) for row in documents or ()]
+    columns = (x.to(kind)[..., None].unbind(1) for x in (wide_q, wide_k, g.exp()[..., None], beta))
     outs = []
-    for t in range(v.shape[1]):
+    for t, (q_t, k_t, decay, write, v_t) in enumerate(zip(*columns, v.to(kind).unbind(1), strict=True)):
         fresh = [t in row for row in starts]
         if any(fresh):
             now = now.masked_fill(torch.tensor(fresh, device=v.device)[:, None, None, None], 0.0)
-        now = now * decay[:, t, :, None, None]
-        change = (values[:, t] - torch.einsum("bhk,bhkv->bhv", wide_k[:, t], now)) * write[:, t, :, None]
-        now = now + wide_k[:, t, :, :, None] * change[:, :, None]
-        outs.append(torch.einsum("bhk,bhkv->bhv", wide_q[:, t], now))
-    out = torch.stack(outs, 1) if outs else torch.zeros_like(values)
+        now = now * decay
+        change = (v_t - (k_t * now).sum(-2)) * write
+        now = now + k_t * change[:, :, None]
+        outs.append((q_t * now).sum(-2))
+    out = torch.stack(outs, 1) if outs else torch.zeros_like(v, dtype=kind)
     return out.to(v.dtype), now
 
 
@@ -99,12 +99,11 @@ def random_case(
 
 
 def _cases() -> Iterable[Case]:
-    yield random_case("one chunk", 2, 9, (2, 2), (8, 8))
-    yield random_case("chunks, grouped values", 1, 66, (1, 2), (4, 6))
-    yield random_case("odd", 1, 11, (3, 3), (5, 7), seed=9, eps=0.37)
-    yield random_case("a state before", 2, 5, (1, 2), (8, 4), state=True)
+    yield random_case("one chunk", 2, 5, (2, 2), (8, 8))
+    yield random_case("odd", 1, 7, (3, 3), (5, 7), seed=9, eps=0.37)
+    yield random_case("a state before", 2, 4, (1, 2), (8, 4), state=True)
     yield random_case("one token", 2, 1, (2, 4), (8, 8), state=True)
-    yield random_case("documents", 2, 66, (1, 1), (4, 4), documents=[[0, 1, 63, 64], [0]], state=True)
+    yield random_case("chunks and documents", 2, 66, (1, 2), (4, 6), documents=[[0, 1, 63, 64], [0]], state=True)
 
 
 _TENSORS = ("q", "k", "v", "g", "beta", "state")
