@@ -287,17 +287,17 @@ def crossing(compiled: CompiledPlan, itemsize: int = 4) -> Crossing:
 
 def format_islands(compiled: CompiledPlan) -> str:
     """One line: the islands, and what they save."""
-    crossed = crossing(compiled)
+    saved = crossing(compiled)
     stages = [stage for pipeline in compiled.plan.pipelines for stage in pipeline.stages]
     twice = sum(len(stage_token_hops(compiled.spec, stage, compiled.plan.islands)) for stage in stages)
     tokens = f"; routed tokens of {plural(twice, 'expert group')} go in two hops" if twice else ""
     names = " | ".join(rank_ranges(ranks) for ranks in compiled.plan.islands)
-    if not crossed.direct:
+    if not saved.direct:
         return f"islands {names}: no gradients cross between them{tokens}"
     return (
-        f"islands {names}: {crossed.hops} of {plural(crossed.buckets, 'bucket')} {word(crossed.hops, 'is')} "
+        f"islands {names}: {saved.hops} of {plural(saved.buckets, 'bucket')} {word(saved.hops, 'is')} "
         "summed inside an island first; per step "
-        f"{format_bytes(crossed.planned)} of fp32 gradients cross between islands instead of {format_bytes(crossed.direct)}"
+        f"{format_bytes(saved.planned)} of fp32 gradients cross between islands instead of {format_bytes(saved.direct)}"
         + tokens
     )
 

@@ -121,11 +121,11 @@ class MadeFor:
         smaller = [(name, memory_of[name], size) for name, size in self.memory if memory_of.get(name, size) < size]
         if not smaller:
             return None
-        changed = [
+        texts = [
             f"{name} has {format_bytes(size_now)}, not {format_bytes(size)}" for name, size_now, size in smaller
         ]
         return UserError(
-            f"the plan was made for chips with more memory: {'; '.join(changed)}", field="made_for.memory", where=source,
+            f"the plan was made for chips with more memory: {'; '.join(texts)}", field="made_for.memory", where=source,
             accepted="a plan made for this cluster file, or --allow-over-memory to go on",
         )  # fmt: skip
 

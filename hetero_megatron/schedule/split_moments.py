@@ -21,10 +21,10 @@ def split_moments(schedule: Schedule) -> tuple[tuple[Moment, ...], ...]:
 @lru_cache(maxsize=64)
 def _of_row(row: tuple[Action, ...], chunks: int) -> tuple[Moment, ...]:
     whole, split = [0] * chunks, [0] * chunks
-    found: dict[Moment, None] = {}
+    moments: dict[Moment, None] = {}
     for kind, _, chunk in row:
         if kind in ("B", "B_INPUT", "W"):
-            found[tuple(whole), tuple(split), kind, chunk] = None
+            moments[tuple(whole), tuple(split), kind, chunk] = None
         if kind == "F":
             whole[chunk] += 1
         elif kind == "W":
@@ -32,4 +32,4 @@ def _of_row(row: tuple[Action, ...], chunks: int) -> tuple[Moment, ...]:
         elif kind in ("B", "B_INPUT"):
             whole[chunk] -= 1
             split[chunk] += kind == "B_INPUT"
-    return tuple(found)
+    return tuple(moments)

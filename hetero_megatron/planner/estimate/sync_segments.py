@@ -119,7 +119,7 @@ class SyncSegment:
             layer_fraction = (1 - head - embed) / self.layers
             bucket_layers = (
                 min(self.layers, max(1, int(share / layer_fraction))) if layer_fraction > 0 else self.layers
-            )  # in a bucket
+            )
             last = {stage_id: times[stage_id].after_layers(self.lowest[stage_id]) for stage_id in self.held}
             if self.layers > bucket_layers:
                 others = self.layers - bucket_layers

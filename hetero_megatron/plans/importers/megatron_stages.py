@@ -164,15 +164,15 @@ def layer_counts(flags: MegatronParallel, num_layers: int) -> list[int]:
         )
     fixed = [n for n in (first, last) if n is not None]
     name = "decoder_first_pipeline_num_layers" if first is not None else "decoder_last_pipeline_num_layers"
-    inner, stages = num_layers - sum(fixed), pp - len(fixed)
-    if min(fixed) < 0 or inner < 0 or stages < 0 or (stages == 0 and inner):
+    rest, stages = num_layers - sum(fixed), pp - len(fixed)
+    if min(fixed) < 0 or rest < 0 or stages < 0 or (stages == 0 and rest):
         raise flag_error(
             name,
             fixed[0],
-            f"it leaves {inner} of {plural(num_layers, 'layer')} for {max(stages, 0)} of {plural(pp, 'pipeline stage')}",
+            f"it leaves {rest} of {plural(num_layers, 'layer')} for {max(stages, 0)} of {plural(pp, 'pipeline stage')}",
             f"first, last and the stages between them adding up to {plural(num_layers, 'layer')}",
         )
-    middle = _even(inner, stages) if stages else []
+    middle = _even(rest, stages) if stages else []
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 

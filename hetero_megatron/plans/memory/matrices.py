@@ -28,9 +28,8 @@ class MatrixBytes:
         """[2, ranks] bytes while the bucket is under way, and while it is summed; ``at``: places of its ranks."""
         given_elements, taken_elements, divided_elements = exchanged(bucket)
         self.owned[at] += owned
-        self.more[at] += divided_elements * (
-            self.item if self.item != 2 else 0
-        )  # of 16-bit weights all masters are copies
+        # Of 16-bit weights all masters are copies.
+        self.more[at] += divided_elements * (self.item if self.item != 2 else 0)
         self._ahead[at] += owned - held
         self.sums[at] = np.maximum(self.sums[at], self._ahead[at] * self.wide)
         self.update[at] = np.maximum(self.update[at], update_bytes(bucket, self.item))

@@ -176,9 +176,8 @@ def _local_traffic(flows: BucketFlows, node: Ints, group: Ints, names: tuple[str
     local = into[flows.kind, node] - flows.owned, (count[node] * flows.volume.T).sum(axis=1) - flows.owned
     other_holders = count[node]
     other_holders[np.arange(len(node)), flows.kind] -= 1
-    longest = np.where(other_holders > 0.5, flows.volume.T, 0).max(
-        axis=1
-    )  # largest message to each rank inside its node
+    # The largest message to each rank inside its node.
+    longest = np.where(other_holders > 0.5, flows.volume.T, 0).max(axis=1)
     np.fill_diagonal(between, 0.0)
     if gather:
         between, local = between.T, local[::-1]
