@@ -82,9 +82,8 @@ def _joined(found: list[Tile]) -> list[Tile]:
     for along, across in (((2, 3), (0, 1)), ((0, 1), (2, 3))):
         first, last = along
         out: list[Tile] = []
-        ending_at: dict[
-            tuple[int, int, int], int
-        ] = {}  # (other axis, end) -> place in out of a full tile that ends there
+        # (other axis, end) -> place in out of a full tile that ends there
+        ending_at: dict[tuple[int, int, int], int] = {}
         for tile in sorted(found, key=lambda t: (t[first], t[across[0]])):
             if tile.kind != FULL:
                 out.append(tile)

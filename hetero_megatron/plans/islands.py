@@ -224,8 +224,8 @@ class _Places:
         nothing."""
         same_node = self.node[src] == self.node[dst]
         speed = self._speeds(src, dst, same_node)
-        priced = (src != dst) & (speed > 0)
-        src, dst, elements, same_node, speed = (x[priced] for x in (src, dst, elements, same_node, speed))
+        has_speed = (src != dst) & (speed > 0)
+        src, dst, elements, same_node, speed = (x[has_speed] for x in (src, dst, elements, same_node, speed))
         if not len(src):
             return 0.0, 0.0
         ends = [np.where(same_node, rank, len(self.node) + self.node[rank]) for rank in (src, dst)]

@@ -168,11 +168,11 @@ def _does_not_fit(search: _LayoutSearch) -> UserError:
     members = search.problem.members
     short = [members[i].ranks for i in range(len(members)) if limits[i] < 0]
     if short:
-        shortest = int(limits.argmin())
+        fullest = int(limits.argmin())
         return UserError(
-            f"weights, gradients and optimizer alone need {-limits[shortest] / 2**30:.2f} GiB more than rank "
-            f"{members[shortest].ranks[0]} has ({len(short)} of {len(members)} members are too small)",
-            field="memory", value=f"{members[shortest].memory / 2**30:.2f} GiB",
+            f"weights, gradients and optimizer alone need {-limits[fullest] / 2**30:.2f} GiB more than rank "
+            f"{members[fullest].ranks[0]} has ({len(short)} of {len(members)} members are too small)",
+            field="memory", value=f"{members[fullest].memory / 2**30:.2f} GiB",
             accepted="fewer layers per stage, larger tp, sharded states, or chips with more memory",
         )  # fmt: skip
     limit = [member.memory for member in members]

@@ -236,12 +236,12 @@ def _price_segment(
         largest_node[g], count[g] = max(largest_node[g], on_node[c]), count[g] + classes.count[c] + (on_node[c] < n)
     groups = sorted(units)
     message = 0.0
-    for stage_id, held_elements in segment.held.items():
+    for stage_id, elements in segment.held.items():
         tp = stages[stage_id].tp
         # Most of what a rank holds that one other rank owns.
         owners = [stages[b] for b in segment.held if b != stage_id or classes.units[stage_id] > 1]
-        largest = held_elements * max((b.share * min(tp, b.tp) for b in owners), default=0) / segment.total
-        for c, nodes_of_stage in classes.nodes[stage_id].items():
+        largest = elements * max((b.share * min(tp, b.tp) for b in owners), default=0) / segment.total
+        for c, stage_nodes in classes.nodes[stage_id].items():
             g = classes.group[c]
             inside, others_inside = nodes[c], inside_units[c] - 1
             group = links.between(g, g, tp <= links.pool.groups[g].per_node) if tp > 1 else None
@@ -250,7 +250,7 @@ def _price_segment(
             inside_link = links.between(g, g, True) if others_inside else None
             if inside_link is not None:
                 sent_fraction = (inside - tp * stages[stage_id].share) / segment.total
-                port_seconds = held_elements * max(
+                port_seconds = elements * max(
                     sent_fraction * inside_link.out, segment.share[stage_id] * others_inside * inside_link.into
                 )
                 segment.ports[*stage_id, 0] = max(segment.ports.get((*stage_id, 0), 0.0), port_seconds)
@@ -268,20 +268,15 @@ def _price_segment(
                     into + copies * segment.share[stage_id] * back.into,
                 )
                 if h != g or count[g] > 1:
-                    between_nodes = (
-                        nodes_of_stage
-                        * here(stage_id, g)
-                        * held_elements
-                        / segment.total
-                        * largest_node[h]
-                        * max(onward.link, back.link)
+                    between = stage_nodes * here(stage_id, g) * elements / segment.total * largest_node[h] * max(
+                        onward.link, back.link
                     )
-                    segment.link = max(segment.link, between_nodes, largest * max(onward.pair, back.pair))
+                    segment.link = max(segment.link, between, largest * max(onward.pair, back.pair))
                 segment.latency, message = max(segment.latency, onward.alpha), max(message, onward.message)
             if out:
-                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + nodes_of_stage * here(
-                    stage_id, g
-                ) * held_elements * max(out, into)
+                segment.ports[(c,)] = segment.ports.get((c,), 0.0) + stage_nodes * here(stage_id, g) * elements * max(
+                    out, into
+                )
     segment.latency += (segment.ranks - 1) * message
 
 

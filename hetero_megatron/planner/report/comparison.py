@@ -294,16 +294,16 @@ def _variant(result: SearchResult, text: str, template: PlanTemplate, problem: P
 
 def why_slower(best: SimulatedPlan, other: SimulatedPlan) -> str:
     grown = {k: other.prediction.parts[k] - v for k, v in best.prediction.parts.items()}
-    grown_most = max(grown, key=lambda k: grown[k])
+    slower_part = max(grown, key=lambda k: grown[k])
     words = {
         "pipelines": "its slowest pipeline takes", "jitter": "waiting for unsteady chips takes",
         "gradients": "exposed gradient reduction takes", "optimizer": "the optimizer takes",
         "parameters": "sending parameters takes", "reference": "the forward of the reference takes",
         "outer": "exchanging weights between islands takes",
     }  # fmt: skip
-    if grown[grown_most] < 5e-10:  # less than is shown
+    if grown[slower_part] < 5e-10:  # less than is shown
         return "it takes as long"
-    return f"{words[grown_most]} {format_seconds(grown[grown_most])} longer"
+    return f"{words[slower_part]} {format_seconds(grown[slower_part])} longer"
 
 
 def _even_layers(result: SearchResult, template: PlanTemplate, model: ModelSpec) -> PlanTemplate | None:

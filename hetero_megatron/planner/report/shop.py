@@ -126,9 +126,9 @@ def format_offers(offers: Sequence[Offer], currency: str, left: int, limit: floa
     lines += ["", f"best: nothing that costs as much or less, up to {limit:,.0f} {currency}, is faster"]
     if left:
         lines.append(f"{plural(left, 'cheaper set')} not looked at")
-    best_gain = max(offers, key=lambda offer: offer.gain)
-    if best_gain.gain > 0:
-        lines.append(f"most speed for the money: {best_gain.name}: {best_gain.plan}")
+    best_offer = max(offers, key=lambda offer: offer.gain)
+    if best_offer.gain > 0:
+        lines.append(f"most speed for the money: {best_offer.name}: {best_offer.plan}")
     return "\n".join(lines)
 
 

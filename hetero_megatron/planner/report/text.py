@@ -102,8 +102,8 @@ def format_comparisons(summary: Summary) -> str:
     if summary.rejected:
         parts.append(["uniform plans (Megatron) that do not fit, with their approximate step times"])
         for r in summary.rejected:
-            chip_type = f"{r.of} alone: " if r.of else ""
-            parts[-1] += [f"  {format_seconds(r.step_seconds):>8}  {chip_type}{r.text}", f"{'':>12}{r}"]
+            prefix = f"{r.of} alone: " if r.of else ""
+            parts[-1] += [f"  {format_seconds(r.step_seconds):>8}  {prefix}{r.text}", f"{'':>12}{r}"]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

@@ -176,10 +176,7 @@ def difference(mine: Any, other: Any, path: str = "") -> str:
         pairs = [(f"{path}[{i}]" if path else "", a, b) for i, (a, b) in enumerate(zip(mine, other, strict=True))]
     else:
         return "" if mine == other else path or "plan"
-    return next(
-        (path_of_difference for path_of_pair, a, b in pairs if (path_of_difference := difference(a, b, path_of_pair))),
-        "",
-    )
+    return next((first for pair_path, a, b in pairs if (first := difference(a, b, pair_path))), "")
 
 
 def _stages(plan: Plan) -> Iterator[tuple[int, int, Stage]]:

@@ -50,10 +50,8 @@ class Operators(ModelledOperators):
         if self._measured("layers") or not rows:
             return self._from_table("layers", share, rows, length)
         unquantised = self.unquantised.layer(share, rows, length)
-        modelled, modelled_unquantised = (x.layer_by_operators(share, rows, length) for x in (self, self.unquantised))
-        return unquantised[0] * modelled[0] / modelled_unquantised[0], unquantised[1] * modelled[
-            1
-        ] / modelled_unquantised[1]
+        modelled, plain = (x.layer_by_operators(share, rows, length) for x in (self, self.unquantised))
+        return unquantised[0] * modelled[0] / plain[0], unquantised[1] * modelled[1] / plain[1]
 
     @cached_property
     def unquantised(self) -> Operators:
