@@ -187,10 +187,10 @@ def _bounds(times: PipelineTimes, count: int) -> Iterator[float]:
     stages, links = times.stages, times.links
     gradient, weight = zip(*(s.least_seconds for s in stages))
     # After the input gradient of a stage, the gradient still has to reach every earlier one: seconds to the step's end.
-    after = [weight[0] + stages[0].tail_seconds]
+    seconds_after = [weight[0] + stages[0].tail_seconds]
     for s, link in enumerate(links):
         back = link.backward_seconds + link.latency_seconds + gradient[s]
-        after.append(max(weight[s + 1] + stages[s + 1].tail_seconds, back + after[-1]))
+        seconds_after.append(max(weight[s + 1] + stages[s + 1].tail_seconds, back + seconds_after[-1]))
     # From the start of a forward to the end of the same micro-batch's input gradient.
     trip = [stages[-1].forward_seconds + gradient[-1]]
     for s, link in reversed(list(enumerate(links))):
@@ -201,13 +201,13 @@ def _bounds(times: PipelineTimes, count: int) -> Iterator[float]:
     for s, stage in enumerate(stages):
         forward, both_passes = stage.forward_seconds, stage.forward_seconds + gradient[s]
         yield head + count * (both_passes + weight[s]) + stage.tail_seconds
-        yield head + count * both_passes + after[s]
-        yield head + (count - 1) * forward + trip[s] + after[s]
+        yield head + count * both_passes + seconds_after[s]
+        yield head + (count - 1) * forward + trip[s] + seconds_after[s]
         rounds = math.ceil(count / stage.capacity) if stage.capacity < math.inf else 1
-        yield head + rounds * trip[s] + after[s]
+        yield head + rounds * trip[s] + seconds_after[s]
         if s < len(links):
             link = links[s]
-            yield head + (count - 1) * max(link.forward_seconds, link.backward_seconds) + trip[s] + after[s]
+            yield head + (count - 1) * max(link.forward_seconds, link.backward_seconds) + trip[s] + seconds_after[s]
             head += forward + link.forward_seconds + link.latency_seconds
 
 

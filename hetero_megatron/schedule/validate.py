@@ -79,13 +79,13 @@ class _Run:
 
     def _advance(self, stage: int) -> list[int]:
         """Run ``stage`` until it blocks or ends; returns the stages that it woke."""
-        row, done = self.schedule.stages[stage], self.done[stage]
+        row, done_actions = self.schedule.stages[stage], self.done[stage]
         woken: list[int] = []
         for index in range(self.position[stage], len(row)):
             action = row[index]
             kind = action[0]
             self.position[stage] = index
-            if action in done:
+            if action in done_actions:
                 raise self._error(stage, index, "is there twice")
             if kind in _RECEIVES:
                 key = self._sender(stage, index, action)
@@ -95,7 +95,7 @@ class _Run:
                 self.unread.remove(key)
             else:
                 self._check_order(stage, index, action)
-            done.add(action)
+            done_actions.add(action)
             if kind == "SEND_F" or kind == "SEND_B":
                 key = (stage, action)
                 self.unread.add(key)
@@ -114,13 +114,13 @@ class _Run:
     def _check_order(self, stage: int, at: int, action: Action) -> None:
         """What the action needs has been done before it on this stage."""
         kind, m, c = action
-        done = self.done[stage]
+        done_actions = self.done[stage]
         if kind not in KINDS:
             raise self._error(stage, at, f"is of unknown kind (known: {', '.join(KINDS)})")
         needs = _NEEDS.get(kind, ())
-        if needs and not any((k, m, c) in done for k in needs):
+        if needs and not any((k, m, c) in done_actions for k in needs):
             raise self._error(stage, at, f"comes before {Action(needs[0], m, c)}")
-        if any((k, m, c) in done for k in _EXCLUDES.get(kind, ())):
+        if any((k, m, c) in done_actions for k in _EXCLUDES.get(kind, ())):
             raise self._error(stage, at, "repeats a backward that was done in another form")
         if kind in ("F", "B", "B_INPUT"):
             self._check_input(stage, at, action)
@@ -149,19 +149,19 @@ class _Run:
     def _check_synchronisation(self, stage: int, at: int, action: Action) -> None:
         """REDUCE hop after hop, then UPDATE once, then ALL_GATHER, the hops the other way round."""
         kind, bucket, hop = action
-        done, updated = self.done[stage], ("UPDATE", 0, 0) in self.done[stage]
+        done_actions, updated = self.done[stage], ("UPDATE", 0, 0) in self.done[stage]
         self.synchronising[stage] = str(Action(*action))
         if kind == "REDUCE":
             if updated:
                 raise self._error(stage, at, "comes after the update")
-            if hop and ("REDUCE", bucket, hop - 1) not in done:
+            if hop and ("REDUCE", bucket, hop - 1) not in done_actions:
                 raise self._error(stage, at, f"comes before {Action('REDUCE', bucket, hop - 1)}")
         elif kind == "ALL_GATHER":
             if not updated:
                 raise self._error(stage, at, "comes before the update")
-            if ("REDUCE", bucket, hop) not in done:
+            if ("REDUCE", bucket, hop) not in done_actions:
                 raise self._error(stage, at, f"without {Action('REDUCE', bucket, hop)}")
-            if ("REDUCE", bucket, hop + 1) in done and ("ALL_GATHER", bucket, hop + 1) not in done:
+            if ("REDUCE", bucket, hop + 1) in done_actions and ("ALL_GATHER", bucket, hop + 1) not in done_actions:
                 raise self._error(stage, at, f"comes before {Action('ALL_GATHER', bucket, hop + 1)}")
 
     def finish(self) -> None:
@@ -181,14 +181,14 @@ class _Run:
             raise self._error(blocked[0][0], self.position[blocked[0][0]], f"never ends: deadlock ({waits})")
         for stage, action in sorted(self.unread):
             raise self._error(stage, rows[stage].index(action), "is received by nobody")
-        for stage, done in enumerate(self.done):
-            for kind, m, c in done:
+        for stage, done_actions in enumerate(self.done):
+            for kind, m, c in done_actions:
                 action = Action(kind, m, c)
-                if kind == "F" and not {("B", m, c), ("B_INPUT", m, c)} & done:
+                if kind == "F" and not {("B", m, c), ("B_INPUT", m, c)} & done_actions:
                     raise self._error(stage, rows[stage].index(action), "has no backward")
-                if kind == "B_INPUT" and ("W", m, c) not in done:
+                if kind == "B_INPUT" and ("W", m, c) not in done_actions:
                     raise self._error(stage, rows[stage].index(action), "has no W")
-                if kind == "REDUCE" and ("UPDATE", 0, 0) in done and ("ALL_GATHER", m, c) not in done:
+                if kind == "REDUCE" and ("UPDATE", 0, 0) in done_actions and ("ALL_GATHER", m, c) not in done_actions:
                     raise self._error(stage, rows[stage].index(action), "has no ALL_GATHER")
 
     def _error(self, stage: int, at: int, what: str) -> ScheduleError:

@@ -287,10 +287,10 @@ class ContextCosts:
         per_layer += max(float((backward + recomputed).max()), 2 * gathered)
         head = np.array([3 * p.head for p in parts])
         layers = problem.layers
-        alone = layers * (runs * forward + backward + recomputed) + head
+        member_seconds = layers * (runs * forward + backward + recomputed) + head
         fits, memory = self._memory(layout, parts)
         seconds = layers * per_layer + float(head.max())
-        return LayoutCost(seconds, fits, tuple(alone.tolist()), memory, tuple(parts))
+        return LayoutCost(seconds, fits, tuple(member_seconds.tolist()), memory, tuple(parts))
 
     def _core(
         self, layout: ContextLayout, parts: Sequence[GroupParts], tokens: Floats, forward: Floats, backward: Floats

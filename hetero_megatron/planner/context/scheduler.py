@@ -166,12 +166,12 @@ def _try_blocks(search: _LayoutSearch, layout: ContextLayout) -> None:
 def _does_not_fit(search: _LayoutSearch) -> UserError:
     limits = search.costs.limits
     members = search.problem.members
-    short = [members[i].ranks for i in range(len(members)) if limits[i] < 0]
-    if short:
+    lacking = [members[i].ranks for i in range(len(members)) if limits[i] < 0]
+    if lacking:
         fullest = int(limits.argmin())
         return UserError(
             f"weights, gradients and optimizer alone need {-limits[fullest] / 2**30:.2f} GiB more than rank "
-            f"{members[fullest].ranks[0]} has ({len(short)} of {len(members)} members are too small)",
+            f"{members[fullest].ranks[0]} has ({len(lacking)} of {len(members)} members are too small)",
             field="memory", value=f"{members[fullest].memory / 2**30:.2f} GiB",
             accepted="fewer layers per stage, larger tp, sharded states, or chips with more memory",
         )  # fmt: skip

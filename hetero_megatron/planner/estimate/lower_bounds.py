@@ -49,18 +49,18 @@ class TemplateBounds:
     def sync_tail(self, shape: PipelineTemplate, links: Links, pipelines: int) -> float:
         """Lower bound (s) on the sync tail of a pipeline, in any plan of ``pipelines`` pipelines:
         replicas have the best possible links, and other pipelines may own all optimizer states."""
-        after, drain, saved, last = 0.0, 0.0, 0.0, len(shape.stages) - 1
+        exposed_seconds, drain, saved, last = 0.0, 0.0, 0.0, len(shape.stages) - 1
         update = self.update_seconds if pipelines > 1 else 0.0
         for s, stage in enumerate(shape.stages):
             reduce, latency, optimizer = self.stage_sync_tail(stage, pipelines, s == 0, s == last)
             priced = self.scorer.stage(stage, shape.micro_batch_size, s == 0, s == last)
-            after, update = (
-                max(after, exposed(reduce, priced.backward, stage.layers) + latency - drain),
+            exposed_seconds, update = (
+                max(exposed_seconds, exposed(reduce, priced.backward, stage.layers) + latency - drain),
                 max(update, optimizer),
             )
             drain += priced.backward + (links[s][1] if s < last else 0.0)
             saved = max(saved, priced.saved)
-        return after + update - saved
+        return exposed_seconds + update - saved
 
     @cached_property
     def update_seconds(self) -> float:

@@ -103,12 +103,12 @@ class _SyncRun:
             completions = [(1.0, segment.complete(bucket, self.times))] if single else segment.releases(self.times)
         packed, afters = [0.0] * len(completions), dict[StageId, float]()
         for stage_id in segment.held:
-            pack, after = self.host_seconds(segment, bucket, stage_id)
-            afters[stage_id], last = after, completions[-1][1][stage_id]
+            pack, sum_seconds = self.host_seconds(segment, bucket, stage_id)
+            afters[stage_id], last = sum_seconds, completions[-1][1][stage_id]
             late = self.hosts[stage_id].send(last, pack) - last
             for i, (incomplete, when) in enumerate(completions):
                 # Before it packs more, it has summed all that was complete before but what is under way.
-                summed = after * max(0.0, 1 - incomplete - share)
+                summed = sum_seconds * max(0.0, 1 - incomplete - share)
                 packed[i] = max(packed[i], when[stage_id] + late + summed - pack * max(0.0, incomplete - share))
         return [(incomplete, seconds) for (incomplete, _), seconds in zip(completions, packed)], afters
 
@@ -136,8 +136,8 @@ class _SyncRun:
             end = max(end, free[port])
         end += segment.latency
         if bucket.count == 1:
-            for stage_id, after in afters.items():
-                self.hosts[stage_id].under_way.append((end, after))
+            for stage_id, sum_seconds in afters.items():
+                self.hosts[stage_id].under_way.append((end, sum_seconds))
             return
         # At most IN_FLIGHT buckets travel at once, so the latency and the host's time are paid once per IN_FLIGHT ones.
         bucket_seconds, rows = max(segment.link, *segment.ports.values(), 0.0) * item, -(-bucket.count // IN_FLIGHT)
@@ -146,6 +146,6 @@ class _SyncRun:
         # A rank sends its next segment's first bucket when all but this one's last are done.
         free |= dict.fromkeys(segment.held, end - bucket_seconds * segment.trailing)
         last = segment.last_bucket
-        for stage_id, after in afters.items():
-            self.hosts[stage_id].under_way.append((end, after * last))
-            self.hosts[stage_id].delay += after * (1 - last)
+        for stage_id, sum_seconds in afters.items():
+            self.hosts[stage_id].under_way.append((end, sum_seconds * last))
+            self.hosts[stage_id].delay += sum_seconds * (1 - last)

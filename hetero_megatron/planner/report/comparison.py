@@ -268,11 +268,11 @@ def variants(result: SearchResult, problem: PlanningProblem) -> list[Variant]:
         ("the same with equal shares of the batch", _even_shares(best.template, batch)),
     ]  # fmt: skip
     listed += [_variant(result, text, template, problem) for text, template in alike if template is not None]
-    seen = {(best.text, _make_up(best.template))}
-    for other in result.others:
-        if (other.text, _make_up(other.template)) not in seen and len(listed) < 6:
-            seen.add((other.text, _make_up(other.template)))
-            listed.append(Variant(choice_text(other, chips), other.step_seconds, why_slower(best, other)))
+    make_ups = {(best.text, _make_up(best.template))}
+    for runner_up in result.others:
+        if (runner_up.text, _make_up(runner_up.template)) not in make_ups and len(listed) < 6:
+            make_ups.add((runner_up.text, _make_up(runner_up.template)))
+            listed.append(Variant(choice_text(runner_up, chips), runner_up.step_seconds, why_slower(best, runner_up)))
     return [v for v in listed if v.step_seconds >= best.step_seconds or v.step_seconds == 0.0]
 
 
@@ -309,8 +309,8 @@ def why_slower(best: SimulatedPlan, other: SimulatedPlan) -> str:
 def _even_layers(result: SearchResult, template: PlanTemplate, model: ModelSpec) -> PlanTemplate | None:
     tables, parts = result.scorer.tables, []
     for part in template.parts:
-        per_stage, more = divmod(model.num_layers, len(part.shape.stages))
-        stages = [replace(s.plain, layers=per_stage + (i < more))
+        per_stage, remainder = divmod(model.num_layers, len(part.shape.stages))
+        stages = [replace(s.plain, layers=per_stage + (i < remainder))
                   for i, s in enumerate(part.shape.stages)]  # fmt: skip
         shape = PipelineTemplate(part.shape.micro_batch_size, tuple(stages))
         fitting = best_recompute(tables, shape, template.schedule, part.num_micro_batches, template.pipelines)

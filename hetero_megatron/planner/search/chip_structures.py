@@ -49,12 +49,12 @@ class ChipStructure:
 def structures(problem: PlanningProblem, pool: DevicePool, ordered: bool) -> Iterator[ChipStructure]:
     """All structures whose stages have one communication library each, for every number of pipelines, TP degree and
     micro-batch size; ``ordered``: common stages have the groups in every order, else in one."""
-    library, seen = problem.cluster.library_of, set[StageRanks]()
+    library, tried_ranks = problem.cluster.library_of, set[StageRanks]()
     for ranks in _stage_ranks(problem.global_batch_size, pool, ordered):
         joined = all(len({library(r) for r in stage}) == 1 for stages in ranks for stage in stages)
-        if ranks in seen or not joined or len(ranks[0]) > problem.model.num_layers:
+        if ranks in tried_ranks or not joined or len(ranks[0]) > problem.model.num_layers:
             continue
-        seen.add(ranks)
+        tried_ranks.add(ranks)
         pipeline_batch = problem.global_batch_size // len(ranks)
         sizes = [size for size in batch_sizes(problem.space, pipeline_batch) if pipeline_batch % size == 0]
         for tp, size in itertools.product(_tp_sizes(problem, pool, ranks), sizes):

@@ -210,9 +210,9 @@ class RankHost:
         """Time (s) when the next bucket is packed; ``ready``: when its content is complete, without the delay."""
         begin = max(ready + self.delay, self.last)
         if len(self.under_way) == IN_FLIGHT:
-            arrived, after = self.under_way.popleft()
-            begin = max(begin, arrived) + after
-            self.delay += after
+            arrived, sum_seconds = self.under_way.popleft()
+            begin = max(begin, arrived) + sum_seconds
+            self.delay += sum_seconds
         self.delay += pack
         self.last = begin + pack
         return self.last
@@ -220,8 +220,8 @@ class RankHost:
     def finish(self, at: float) -> float:
         """Time (s) when all buckets are reduced. ``at``: when the rank is done with all else (s)."""
         end = max(at + self.delay, self.last)
-        for arrived, after in self.under_way:
-            end = max(end, arrived) + after
+        for arrived, sum_seconds in self.under_way:
+            end = max(end, arrived) + sum_seconds
         return end
 
 
@@ -247,8 +247,8 @@ class RankHosts:
                 waits |= count >= IN_FLIGHT
             if not waits.any():
                 break
-            after = self._end_oldest(at[waits], begin, waits)
-            self.delay[at[waits]] += after
+            sum_seconds = self._end_oldest(at[waits], begin, waits)
+            self.delay[at[waits]] += sum_seconds
         self.delay[at] += pack
         self.last[at] = begin = begin + pack
         return begin
@@ -269,10 +269,10 @@ class RankHosts:
         """Advance ``now[where]`` to when the oldest bucket of each of ``rows`` is summed; returns the seconds of
         summing."""
         slot = self.first[rows] % self.slots
-        after = self.after[rows, slot]
-        now[where] = np.maximum(now[where], self.arrived[rows, slot]) + after
+        sum_seconds = self.after[rows, slot]
+        now[where] = np.maximum(now[where], self.arrived[rows, slot]) + sum_seconds
         self.first[rows] += 1
-        return np.asarray(after)
+        return np.asarray(sum_seconds)
 
 
 class HostRates(NamedTuple):

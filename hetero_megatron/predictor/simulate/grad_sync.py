@@ -158,12 +158,12 @@ class GradSync:
             free[cost.ports] = start + cost.busy
             end = start + cost.seconds + cost.latency
             spans.append(BucketSpan(action.bucket.index, start, end, action.hop))
-            after = self.host_seconds(action.content, action.bucket.dense, item, gather)[1] if sharded else 0.0
-            hosts.travel(action.content.at, action.bucket.index, end, after)
+            sum_seconds = self.host_seconds(action.content, action.bucket.dense, item, gather)[1] if sharded else 0.0
+            hosts.travel(action.content.at, action.bucket.index, end, sum_seconds)
             for following, count in order.following.get(number, ()):
                 missing[following] -= count
                 if not missing[following]:
                     launch(following)
         ranks = places.ranks.tolist()
-        done = hosts.finish(np.array([idle[r] for r in ranks]))
-        return dict(zip(ranks, done.tolist(), strict=True)), spans
+        ends_of_ranks = hosts.finish(np.array([idle[r] for r in ranks]))
+        return dict(zip(ranks, ends_of_ranks.tolist(), strict=True)), spans

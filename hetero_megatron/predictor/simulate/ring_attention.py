@@ -245,7 +245,7 @@ class _Ring:
             begin = max([*ends, *(self.free[port] for port in price.ports)])
             for port, seconds in price.ports.items():
                 self.free[port] = begin + seconds
-            done = begin + price.seconds + price.latency
+            arrival = begin + price.seconds + price.latency
             for g in (passage.source, passage.to):
-                ready[g] = max(ready.get(g, 0.0), done)
+                ready[g] = max(ready.get(g, 0.0), arrival)
         return ready
